@@ -1,0 +1,59 @@
+# make help lists the targets. PYTHON chooses the interpreter, PIP_ARGS goes to every `pip install`
+# (for example an index with CPU-only torch builds), run_dir=DIR puts a run where you say.
+PYTHON ?= python3
+PIP_ARGS ?=
+run_dir ?=
+args ?=
+BIN := .venv/bin
+STAMPS := .venv/.stamps
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-core test-dist test-faults test-slow lint format clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(STAMPS)/run: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing lit_rl and what it runs on into .venv (a minute or two, once) ..."
+	@$(BIN)/python -m pip install -q $(PIP_ARGS) -U pip
+	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e .
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dev: $(STAMPS)/run
+	@echo "Installing the test dependencies into .venv ..."
+	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMPS)/run  ## set up .venv
+
+demo: setup  ## train the shipped policy on the CPU: two to three minutes
+	$(BIN)/python train.py $(if $(run_dir),run_dir='$(run_dir)') $(args)
+
+test: lint test-core test-dist test-faults  ## everything that a change has to pass
+
+test-core: $(STAMPS)/dev  ## the tests that need one process
+	$(PYTEST) -m 'not dist and not faults and not slow' $(args)
+
+test-dist: $(STAMPS)/dev  ## the tests that start several processes
+	$(PYTEST) -m 'dist and not slow' $(args)
+
+test-faults: $(STAMPS)/dev  ## the tests that kill processes
+	$(PYTEST) -m 'faults and not slow' $(args)
+
+test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
+	$(PYTEST) -m slow $(args)
+
+lint: $(STAMPS)/dev  ## format, lint, import floors, types
+	$(BIN)/ruff format --check -q .
+	$(BIN)/ruff check -q .
+	$(BIN)/lint-imports
+	$(BIN)/basedpyright --level error
+
+format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
+	$(BIN)/ruff format -q .
+	$(BIN)/ruff check -q --fix .
+
+clean:  ## remove .venv and caches
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,1 @@
+"""PyTorch Lightning modules for RL post-training of language models."""

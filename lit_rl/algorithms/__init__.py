@@ -1,0 +1,9 @@
+"""One final LightningModule a file. `on_policy.py` and `policy_module.py` hold what they share: mechanics, no method."""
+
+from lit_rl.algorithms.evaluation import Evaluation as Evaluation
+from lit_rl.algorithms.grpo import GRPO as GRPO
+from lit_rl.algorithms.optimizers import AdamW as AdamW
+from lit_rl.algorithms.rloo import RLOO as RLOO
+from lit_rl.algorithms.schedules import Constant as Constant
+from lit_rl.algorithms.schedules import Cosine as Cosine
+from lit_rl.algorithms.schedules import Linear as Linear

@@ -1,0 +1,157 @@
+"""Batch arithmetic: how a rollout becomes optimizer steps and micro-batches. The equation is in docs/batch-arithmetic.md."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import ConfigError, in_range
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The numbers of one run. All are global (over every rank) unless the name says otherwise."""
+
+    prompts_per_rollout: int
+    group_size: int
+    minibatches: int
+    iterations: int
+    accumulate: int
+    world_size: int
+    split_groups: int = 1
+    max_new_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        for key, value in self._keys().items():
+            in_range(key, value, low=1)
+        if self.group_size % self.split_groups:
+            raise ConfigError(
+                f"algo.split_groups={self.split_groups} does not divide algo.group_size={self.group_size}: "
+                "every slice of a group must have the same number of rows."
+            )
+        if not self._divides(self.prompts_per_rollout, self.minibatches, self.accumulate):
+            raise ConfigError(self._explain())
+
+    def _keys(self) -> dict[str, int]:
+        return {
+            "data.prompts_per_rollout": self.prompts_per_rollout,
+            "algo.group_size": self.group_size,
+            "algo.minibatches": self.minibatches,
+            "algo.iterations": self.iterations,
+            "trainer.accumulate_grad_batches": self.accumulate,
+            "world_size": self.world_size,
+            "algo.split_groups": self.split_groups,
+        }
+
+    def _divides(self, prompts: int, minibatches: int, accumulate: int) -> bool:
+        """A mini-batch holds whole groups of each rank; a micro-batch holds whole slices of groups."""
+        per_rank, left = divmod(prompts, self.world_size)
+        if left or per_rank < minibatches or per_rank % minibatches:
+            return False
+        return (per_rank // minibatches * self.split_groups) % accumulate == 0
+
+    def _explain(self) -> str:
+        """The equation, what came, and the three nearest settings that work."""
+        want = (self.prompts_per_rollout, self.minibatches, self.accumulate)
+        near = sorted(
+            (
+                (abs(p - want[0]) / want[0] + 2 * abs(m - want[1]) / want[1] + 2 * abs(a - want[2]) / want[2], p, m, a)
+                for p, m, a in product(
+                    range(1, 2 * want[0] + want[1] * want[2] * self.world_size + 1),
+                    range(1, want[1] + 1),
+                    range(1, want[2] + 1),
+                )
+                if self._divides(p, m, a)
+            ),
+        )[:3]
+        lines = [
+            f"  data.prompts_per_rollout={p} algo.minibatches={m} trainer.accumulate_grad_batches={a}"
+            for _, p, m, a in near
+        ]
+        slices = f" (each group cut into {self.split_groups} slices)" if self.split_groups > 1 else ""
+        return (
+            f"data.prompts_per_rollout={want[0]} must be divisible by algo.minibatches={want[1]} x "
+            f"trainer.accumulate_grad_batches={want[2]} x world size {self.world_size}{slices}, "
+            "so that every micro-batch holds whole groups. Nearest settings that work:\n" + "\n".join(lines)
+        )
+
+    @property
+    def slots(self) -> int:
+        """Micro-batches a rollout lasts: R of the design."""
+        return self.iterations * self.minibatches * self.accumulate
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps a rollout lasts."""
+        return self.iterations * self.minibatches
+
+    @property
+    def completions(self) -> int:
+        """Completions a rollout, over all ranks."""
+        return self.prompts_per_rollout * self.group_size
+
+    def table(self) -> list[tuple[str, str]]:
+        """What the run will do, as rows of a table."""
+        per_step = self.completions // self.minibatches
+        micro = per_step // self.accumulate // self.world_size
+        return [
+            ("prompts per rollout", f"{self.prompts_per_rollout}"),
+            ("completions per rollout", f"{self.completions} = {self.prompts_per_rollout} x {self.group_size}"),
+            ("tokens per rollout, at most", f"{self.completions * self.max_new_tokens:,}"),
+            ("optimizer steps per rollout", f"{self.steps_per_rollout} = {self.iterations} x {self.minibatches}"),
+            ("completions per optimizer step", f"{per_step}"),
+            ("completions per micro-batch and rank", f"{micro}"),
+        ]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a micro-batch stands in its rollout."""
+
+    iteration: int
+    minibatch: int
+    micro: int
+
+    @staticmethod
+    def of(slot: int, plan: BatchPlan) -> Slot:
+        step, micro = divmod(slot, plan.accumulate)
+        iteration, minibatch = divmod(step, plan.minibatches)
+        return Slot(iteration, minibatch, micro)
+
+
+def _mix(*parts: int) -> int:
+    """A seed of several numbers, the same on every machine and in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
+
+
+def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
+    """Rows of each mini-batch of one pass: whole groups, permuted anew at each pass by (seed, rollout, iteration)."""
+    groups = torch.unique(group_id)
+    if plan.minibatches > 1:
+        generator = torch.Generator().manual_seed(_mix(seed, rollout, iteration))
+        groups = groups[torch.randperm(len(groups), generator=generator).to(groups.device)]
+    return [torch.isin(group_id, part).nonzero().flatten() for part in groups.chunk(plan.minibatches)]
+
+
+def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan) -> list[Tensor]:
+    """Cut a mini-batch into `accumulate` micro-batches of equally many group slices, balanced by their tokens.
+
+    Slices are dealt out from long to short, back and forth, so that no micro-batch gets all the long ones.
+    """
+    if plan.accumulate == 1:
+        return [rows]
+    slices = [
+        part
+        for group in torch.unique(group_id[rows])
+        for part in rows[group_id[rows] == group].chunk(plan.split_groups)
+    ]
+    slices.sort(key=lambda part: (-int(lengths[part].sum()), int(part[0])))
+    hands: list[list[Tensor]] = [[] for _ in range(plan.accumulate)]
+    for i, part in enumerate(slices):
+        lap, seat = divmod(i, plan.accumulate)
+        hands[seat if lap % 2 == 0 else plan.accumulate - 1 - seat].append(part)
+    return [torch.cat(hand).sort().values for hand in hands]

@@ -1,0 +1,125 @@
+"""Validation by generating: own sampling, means with 95 % intervals, pass@k, each prompt counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lit_rl.algorithms.statistics import mean_with_interval, pass_at_k
+from lit_rl.errors import in_range
+from lit_rl.rewards.base import Scores
+from lit_rl.rollout import Completions, PromptBatch, Sampling
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How `validate`, `test` and `predict` sample. Nothing of it is inherited from the training's truncation.
+
+    Args:
+        group_size: Completions a prompt. Above 1, pass@k is reported too.
+        temperature: 0 is greedy decoding; sampling needs it above 0 where `group_size` is above 1 to be of use.
+        top_p: As `Sampling.top_p`.
+        top_k: As `Sampling.top_k`.
+        max_new_tokens: Longest response in tokens; null takes `sampling.max_new_tokens`.
+        limit: At most this many prompts of each validation set; null takes all.
+    """
+
+    group_size: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        in_range("eval.group_size", self.group_size, low=1)
+        in_range("eval.temperature", self.temperature, low=0)
+        in_range("eval.top_p", self.top_p, low=0, high=1, open_low=True)
+        in_range("eval.top_k", self.top_k, low=0)
+        for key in ("max_new_tokens", "limit"):
+            value = getattr(self, key)
+            if value is not None:
+                in_range(f"eval.{key}", value, low=1)
+
+    def sampling(self, training: Sampling) -> Sampling:
+        """The training's stop strings and lengths with the evaluation's own distribution."""
+        return replace(
+            training,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_new_tokens=self.max_new_tokens or training.max_new_tokens,
+            min_new_tokens=0,
+        )
+
+
+class EvaluationRows:
+    """What the validation of one data set has seen, by row of the set: a row seen twice counts once."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.names: tuple[str, ...] = ()
+
+    def add(self, batch: PromptBatch, completions: Completions, scores: Scores) -> None:
+        """Keep the numbers of one batch; completions of a prompt are neighbours."""
+        self.names = scores.names
+        per_prompt = len(scores.total) // len(batch)
+        for i, row in enumerate(batch.rows):
+            part = slice(i * per_prompt, (i + 1) * per_prompt)
+            self.rows[row] = {
+                "total": scores.total[part].tolist(),
+                "values": scores.values[part].tolist(),
+                "length": completions.lengths[part].tolist(),
+                "ended": completions.ended[part].tolist(),
+            }
+
+    def gather(self) -> None:
+        """Take in the rows of every rank."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, (self.rows, self.names))
+            self.rows = {row: seen for rows, _ in parts for row, seen in rows.items()}
+            self.names = max((names for _, names in parts), key=len)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over prompts of the means over their completions, the reward with its 95 % interval."""
+        seen = [self.rows[row] for row in sorted(self.rows)]
+        totals = torch.tensor([row["total"] for row in seen], dtype=torch.float64).reshape(len(seen), -1)
+        by_prompt = totals.nanmean(1)
+        by_prompt = by_prompt[~by_prompt.isnan()]
+        mean, low, high = mean_with_interval(by_prompt)
+        lengths = torch.tensor([row["length"] for row in seen], dtype=torch.float64)
+        ended = torch.tensor([row["ended"] for row in seen])
+        metrics = {
+            "reward": mean,
+            "reward_low": low,
+            "reward_high": high,
+            "prompts": float(len(by_prompt)),
+            "completions/mean_length": float(lengths.mean()) if len(seen) else math.nan,
+            "completions/clipped_ratio": float((~ended).double().mean()) if len(seen) else math.nan,
+        }
+        values = torch.tensor([row["values"] for row in seen], dtype=torch.float64)
+        for i, name in enumerate(self.names):
+            metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
+        return metrics | self._pass_at_k(totals)
+
+    def _pass_at_k(self, totals: torch.Tensor) -> dict[str, float]:
+        """pass@k for k = 1, 2, 4, ... up to the group size; a completion passes with a total of 1 or more."""
+        n = totals.shape[1]
+        if n < 2:
+            return {}
+        right = (totals >= 1).sum(1).tolist()
+        ks = [2**i for i in range(int(math.log2(n)) + 1)]
+        return {f"pass@{k}": sum(pass_at_k(r, n, k) for r in right) / max(1, len(right)) for k in sorted({*ks, n})}
+
+
+def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
+    """Names under a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
+    head = "/".join(part for part in parts if part)
+    return {f"{head}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,118 @@
+"""Optimizers as values: what a config, a notebook and LightningCLI hand to an algorithm.
+
+Each is called with the parameter groups once the policy exists. The default learning rate, 1e-6, is for full
+fine-tuning of pretrained models; LoRA wants about ten times that, the shipped tiny policy a thousand times.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from lit_rl.errors import BackendError, ConfigError, did_you_mean, in_range
+
+ParamGroups = Iterable[dict[str, Any]]
+
+
+class OptimizerFactory(Protocol):
+    """Parameter groups in, optimizer out."""
+
+    def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
+
+
+def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0) -> None:
+    in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
+    for i, beta in enumerate(betas):
+        in_range(f"optimizer.betas[{i}]", beta, low=0, high=1)
+    in_range("optimizer.weight_decay", weight_decay, low=0)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW (1711.05101) in torch's fused implementation.
+
+    Args:
+        lr: Learning rate at its highest, in (0, 1].
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        _check(self.lr, self.betas, self.weight_decay)
+
+    def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, fused=True
+        )
+
+
+@dataclass(frozen=True)
+class AdamW8bit:
+    """AdamW with its moments in 8 bits (2110.02861, bitsandbytes; extra `quant`): a quarter of the state's memory.
+
+    Args:
+        lr: Learning rate at its highest, in (0, 1].
+        betas: Decay rates of the two moments.
+        weight_decay: Decoupled weight decay.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        _check(self.lr, self.betas, self.weight_decay)
+
+    def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        try:
+            from bitsandbytes.optim import AdamW8bit as Implementation  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise BackendError(
+                "optimizer=adamw_8bit needs bitsandbytes: pip install 'lit-rl[quant]', or take optimizer=adamw."
+            ) from error
+        return Implementation(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class ByPath:
+    """Any `torch.optim.Optimizer` by its dotted path.
+
+    Args:
+        path: For example `torch.optim.SGD`, or a class of your own package.
+        lr: Learning rate at its highest, in (0, 1].
+        kwargs: Further keyword arguments of that class.
+    """
+
+    path: str
+    lr: float = 1e-6
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check(self.lr)
+
+    def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        module_name, _, name = self.path.rpartition(".")
+        try:
+            module = importlib.import_module(module_name)
+            cls = getattr(module, name)
+        except (ImportError, AttributeError, ValueError) as error:
+            near = did_you_mean(name, dir(torch.optim))
+            raise ConfigError(f"optimizer.path={self.path!r} cannot be imported ({error}).{near}") from error
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise ConfigError(f"optimizer.path={self.path!r} is {cls!r}; allowed is a torch.optim.Optimizer class.")
+        try:
+            return cls(groups, lr=self.lr, **self.kwargs)
+        except TypeError as error:
+            raise ConfigError(f"optimizer.kwargs={dict(self.kwargs)} do not fit {self.path}: {error}") from error

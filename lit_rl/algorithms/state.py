@@ -1,0 +1,97 @@
+"""A half-used rollout as plain tensors, numbers and strings, so that a checkpoint loads with `weights_only=True`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import StorageError
+from lit_rl.rollout import Completions, Rollout
+
+
+def to_plain(item: Any) -> Any:
+    """Dataclasses to dicts, tensors to copies on the CPU."""
+    if isinstance(item, Tensor):
+        return item.detach().cpu().clone()
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
+    if isinstance(item, dict):
+        return {key: to_plain(value) for key, value in item.items()}
+    return item
+
+
+def to_device(item: Any, device: torch.device) -> Any:
+    """The same plain structure with its tensors on `device`."""
+    if isinstance(item, Tensor):
+        return item.to(device)
+    if isinstance(item, dict):
+        return {key: to_device(value, device) for key, value in item.items()}
+    return item
+
+
+def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:
+    """The rollout that `to_plain` took apart."""
+    plain = to_device(plain, device)
+    return Rollout(**{**plain, "completions": Completions(**plain["completions"])})
+
+
+def gather_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """One entry a rank, on every rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return [mine]
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, mine)
+    return parts
+
+
+def of_rank(parts: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's entry.
+
+    Raises:
+        StorageError: the checkpoint was written by another number of processes.
+    """
+    if len(parts) != world_size:
+        raise StorageError(
+            f"The checkpoint was written by {len(parts)} processes and this run has {world_size}: the rollouts of the "
+            "ranks do not map. Resume with the same trainer.devices and trainer.num_nodes, or start a new run from "
+            "the exported model: model.name=<run_dir>/hf."
+        )
+    return parts[rank]
+
+
+def rng_state() -> dict[str, Any]:
+    """The global generators' states: only dropout draws from them, samples never do."""
+    state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def check_weights(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Refuse a checkpoint of another model: every trained tensor must be there, in its shape.
+
+    Raises:
+        StorageError: lists what is missing, unexpected or of another shape.
+    """
+    missing = sorted(expected.keys() - saved.keys())
+    extra = sorted(saved.keys() - expected.keys())
+    shapes = [
+        f"{name}: {tuple(saved[name].shape)} in the checkpoint, {tuple(expected[name].shape)} in the model"
+        for name in sorted(expected.keys() & saved.keys())
+        if saved[name].shape != expected[name].shape
+    ]
+    if missing or extra or shapes:
+        found = [f"missing {missing[:5]}" * bool(missing), f"unexpected {extra[:5]}" * bool(extra), *shapes[:5]]
+        raise StorageError(
+            "The checkpoint is not of this model: " + "; ".join(part for part in found if part) + ". Resume with the "
+            "model and adapter settings of the run's config.yaml."
+        )

@@ -1,0 +1,32 @@
+"""Rollouts as tables for people: one row a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lit_rl.generation.collect import as_reward_input
+from lit_rl.rewards.base import Scores
+from lit_rl.rollout import Completions, PromptBatch
+
+
+def sample_table(
+    step: int,
+    batch: PromptBatch,
+    texts: Sequence[str],
+    completions: Completions,
+    scores: Scores,
+    advantages: Tensor | None,
+) -> dict[str, list[Any]]:
+    """Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
+    columns and what rewards gave to `log_extra`. A name that is taken already is not overwritten."""
+    prompts, _, columns = as_reward_input(batch, texts, len(texts) // len(batch))
+    table: dict[str, list[Any]] = {"step": [step] * len(texts), "prompt": prompts, "completion": list(texts)}
+    table["reward"] = scores.total.tolist()
+    table |= {f"rewards/{name}": scores.values[:, i].tolist() for i, name in enumerate(scores.names)}
+    if advantages is not None:
+        table["advantage"] = advantages.tolist()
+    table |= {"length": completions.lengths.tolist(), "ended": completions.ended.tolist()}
+    return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}

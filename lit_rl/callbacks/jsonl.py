@@ -1,0 +1,50 @@
+"""metrics.jsonl: one line a rollout and one a validation, appended, never rewritten."""
+
+from __future__ import annotations
+
+import json
+import math
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+
+class JsonlLogger(Logger):
+    """Writes every metric that is logged as JSON lines `{"step": ..., name: value, ...}`.
+
+    Args:
+        path: The file. It is appended to, so a resumed run goes on in it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path = Path(path)
+
+    @property
+    def name(self) -> str:
+        return "jsonl"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        row = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: config.yaml holds them."""
+
+
+def _plain(value: Any) -> float | int | None:
+    """A number as JSON has it; NaN and infinity, which it has not, as null."""
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return int(number) if isinstance(value, int) else number

@@ -1,0 +1,55 @@
+"""What a run writes, tied to its checkpoints: a resumed run's record equals the uninterrupted one's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_only
+
+FILES = ("metrics.jsonl", "events.out.tfevents.*", "samples/*.parquet", "csv/metrics.csv")
+
+
+class Record(L.Callback):
+    """Every checkpoint notes how long each file of the record was; resuming cuts them back to that.
+
+    Args:
+        run_dir: The run directory. A checkpoint of another run cuts nothing here.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.run_dir = Path(run_dir)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sizes": {str(path.relative_to(self.run_dir)): path.stat().st_size for path in self._files()}}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        # TensorBoard's writer works in a thread; flushed, the sizes are those of what was logged so far.
+        for logger in trainer.loggers:
+            flush = getattr(logger.experiment, "flush", None) if hasattr(logger, "experiment") else None
+            if flush is not None:
+                flush()
+        checkpoint["callbacks"][self.state_key] = self.state_dict()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        self._ours = (
+            trainer.ckpt_path is not None and self.run_dir.resolve() in Path(trainer.ckpt_path).resolve().parents
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._ours:
+            self._cut(state_dict["sizes"])
+
+    @rank_zero_only
+    def _cut(self, sizes: dict[str, int]) -> None:
+        for path in self._files():
+            size = sizes.get(str(path.relative_to(self.run_dir)))
+            if size is None:
+                path.unlink()
+            elif path.stat().st_size > size:
+                with path.open("r+b") as file:
+                    file.truncate(size)
+
+    def _files(self) -> list[Path]:
+        return sorted(path for pattern in FILES for path in self.run_dir.glob(pattern))

@@ -1,0 +1,106 @@
+"""What the policy writes, for people: a table on the console, a parquet file a rollout, text in TensorBoard and W&B."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lit_rl.callbacks.text import console_table, markdown_table, printable
+from lit_rl.errors import in_range
+
+
+class Samples(L.Callback):
+    """Writes every rollout of rank 0 to `samples/` in the Trainer's `default_root_dir`, and shows a few rows at times.
+
+    Args:
+        print: Rows shown at a time; 0 shows none.
+        unique: Show at most one completion of a prompt.
+        every: Optimizer steps between two tables on the console; the parquet files are written for every rollout.
+    """
+
+    def __init__(self, print: int = 4, unique: bool = True, every: int = 50) -> None:
+        in_range("callbacks.samples.print", print, low=0)
+        in_range("callbacks.samples.every", every, low=1)
+        self.print, self.unique, self.every = print, unique, every
+        self._evaluated: dict[int, dict[str, list[Any]]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        table = pl_module.samples
+        if batch.slot != 0 or not table or not trainer.is_global_zero or trainer.fast_dev_run:  # pyright: ignore
+            return
+        step = table["step"][0]
+        self._write(trainer, table, f"step_{step:08d}")
+        if step % self.every == 0:
+            self._show(trainer, table, f"rollout at step {step}", step)
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._evaluated = {}
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        kept = self._evaluated.setdefault(dataloader_idx, {})
+        for name, values in (outputs or {}).items():
+            kept.setdefault(name, []).extend(values)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if not trainer.is_global_zero or trainer.sanity_checking or trainer.fast_dev_run:  # pyright: ignore
+            return
+        for index, table in self._evaluated.items():
+            name = trainer.datamodule.val_names[index].replace("/", "_")  # pyright: ignore
+            temperature = f"_t{pl_module.evaluation.temperature:g}"
+            suffix = f"_{name}" if name else ""
+            self._write(trainer, table, f"val_{trainer.global_step:08d}{temperature}{suffix}")
+
+    def _folder(self, trainer: L.Trainer) -> Path:
+        folder = Path(trainer.default_root_dir) / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _write(self, trainer: L.Trainer, table: dict[str, list[Any]], name: str) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        columns = {key: _storable(values) for key, values in table.items()}
+        target = self._folder(trainer) / f"{name}.parquet"
+        partial = target.with_suffix(".partial")
+        pyarrow.parquet.write_table(pyarrow.table(columns), partial)
+        partial.replace(target)
+
+    def _show(self, trainer: L.Trainer, table: dict[str, list[Any]], title: str, step: int) -> None:
+        rows = self._pick(table)
+        if not rows:
+            return
+        console_table(title, rows)
+        for logger in trainer.loggers:
+            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
+            if add_text is not None:
+                add_text("samples", markdown_table(rows), global_step=step)
+            elif hasattr(logger, "log_table"):
+                columns = list(rows[0])
+                data = [[printable(row[name]) for name in columns] for row in rows]
+                logger.log_table(key=f"samples/step_{step}", columns=columns, data=data)  # pyright: ignore
+
+    def _pick(self, table: dict[str, list[Any]]) -> list[dict[str, Any]]:
+        shown, seen = [], set()
+        for i, prompt in enumerate(table["prompt"]):
+            key = json.dumps(prompt, sort_keys=True, default=str) if self.unique else i
+            if key in seen:
+                continue
+            seen.add(key)
+            shown.append({name: table[name][i] for name in ("prompt", "completion", "reward", "advantage")})
+            if len(shown) == self.print:
+                break
+        return shown if self.print else []
+
+
+def _storable(values: list[Any]) -> list[Any]:
+    """A column of one type: numbers as they are, everything else as text (messages as JSON)."""
+    if all(value is None or isinstance(value, (bool, int, float)) for value in values):
+        return values
+    if all(value is None or isinstance(value, str) for value in values):
+        return values
+    return [json.dumps(value, default=str, ensure_ascii=False) for value in values]

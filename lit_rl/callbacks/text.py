@@ -1,0 +1,60 @@
+"""Model output is not to be trusted: what is shown has no control characters and no markup of its own."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+LONGEST = 200
+
+
+def printable(value: Any, longest: int = LONGEST) -> str:
+    """Text of a prompt, a completion or a number; control characters as escapes, cut in the middle if too long."""
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    if isinstance(value, list):
+        value = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
+    text = "".join(
+        char if char == "\n" or unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
+        for char in str(value)
+    )
+    if len(text) > longest:
+        text = f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
+    return text
+
+
+def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    """One line a row, green above and red below the mean reward of the rows shown."""
+    rewards = [row["reward"] for row in rows]
+    middle = sum(rewards) / len(rewards)
+    table = Table(title=title, title_justify="left", show_lines=len(rows) < 3)
+    for name in rows[0]:
+        number = isinstance(rows[0][name], float)
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        style = "green" if row["reward"] > middle else "red" if row["reward"] < middle else ""
+        table.add_row(*(Text(printable(value), style=style) for value in row.values()))
+    Console().print(table)
+
+
+def plan_table(rows: Sequence[tuple[str, str]]) -> None:
+    """The batch arithmetic of a run."""
+    table = Table(title="Batches", title_justify="left", show_header=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, every cell in code marks so that nothing in it is rendered."""
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for row in rows:
+        cells = [printable(value).replace("`", "'").replace("|", "\\|").replace("\n", " ") for value in row.values()]
+        lines.append("| " + " | ".join(f"`{cell}`" for cell in cells) + " |")
+    return "\n".join(lines)

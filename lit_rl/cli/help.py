@@ -1,0 +1,50 @@
+"""The help page: what it is, the groups with their choices, the keys that matter, three examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_KEYS = """\
+  model.name=PATH          a folder or a hub id (with model=local)
+  model.lora.r=16          train LoRA adapters of that rank
+  data.path=FILE           your prompts (with data=jsonl); data.prompt_key=COLUMN
+  reward.fn=FILE.py:NAME   your reward (with reward=function)
+  algo.group_size=8        completions a prompt
+  data.prompts_per_rollout=32
+  optimizer.lr=1e-6        learning rate
+  sampling.max_new_tokens=512
+  trainer.max_steps=100    optimizer steps
+  run_dir=DIR              where everything goes; with ckpt_path=last it is resumed"""
+
+_EXAMPLES = """\
+  python train.py                                              # learns additions on a CPU in two to three minutes
+  python train.py algo=rloo model=qwen0.5b data=jsonl data.path=mine.jsonl reward=function reward.fn=./mine.py:score
+  python train.py -m seed=1,2,3                                # a sweep: one folder a job"""
+
+
+def page() -> str:
+    """One screen of text."""
+    folder = Path(__file__).parents[2] / "conf"
+    if not folder.is_dir():  # installed from a wheel: conf is the package lit_rl.conf
+        folder = Path(__file__).parents[1] / "conf"
+    rows = []
+    for group in sorted(path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))):
+        choices = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
+        rows.append(f"  {group.name:<11} {choices}")
+        rows += [
+            f"  {group.name}/{sub.name:<{max(1, 10 - len(group.name))}} "
+            + ", ".join(sorted(path.stem for path in sub.glob("*.yaml")))
+            for sub in sorted(path for path in group.iterdir() if path.is_dir() and any(path.glob("*.yaml")))
+        ]
+    return (
+        "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
+        "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
+        "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
+        "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
+        + "\n".join(rows)
+        + "\n\nKeys that matter:\n"
+        + _KEYS
+        + "\n\nEvery key: python train.py --cfg job. Examples:\n"
+        + _EXAMPLES
+        + "\n"
+    )

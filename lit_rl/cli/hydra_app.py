@@ -1,0 +1,192 @@
+"""`train.py` and `lit-rl train`: Hydra composes, this module resolves and builds, a command runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import hydra
+import yaml
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, flag_override
+
+from lit_rl.cli import quiet, schemas
+from lit_rl.cli.build import build, plain
+from lit_rl.commands import evaluate, train
+from lit_rl.commands.run_dir import RunDir, redact
+from lit_rl.commands.train import Run
+from lit_rl.errors import ConfigError, did_you_mean
+
+TASKS = {
+    "fit": train.train,
+    "eval": evaluate.evaluate,
+    "validate": evaluate.evaluate,
+    "test": evaluate.test,
+    "predict": evaluate.predict,
+}
+_RUN_DIR = "LIT_RL_RUN_DIR"
+_LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR)
+
+
+def main() -> int:
+    """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
+    schemas.register()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
+    codes: list[int] = []
+
+    @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
+    def job(config: DictConfig) -> None:
+        with _one_job():
+            codes.append(run(config))
+
+    job()
+    return max(codes, default=0)
+
+
+def run(config: DictConfig) -> int:
+    """One job."""
+    quiet.filter_warnings()
+    if config.task not in TASKS:
+        raise ConfigError(f"task={config.task}: allowed is {', '.join(TASKS)}.{did_you_mean(config.task, TASKS)}")
+    run_dir = RunDir(_resolve_run_dir(config))
+    if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
+        sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
+        return 0
+    config.ckpt_path = _checkpoint(config, run_dir)
+    if config.task != "fit" and config.run_dir:
+        run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
+    config.run_dir = str(run_dir.path)
+    job = assemble(config, run_dir)
+    return TASKS[config.task](job)
+
+
+def assemble(config: DictConfig, run_dir: RunDir) -> Run:
+    """Build everything and open the run directory; nothing is on the disk before the settings are sound."""
+    tree = plain(config)
+    dry = bool(tree["trainer"].get("fast_dev_run"))
+    module, data = build(tree["algo"]), build(tree["data"])
+    trainer = _trainer(tree, run_dir, dry)
+    if not dry:
+        run_dir.open(resume=config.ckpt_path is not None or "LOCAL_RANK" in os.environ)
+        if trainer.is_global_zero:
+            run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
+    return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]))
+
+
+def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> Any:
+    from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
+    from lightning.pytorch.callbacks import ModelCheckpoint  # isort: skip
+
+    settings = dict(tree["trainer"])
+    callbacks = [build(node) for node in (tree.get("callbacks") or {}).values() if node]
+    if settings.get("enable_checkpointing") is False or dry:
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+    if not dry:
+        callbacks.append(Record(run_dir.path))
+    callbacks += [build(node) for node in settings.pop("callbacks", None) or []]
+    settings["callbacks"] = None
+    loggers = [build(node) for node in (tree.get("logger") or {}).values() if node]
+    settings["logger"] = None
+    settings["default_root_dir"] = settings.get("default_root_dir") or str(run_dir.path)
+    checkpoint_io = {"_target_": f"{AtomicCheckpointIO.__module__}.{AtomicCheckpointIO.__qualname__}"}
+    settings["plugins"] = [*_as_list(settings.get("plugins")), checkpoint_io]
+    settings = {name: build(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}
+    target = settings.pop("_target_")
+    assert target == "lightning.Trainer", target
+    import lightning as L
+
+    jsonl = [] if dry else [JsonlLogger(run_dir.metrics)]
+    loggers = [] if dry else loggers
+    settings |= {"callbacks": callbacks, "logger": [*jsonl, *loggers] or False}
+    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
+        settings["enable_checkpointing"] = False
+    if any(type(callback).__name__ == "Progress" for callback in callbacks) and not settings["enable_progress_bar"]:
+        settings["enable_progress_bar"] = None
+    return L.Trainer(**settings)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
+
+
+def _resolve_run_dir(config: DictConfig) -> Path:
+    """The run's folder. Processes that Lightning starts for other ranks are told it, so that all agree."""
+    if _RUN_DIR in os.environ and "LOCAL_RANK" in os.environ:
+        return Path(os.environ[_RUN_DIR])
+    hydra_config = HydraConfig.get()
+    if str(hydra_config.mode) == "RunMode.MULTIRUN":
+        base = Path(config.run_dir) if config.run_dir else Path(hydra_config.sweep.dir)
+        path = base / str(hydra_config.sweep.subdir)
+    elif config.run_dir:
+        path = Path(str(config.run_dir)).expanduser()
+    else:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
+        what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
+        path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
+    os.environ[_RUN_DIR] = str(path.absolute())
+    return path
+
+
+def _label(config: DictConfig) -> str:
+    from lit_rl.models import LanguageModel
+
+    name = OmegaConf.select(config, "model.name", throw_on_missing=False)
+    return LanguageModel(name).label if name else "model"
+
+
+def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
+    if config.ckpt_path is None:
+        return None
+    if config.ckpt_path != "last":
+        if not Path(config.ckpt_path).exists():
+            raise ConfigError(f"ckpt_path={config.ckpt_path} does not exist. Allowed is a checkpoint, or `last`.")
+        return str(config.ckpt_path)
+    last = run_dir.last_checkpoint()
+    if last is None:
+        sys.stdout.write(f"No whole checkpoint in {run_dir.checkpoints}: starting anew.\n")
+    return str(last) if last else None
+
+
+def _dataset(data: dict[str, Any]) -> str:
+    task = (data.get("task") or {}).get("_target_", "").rpartition(".")[2].lower()
+    return str(data.get("path") or task or "several sources")
+
+
+def _command(run_dir: RunDir) -> str:
+    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(("ckpt_path=", "run_dir="))]
+    return shlex.join(["python", "train.py", *overrides, f"run_dir={run_dir.path}"])
+
+
+@contextlib.contextmanager
+def _one_job() -> Iterator[None]:
+    """Make Lightning's relaunch of `sys.argv` mean this job, and leave nothing behind for the sweep's next one.
+
+    In a sweep `sys.argv` holds the whole sweep: a process started for rank 1 would run all of it.
+    """
+    config, argv = HydraConfig.get(), list(sys.argv)
+    before = {name: os.environ.get(name) for name in _LAUNCH}
+    if str(config.mode) == "RunMode.MULTIRUN":
+        sys.argv = [argv[0], *config.overrides.task, "hydra.mode=RUN"]
+        inner = HydraConfig.instance().cfg
+        assert inner is not None
+        with flag_override(inner.hydra, ["readonly", "struct"], [False, False]):
+            inner.hydra.run.dir = "."
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,130 @@
+"""From exceptions to one message a user can act on, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from lit_rl.errors import INTERRUPTED, BackendError, ConfigError, LitRLError, did_you_mean
+
+
+def usage(word: str, commands: Sequence[str]) -> int:
+    """Refuse a word that is neither a command nor `key=value`."""
+    raise ConfigError(
+        f"{word!r} is neither a command ({', '.join(commands)}) nor key=value.{did_you_mean(word, commands)}"
+    )
+
+
+def reported(function: Callable[[], int | None]) -> int:
+    """Call it; turn what it raises into a message on stderr and the exit code of its class.
+
+    `LIT_RL_TRACEBACK=1` shows the traceback too. Anything that is not ours keeps its traceback: it is our defect.
+    """
+    try:
+        return function() or 0
+    except KeyboardInterrupt:
+        sys.stderr.write("\nInterrupted.\n")
+        return INTERRUPTED
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else 1
+    except Exception as error:
+        ours = translated(error)
+        if ours is None:
+            traceback.print_exc()
+            return 1
+        if os.environ.get("LIT_RL_TRACEBACK"):
+            traceback.print_exc()
+        notes = "".join(f" {note}" for note in getattr(ours, "__notes__", ()))
+        sys.stderr.write(f"{type(ours).__name__}: {ours}{notes}\n")
+        return ours.exit_code
+
+
+def translated(error: BaseException) -> LitRLError | None:
+    """The error as one of ours, or None where it is a defect."""
+    if isinstance(error, LitRLError):
+        return error
+    for handler in (_hydra, _yaml, _lightning):
+        if (ours := handler(error)) is not None:
+            return ours
+    return None
+
+
+def _yaml(error: BaseException) -> LitRLError | None:
+    import yaml
+
+    if isinstance(error, yaml.YAMLError):
+        return ConfigError(f"A config file is not plain YAML (tags that make objects are refused): {error}")
+    return None
+
+
+def _hydra(error: BaseException) -> LitRLError | None:
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, (ConfigAttributeError, ConfigKeyError)) and link.full_key:
+            key = str(link.full_key)
+            names = _siblings(link)
+            listed = f" {key.rpartition('.')[0] or 'The top level'} has: {', '.join(names)}." if names else ""
+            return ConfigError(f"{key} is not a key.{did_you_mean(key.rpartition('.')[2], names)}{listed}")
+        if isinstance(link, ValidationError) and link.full_key:
+            reason = str(link).split("\n")[0]
+            return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")
+        if isinstance(link, MissingConfigException) and link.options:
+            wrong = re.search(r"'([^']+)'", str(link))
+            group, _, choice = (wrong.group(1) if wrong else "").rpartition("/")
+            return ConfigError(
+                f"{group}={choice} is not a choice.{did_you_mean(choice, link.options)} "
+                f"{group} has: {', '.join(o for o in link.options if o != '_')}."
+            )
+    if isinstance(error, (HydraException, OmegaConfBaseException)):
+        text = str(error).split("\nfull_key")[0]
+        return ConfigError(text if not _user_yaml(chain) else str(_user_yaml(chain)))
+    return None
+
+
+def _user_yaml(chain: Iterable[BaseException]) -> LitRLError | None:
+    return next((ours for link in chain if (ours := _yaml(link)) is not None), None)
+
+
+def _siblings(link: Any) -> list[str]:
+    """The keys that stand where the unknown one was looked for."""
+    if link.parent_node is not None:
+        return sorted(str(name) for name in link.parent_node if not str(name).startswith("_"))
+    import dataclasses
+
+    if dataclasses.is_dataclass(link.object_type):
+        return sorted(f.name for f in dataclasses.fields(link.object_type) if not f.name.startswith("_"))
+    return []
+
+
+def _lightning(error: BaseException) -> LitRLError | None:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    if isinstance(error, MisconfigurationException):
+        text = str(error)
+        away = ("accelerator", "GPU", "CUDA", "device", "precision", "backend", "deepspeed")
+        if "monitor" not in text and any(word in text for word in away):
+            return BackendError(text)
+        return ConfigError(text)
+    if isinstance(error, (ValueError, ModuleNotFoundError)) and _from_lightning(error):
+        return BackendError(str(error))
+    return None
+
+
+def _from_lightning(error: BaseException) -> bool:
+    """Whether Lightning itself refused: its connectors raise ValueError for what the machine does not have."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "connectors" in frames[-1].filename and "lightning" in frames[-1].filename
+
+
+def _chain(error: BaseException) -> Iterable[BaseException]:
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        seen = seen.__cause__ or seen.__context__

@@ -1,0 +1,29 @@
+"""Warnings of other packages that a user of ours can do nothing about."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+_NOT_OURS = (
+    r".*LeafSpec.*",
+    r".*does not have many workers.*",
+    r".*in eval mode.*",
+    r".*Checkpoint directory .* exists and is not empty.*",
+    r".*was configured so 100%.*",
+    r".*`isinstance\(treespec.*",
+    r".*GPU available but not used.*",
+    r"The dirpath has changed.*",
+    r".*The total number of parameters detected may be inaccurate.*",
+)
+
+
+def filter_warnings() -> None:
+    """Silence them, and the banners that Lightning and transformers write at every start."""
+    for pattern in _NOT_OURS:
+        warnings.filterwarnings("ignore", message=pattern)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,151 @@
+"""Typed Hydra schemas, made from constructor signatures: no default stands twice, and every key is checked.
+
+A group's file takes one up by name (`defaults: [/schemas/GRPO@_here_]`). An unknown key, a wrong type or an unknown
+choice is then refused with the key's name before anything runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import types
+import typing
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+TARGETS = {
+    "LanguageModel": "lit_rl.models.LanguageModel",
+    "Lora": "lit_rl.models.Lora",
+    "FrozenCopy": "lit_rl.models.reference.FrozenCopy",
+    "AdapterBase": "lit_rl.models.reference.AdapterBase",
+    "AutoReference": "lit_rl.models.reference.Auto",
+    "GRPO": "lit_rl.algorithms.GRPO",
+    "RLOO": "lit_rl.algorithms.RLOO",
+    "Evaluation": "lit_rl.algorithms.Evaluation",
+    "AdamW": "lit_rl.algorithms.optimizers.AdamW",
+    "AdamW8bit": "lit_rl.algorithms.optimizers.AdamW8bit",
+    "ByPath": "lit_rl.algorithms.optimizers.ByPath",
+    "Constant": "lit_rl.algorithms.schedules.Constant",
+    "Linear": "lit_rl.algorithms.schedules.Linear",
+    "Cosine": "lit_rl.algorithms.schedules.Cosine",
+    "Sampling": "lit_rl.rollout.Sampling",
+    "NativeGenerator": "lit_rl.generation.native.NativeGenerator",
+    "HFGenerator": "lit_rl.generation.hf.HFGenerator",
+    "RolloutDataModule": "lit_rl.data.datamodule.RolloutDataModule",
+    "Addition": "lit_rl.data.tasks.Addition",
+    "from_paths": "lit_rl.rewards.from_paths",
+    "Samples": "lit_rl.callbacks.Samples",
+    "Progress": "lit_rl.callbacks.Progress",
+    "GracefulStop": "lit_rl.callbacks.GracefulStop",
+    "Histograms": "lit_rl.callbacks.Histograms",
+    "ModelCheckpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
+    "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
+    "Trainer": "lightning.Trainer",
+}
+"""Classes and functions that build something, by the name of their schema."""
+
+FUNCTIONS = {
+    "clipped_policy_loss": "lit_rl.ops.losses.clipped_policy_loss",
+    "sequence_clipped_loss": "lit_rl.ops.losses.sequence_clipped_loss",
+    "group_normalized": "lit_rl.ops.advantages.group_normalized",
+    "batch_normalized": "lit_rl.ops.advantages.batch_normalized",
+    "centered": "lit_rl.ops.advantages.centered",
+    "leave_one_out": "lit_rl.ops.advantages.leave_one_out",
+    "k1": "lit_rl.ops.kl.k1",
+    "k2": "lit_rl.ops.kl.k2",
+    "k3": "lit_rl.ops.kl.k3",
+    "corrected_k3": "lit_rl.ops.kl.corrected_k3",
+    "token_mean": "lit_rl.ops.reductions.token_mean",
+    "sequence_mean": "lit_rl.ops.reductions.sequence_mean",
+    "constant_mean": "lit_rl.ops.reductions.constant_mean",
+}
+"""Functions of tensors, whose keywords are the setting: built as `functools.partial`."""
+
+_PLAIN = (int, float, bool, str)
+
+
+def register() -> None:
+    """Put every schema into Hydra's store, in the group `schemas`. Imports the classes."""
+    store = ConfigStore.instance()
+    for name, path in TARGETS.items():
+        store.store(group="schemas", name=name, node=schema(name, path, _load(path)))
+    for name, path in FUNCTIONS.items():
+        store.store(group="schemas", name=name, node=schema(name, path, _load(path), keywords_only=True))
+
+
+def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) -> type:
+    """A dataclass with a field for each parameter of `target`, typed where OmegaConf knows the type, and `_target_`.
+
+    With `keywords_only` the positional parameters (tensors) are left out and `_partial_` is set.
+    """
+    function = target.__init__ if isinstance(target, type) else target
+    hints = _hints(function)
+    fields: list[Any] = [("_target_", str, dataclasses.field(default=path))]
+    if keywords_only:
+        fields.append(("_partial_", bool, dataclasses.field(default=True)))
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if keywords_only and parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        fields.append((parameter.name, *_field(parameter, hints.get(parameter.name, Any))))
+    return dataclasses.make_dataclass(name, fields)
+
+
+def _load(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except NameError:  # a name that only a type checker imports
+        return {}
+
+
+def _field(parameter: inspect.Parameter, hint: Any) -> tuple[Any, Any]:
+    default = parameter.default
+    if (optional := _optional_dataclass(hint)) is not None:
+        return optional, dataclasses.field(default_factory=optional)
+    if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
+        return Any, dataclasses.field(default_factory=dict)  # a dataclass's field(default_factory=dict)
+    if default is inspect.Parameter.empty or callable(default) or dataclasses.is_dataclass(default):
+        return Any, dataclasses.field(default=MISSING)  # an object: the YAML fills its slot
+    if isinstance(default, (tuple, list, dict)):
+        return Any, dataclasses.field(default_factory=lambda: default if isinstance(default, dict) else list(default))
+    return _type(hint), dataclasses.field(default=default)
+
+
+def _optional_dataclass(hint: Any) -> type | None:
+    """For `Lora | None`: the fields of `Lora`, every one null. None of them set means None; see `build.prune`."""
+    options = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
+    if len(options) != 1 or type(None) not in typing.get_args(hint):
+        return None
+    (only,) = options
+    hints, path = _hints(only.__init__), f"{only.__module__}.{only.__qualname__}"  # pyright: ignore
+    fields: list[Any] = [("_target_", str, dataclasses.field(default=path))]
+    for f in dataclasses.fields(only):
+        kind = hints[f.name] if hints[f.name] in _PLAIN else Any
+        fields.append((f.name, Any if kind is Any else typing.Optional[kind], None))  # noqa: UP045
+    return dataclasses.make_dataclass(f"Optional{only.__name__}", fields)
+
+
+def _type(hint: Any) -> Any:
+    """The hint where OmegaConf can check it, else Any."""
+    if hint in _PLAIN:
+        return hint
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    given = [option for option in options if option is not type(None)]
+    if len(given) == 1 and len(options) == 2:
+        (only,) = given
+        if only in _PLAIN:
+            return typing.Optional[only]  # noqa: UP045 (built from a value)
+        if typing.get_origin(only) is typing.Literal:
+            return typing.Optional[str]  # noqa: UP045
+    if typing.get_origin(hint) is typing.Literal:
+        return str
+    return Any

@@ -1,0 +1,177 @@
+"""`lit-rl train`: validate, fit, validate, export, sum up."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from rich.console import Console
+
+from lit_rl.algorithms.on_policy import OnPolicyModule
+from lit_rl.callbacks.graceful_stop import GracefulStop
+from lit_rl.commands import report
+from lit_rl.commands.run_dir import RunDir
+from lit_rl.errors import INTERRUPTED, TERMINATED
+from lit_rl.models.export import export_policy, model_card
+from lit_rl.models.sharding import full_state_dict
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, built."""
+
+    module: OnPolicyModule
+    data: L.LightningDataModule
+    trainer: L.Trainer
+    run_dir: RunDir
+    ckpt_path: str | None
+    """A checkpoint file to go on from."""
+    command: str
+    """What the user typed, so that the printed commands can repeat it."""
+    dataset: str
+
+
+def train(run: Run) -> int:
+    """Fit, with a validation before and after; returns the exit code."""
+    started = time.time()
+    summary = run.run_dir.read_summary() if run.ckpt_path else {}
+    earlier = summary.get("seconds", 0.0)
+    with _signals(run) as stop:
+        _announce(run)
+        if "before" not in summary and not _dry(run):
+            summary["before"] = measure(run)
+            _save(run, summary | {"status": "running"})
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path)
+        summary["seconds"] = earlier + time.time() - started
+        if stop.signum is not None:
+            return _stopped(run, summary, stop.signum)
+    _save_last_step(run)
+    if _dry(run):
+        return 0
+    after = measure(run)
+    exported = export(run, after)
+    summary |= {
+        "status": "finished",
+        "steps": run.trainer.global_step,
+        "seconds": earlier + time.time() - started,
+        "after": after,
+        "data": run.data.report,  # pyright: ignore
+        "phases": report.phase_totals(run.run_dir.metrics),
+        "export": exported,
+    }
+    _save(run, summary)
+    if run.trainer.is_global_zero:
+        report.closing_table(summary)
+        logged = any(type(logger).__name__ == "TensorBoardLogger" for logger in run.trainer.loggers)
+        for line in report.closing_lines(run.run_dir.path, run.command, exported, logged):
+            Console().print(line, soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
+    """Reward of every validation set with its interval: `{set: {"greedy" | "sampled at T": numbers}}`.
+
+    The configured evaluation is one decoding; the training's temperature, if that is another one, is the second.
+    """
+    module, configured = run.module, run.module.evaluation
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    if not _has_validation(run):
+        return results
+    temperatures = dict.fromkeys((configured.temperature, module.sampling.temperature))
+    for temperature in temperatures:
+        module.evaluation = dataclasses.replace(configured, temperature=temperature)
+        run.trainer.validate(module, datamodule=run.data, verbose=False)
+        name = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
+        for key, value in run.trainer.callback_metrics.items():
+            head, _, leaf = key.rpartition("/")
+            if leaf in ("reward", "reward_low", "reward_high") and (head == "val" or head.startswith("val/")):
+                results.setdefault(head[4:], {}).setdefault(name, {})[leaf] = float(value)
+    module.evaluation = configured
+    return results
+
+
+def export(run: Run, after: dict[str, Any]) -> str | None:
+    """Write and verify `hf/` on rank 0; returns one line on what the verification saw."""
+    module = run.module
+    state = full_state_dict(module.policy)
+    line = None
+    if run.trainer.is_global_zero:
+        versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
+        results = {
+            f"{name or 'held-out'}, {decoding}": f"{numbers['reward']:.3f}"
+            for name, decodings in after.items()
+            for decoding, numbers in decodings.items()
+        }
+        facts = {
+            "base_model": module.model.name,
+            "algorithm": type(module).__name__.lower(),
+            "dataset": run.dataset,
+            "results": results,
+            "versions": versions,
+        }
+        done = export_policy(module.model, state, module.policy, run.run_dir.hf, card=model_card(facts))
+        line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
+    run.trainer.strategy.barrier()
+    return line
+
+
+def _announce(run: Run) -> None:
+    if not run.trainer.is_global_zero:
+        return
+    where = "nothing is written" if _dry(run) else str(run.run_dir.path)
+    device = (
+        f"{run.trainer.world_size} x {run.trainer.accelerator.name()}"
+        if hasattr(run.trainer.accelerator, "name")
+        else ""
+    )
+    Console().print(
+        f"run_dir  {where}   ({device}, {torch.get_num_threads()} threads)", soft_wrap=True, highlight=False
+    )
+    if run.ckpt_path:
+        Console().print(f"resuming {run.ckpt_path}", soft_wrap=True, highlight=False)
+
+
+def _dry(run: Run) -> bool:
+    return bool(run.trainer.fast_dev_run)  # pyright: ignore
+
+
+def _has_validation(run: Run) -> bool:
+    run.data.prepare(run.module.tokenizer)  # pyright: ignore
+    return bool(run.data.val_names) and run.trainer.limit_val_batches != 0  # pyright: ignore
+
+
+def _save_last_step(run: Run) -> None:
+    """The last step as a checkpoint, where the saving interval did not hit it."""
+    target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
+    if run.trainer.checkpoint_callback is not None and not _dry(run) and not target.exists():
+        run.trainer.save_checkpoint(target)
+
+
+def _save(run: Run, summary: dict[str, Any]) -> None:
+    if run.trainer.is_global_zero:
+        run.run_dir.write_summary(summary)
+
+
+def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
+    """A signal came: everything is saved, so say how to go on."""
+    import signal
+
+    if run.trainer.is_global_zero and not _dry(run):
+        _save(run, summary | {"status": "stopped", "steps": run.trainer.global_step})
+        line = f"Stopped at step {run.trainer.global_step}, saved. Go on with:\n  {run.command} ckpt_path=last"
+        Console().print(line, soft_wrap=True, markup=False, highlight=False)
+    return INTERRUPTED if signum == signal.SIGINT else TERMINATED
+
+
+@contextlib.contextmanager
+def _signals(run: Run) -> Iterator[GracefulStop]:
+    """The callback that catches signals; where the configuration has none, one that never saw any."""
+    found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
+    yield found[0] if found else GracefulStop()

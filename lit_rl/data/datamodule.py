@@ -1,0 +1,253 @@
+"""The one data module of every algorithm that generates: prompts in, rollouts' worth of prompts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_rl.data.corpus import Corpus, list_counts, read_corpus, set_key
+from lit_rl.data.loader import EvalLoader, RolloutLoader
+from lit_rl.data.order import RolloutOrder
+from lit_rl.data.prompt_set import PromptOptions
+from lit_rl.data.sources import Rows
+from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
+from lit_rl.errors import ConfigError, DataError, in_range
+from lit_rl.rollout import PromptBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RolloutDataModule(L.LightningDataModule):
+    """Prompts and columns for rollouts. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
+
+    A row needs a prompt, a string or a list of chat messages; its other columns go to the reward functions. Every row
+    left out is counted in `report`.
+
+    Args:
+        path: A .jsonl, .ndjson, .json, .parquet, .csv or .tsv file, a folder of `datasets`, or a hub id.
+        split: The split of `path`.
+        name: The configuration of `path`, for a hub id that has several.
+        rows: The rows themselves.
+        task: An object whose `train()` and `val()` return rows, such as `lit_rl.data.tasks.Addition`. An empty `val()`
+            means no validation.
+        sources: Several sources, each `{path, split, name, weight}`. An epoch draws as many rows as there are, shared
+            out by weight (1 if left out: equal shares, whatever the sizes).
+        prompt_key: The column of the prompt.
+        rename: New names of columns, old to new.
+        map_row: A function from row to row, applied first, such as `lit_rl.data.recipes.gsm8k`.
+        system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
+        chat_template_kwargs: Further arguments of the chat template.
+        prompts_per_rollout: Prompts of one rollout, all ranks together.
+        shuffle: A new order of the rows in every epoch.
+        max_prompt_tokens: Longest prompt, in tokens.
+        overlong: What to do with a longer one: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards
+            still see all of it), `error` refuses the data.
+        on_bad_row: What to do with a row that cannot be read or is no sound prompt: `error` refuses the data, `skip`
+            leaves it out.
+        val_path: A validation set, or several by name. Read like `path`.
+        val_split: The split of `val_path`, or of `path` where no `val_path` came; by name for several.
+        val_fraction: Share of the prompts held out for validation, in [0, 1), where neither a `val_*` source nor a task
+            gives any; 0 holds out none.
+        val_batch_size: Prompts of a validation batch, on each rank.
+        seed: Seed of the order and of the held-out rows.
+        allow_changed: Resume though the data or its order is no longer the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | None = None,
+        split: str | None = None,
+        name: str | None = None,
+        rows: list[dict[str, Any]] | None = None,
+        task: Any | None = None,
+        sources: list[dict[str, Any]] | None = None,
+        prompt_key: str = "prompt",
+        rename: dict[str, str] | None = None,
+        map_row: Callable | None = None,
+        system_prompt: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        prompts_per_rollout: int = 32,
+        shuffle: bool = True,
+        max_prompt_tokens: int = 512,
+        overlong: Literal["drop", "truncate_left", "error"] = "drop",
+        on_bad_row: Literal["error", "skip"] = "error",
+        val_path: str | dict[str, str] | None = None,
+        val_split: str | dict[str, str] | None = None,
+        val_fraction: float = 0.05,
+        val_batch_size: int = 64,
+        seed: int = 0,
+        allow_changed: bool = False,
+    ) -> None:
+        super().__init__()
+        exactly_one(path=path, rows=rows, task=task, sources=sources)
+        if path is None and (split is not None or name is not None):
+            raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
+        in_range("data.prompts_per_rollout", prompts_per_rollout, low=1)
+        in_range("data.val_batch_size", val_batch_size, low=1)
+        in_range("data.seed", seed, low=0)
+        if not 0 <= val_fraction < 1:
+            raise ConfigError(f"data.val_fraction={val_fraction} is out of range: allowed is [0, 1).")
+        self.options = PromptOptions(
+            prompt_key=prompt_key,
+            rename=rename or {},
+            map_row=map_row,
+            system_prompt=system_prompt,
+            chat_template_kwargs=chat_template_kwargs or {},
+            max_prompt_tokens=max_prompt_tokens,
+            overlong=overlong,
+            on_bad_row=on_bad_row,
+        )
+        source = Source(path, split, name) if path is not None else None
+        self.sources = parse_sources(sources) if sources is not None else [source] if source else []
+        self.weights = tuple(s.weight for s in self.sources) if sources is not None else None
+        self.val_sources = val_sources(source, val_path, val_split)
+        self.rows = rows
+        self.task = task
+        self.prompts_per_rollout = prompts_per_rollout
+        self.shuffle = shuffle
+        self.val_fraction = val_fraction
+        self.val_batch_size = val_batch_size
+        self.seed = seed
+        self.allow_changed = allow_changed
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._corpus: Corpus | None = None
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, *, stage: str = "fit") -> None:
+        """Load, format, tokenise, split and count, once for a tokenizer. Needs no weights.
+
+        Raises:
+            DataError: a set cannot be used; for the stage `fit` also where its rows do not fill one rollout.
+            BackendError: the hub cannot be reached.
+        """
+        if self._tokenizer is not tokenizer:
+            self._corpus = self._read(tokenizer)
+            self._tokenizer = tokenizer
+        if stage == "fit":
+            self._order(self.shuffle)
+
+    def setup(self, stage: str) -> None:
+        self.prepare(self._module_attribute("tokenizer"), stage=stage)
+
+    @property
+    def report(self) -> dict[str, dict[str, int]]:
+        """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_corpus`."""
+        return self._prepared().report
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of the training rows beside the prompt; None fills a row that lacks one."""
+        return list(self._prepared().train.columns)
+
+    @property
+    def val_names(self) -> list[str]:
+        """Names of the validation sets, in the order of the loaders; a single unnamed one is an empty name."""
+        return list(self._prepared().val)
+
+    @property
+    def val_columns(self) -> dict[str, list[str]]:
+        """Columns of each validation set, by its name."""
+        return {name: list(rows.columns) for name, rows in self._prepared().val.items()}
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest training prompt that is left."""
+        return max(map(len, self._prepared().train.prompt_ids))
+
+    def peek(self, count: int) -> PromptBatch:
+        """The first training rows, in the order of the data."""
+        data = self._prepared().train
+        return data.batch(range(min(count, len(data))))
+
+    def train_dataloader(self) -> RolloutLoader:
+        trainer = self._trainer()
+        # overfit_batches means the same few batches again and again.
+        shuffle = self.shuffle and not getattr(trainer, "overfit_batches", 0)
+        rank, world_size = self._rank()
+        return RolloutLoader(
+            self._prepared().train,
+            self._order(shuffle),
+            repeat=self._module_attribute("slots_per_rollout"),
+            rank=rank,
+            world_size=world_size,
+            epoch=trainer.current_epoch,
+            limit=trainer.limit_train_batches,
+            allow_changed=self.allow_changed,
+        )
+
+    def val_dataloader(self) -> list[EvalLoader]:
+        sets = self._prepared().val
+        limit = self._module_attribute("evaluation").limit
+        rank, world_size = self._rank()
+        return [
+            EvalLoader(rows, batch_size=self.val_batch_size, limit=limit, rank=rank, world_size=world_size)
+            for rows in sets.values()
+        ]
+
+    def test_dataloader(self) -> list[EvalLoader]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> list[EvalLoader]:
+        return self.val_dataloader()
+
+    def _read(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+        val = self._val_rows()
+        fraction = 0.0 if self.task is not None or val else self.val_fraction
+        corpus = read_corpus(self._train_rows(), val, tokenizer, self.options, val_fraction=fraction, seed=self.seed)
+        for name in corpus.val:
+            counts = corpus.report[set_key(name)]
+            if counts["overlap"]:
+                rank_zero_warn(
+                    f"{counts['overlap']} of {counts['kept']} rows of {set_key(name)} have a training prompt."
+                )
+        return corpus
+
+    def _train_rows(self) -> list[Rows]:
+        if self.rows is not None:
+            return [named_rows("data.rows", self.rows)]
+        if self.task is not None:
+            return [named_rows("data.task.train()", self.task.train())]
+        return [source.load(self.options.on_bad_row) for source in self.sources]
+
+    def _val_rows(self) -> dict[str, Rows]:
+        if self.val_sources or self.task is None:
+            return {name: source.load(self.options.on_bad_row) for name, source in self.val_sources.items()}
+        rows = self.task.val()
+        return {"": named_rows("data.task.val()", rows)} if rows else {}
+
+    def _order(self, shuffle: bool) -> RolloutOrder:
+        corpus = self._prepared()
+        if len(corpus.train) < self.prompts_per_rollout:
+            raise DataError(
+                f"data.prompts_per_rollout={self.prompts_per_rollout}, and {len(corpus.train)} rows are left for "
+                f"training: {list_counts(corpus.report['train'])}. Add rows, loosen a filter or lower "
+                "data.prompts_per_rollout."
+            )
+        if 0 in corpus.sizes:
+            raise DataError(f"data.sources[{corpus.sizes.index(0)}]: the filters left no row of it.")
+        return RolloutOrder(corpus.sizes, self.prompts_per_rollout, self.seed, shuffle, self.weights)
+
+    def _prepared(self) -> Corpus:
+        if self._corpus is None:
+            raise ConfigError("The data is not loaded yet: call `prepare(tokenizer)`; a Trainer does it by itself.")
+        return self._corpus
+
+    def _trainer(self) -> L.Trainer:
+        if self.trainer is None:
+            raise ConfigError("The data module has no Trainer: pass it to one with `datamodule=`, or look with `peek`.")
+        return self.trainer
+
+    def _module_attribute(self, name: str) -> Any:
+        module = self._trainer().lightning_module
+        if not hasattr(module, name):
+            raise ConfigError(f"RolloutDataModule feeds lit_rl's modules; {type(module).__name__} has no {name!r}.")
+        return getattr(module, name)
+
+    def _rank(self) -> tuple[int, int]:
+        # Under tensor parallelism several ranks share their data, which only the strategy knows.
+        shard = self._trainer().distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return shard["rank"], shard["num_replicas"]

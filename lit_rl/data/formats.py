@@ -1,0 +1,128 @@
+"""A row becomes a prompt and columns. Every refusal names the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.errors import DataError, did_you_mean
+from lit_rl.rollout import Message, Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def rename_columns(row: Mapping[str, Any], where: str, rename: Mapping[str, str]) -> dict[str, Any]:
+    """The row with columns renamed, old name to new; a column that the row lacks is passed over.
+
+    Raises:
+        DataError: the row already has a column of the new name.
+    """
+    renamed: dict[str, Any] = {}
+    for column, value in row.items():
+        new = rename.get(column, column)
+        if new in renamed:
+            raise DataError(f"{where}: data.rename gives the row two columns named {new!r}.")
+        renamed[new] = value
+    return renamed
+
+
+def split_prompt(row: Mapping[str, Any], where: str, *, prompt_key: str = "prompt") -> tuple[Prompt, dict[str, Any]]:
+    """The prompt of a row, checked and in one form, and its other columns.
+
+    Message content may be a list of parts if all are text: they are joined.
+
+    Raises:
+        DataError: no such column, or the prompt is neither a text nor a sound list of chat messages.
+    """
+    if prompt_key not in row:
+        found = ", ".join(row) or "none"
+        raise DataError(
+            f"{where}: no column {prompt_key!r}; columns found: {found}. Name the prompt's column with "
+            f"data.prompt_key.{did_you_mean(prompt_key, row)}"
+        )
+    columns = {name: value for name, value in row.items() if name != prompt_key}
+    prompt = row[prompt_key]
+    if isinstance(prompt, str):
+        return _sound_text(prompt, where), columns
+    if isinstance(prompt, list):
+        return _messages(prompt, where), columns
+    raise DataError(
+        f"{where}: the prompt is {excerpt(repr(prompt))} ({type(prompt).__name__}); "
+        "allowed are a string or a list of chat messages."
+    )
+
+
+def add_system_prompt(prompt: Prompt, system_prompt: str | None) -> Prompt:
+    """Messages that open with the system prompt; messages that have one of their own keep it.
+
+    A text becomes the user's message. Without a system prompt the prompt stays what it was.
+    """
+    if system_prompt is None:
+        return prompt
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def is_empty(prompt: Prompt) -> bool:
+    """Whether nothing but white space is asked: an empty text, or messages without any but the system's words."""
+    if isinstance(prompt, str):
+        return not prompt.strip()
+    return not any(
+        m["content"].strip() or m.get("tool_calls") for m in prompt if m["role"] not in ("system", "developer")
+    )
+
+
+def _messages(prompt: list[Any], where: str) -> list[Message]:
+    if not prompt:
+        raise DataError(f"{where}: the prompt is an empty list of messages.")
+    messages = [_message(message, f"{where}: message {i}") for i, message in enumerate(prompt)]
+    if messages[-1]["role"] == "assistant":
+        raise DataError(f"{where}: the last message is the assistant's; a prompt ends before the assistant speaks.")
+    return messages
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping) or "role" not in message:
+        shown = f"keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else excerpt(repr(message))
+        raise DataError(f"{where} needs the keys role and content; found {shown}.")
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        hint = did_you_mean(str(role), ROLES)
+        raise DataError(f"{where} has the role {excerpt(repr(role))}; allowed are {', '.join(ROLES)}.{hint}")
+    # Tables fill absent keys of a struct with None: they mean the same as no key.
+    extras = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
+    if content is None and extras.get("tool_calls"):
+        content = ""
+    if isinstance(content, list):
+        content = _joined(content, where)
+    if not isinstance(content, str):
+        raise DataError(
+            f"{where} has the content {excerpt(repr(content))}; allowed is a string or a list of text parts."
+        )
+    return {"role": role, "content": _sound_text(content, where), **extras}
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    sound = [text for text in texts if isinstance(text, str)]
+    if len(sound) < len(parts):
+        raise DataError(f"{where} has content parts that are not text: {excerpt(repr(parts))}; only text is supported.")
+    return "".join(sound)
+
+
+def _sound_text(text: str, where: str) -> str:
+    for name, bad in (("a NUL character", "\0" in text), ("half of a surrogate pair", not _encodes(text))):
+        if bad:
+            raise DataError(f"{where} holds {name}, which no tokenizer keeps: {excerpt(text)}")
+    return text
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

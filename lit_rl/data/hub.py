@@ -1,0 +1,75 @@
+"""Data sets that the `datasets` library keeps: saved folders, folders of data files, and the hub.
+
+No code that comes with a data set is ever run: `datasets` 4 and later has no loading scripts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.errors import BackendError, ConfigError, DataError, did_you_mean
+
+
+def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
+    """Rows of a folder: one written by `datasets.save_to_disk`, or one that holds data files.
+
+    Raises:
+        DataError: the folder holds no data set, or not this split.
+        ConfigError: `name` came with a saved folder, or `split` with one that has no splits.
+    """
+    import datasets
+
+    saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+    if saved and name is not None:
+        raise ConfigError(f"data.name={name!r} came with the saved folder {path}, which has none: remove data.name.")
+    try:
+        data = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), name, split=split)
+    except Exception as error:  # the library raises of many kinds: a bad folder is bad data whatever it was
+        raise DataError(f"data.path={path}: cannot be read as a data set: {excerpt(str(error), 300)}") from error
+    if saved and isinstance(data, datasets.Dataset) and split is not None:
+        raise ConfigError(f"data.split={split!r} came with {path}, one saved data set without splits: remove it.")
+    return _rows(data, str(path), split)
+
+
+def from_hub(path: str, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
+    """Rows of a data set on the hub, or of its copy in the local cache.
+
+    Raises:
+        BackendError: the hub cannot be reached, has no such data set, or refuses it.
+        DataError: the data set has no such split or configuration.
+    """
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    try:
+        data = datasets.load_dataset(path, name, split=split)
+    except DatasetNotFoundError as error:
+        raise BackendError(
+            f"data.path={path}: no file or folder of this name here, and the hub has no such data set or keeps it "
+            "gated; check the name, or log in with `hf auth login`."
+        ) from error
+    except OSError as error:
+        raise BackendError(
+            f"data.path={path}: no file or folder of this name here, and the hub cannot be reached (offline?): "
+            f"{excerpt(str(error), 200)}. Fetch it once where there is a network: `hf download --repo-type dataset "
+            f"{path}`, or copy it here and name its folder."
+        ) from error
+    except ValueError as error:
+        raise DataError(f"data.path={path} data.name={name} data.split={split}: {excerpt(str(error), 300)}") from error
+    return _rows(data, path, split)
+
+
+def _rows(data: Any, path: str, split: str | None) -> list[dict[str, Any]]:
+    """Rows of a `Dataset`, or of the one split of a `DatasetDict` that is meant."""
+    if not isinstance(data, dict):
+        return data.to_list()
+    splits = list(data)
+    if split is None and len(splits) == 1:
+        return data[splits[0]].to_list()
+    if split not in data:
+        came = "no data.split came" if split is None else f"data.split={split!r} is none of them"
+        hint = did_you_mean(split, splits) if split else ""
+        raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {came}.{hint}")
+    return data[split].to_list()

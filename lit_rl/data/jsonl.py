@@ -1,0 +1,122 @@
+"""JSON Lines, read line by line: no type is guessed from other lines, and a bad line is named by file and number."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from lit_rl.data.checks import excerpt, one_of
+from lit_rl.errors import DataError
+
+OnBadRow = Literal["error", "skip"]
+ON_BAD_ROW = ("error", "skip")
+
+
+class JsonlReader:
+    """Iterates `(line number, row)` over a file of one JSON object a line, holding one line at a time.
+
+    UTF-8. A byte order mark, CRLF line ends and blank lines are accepted. A line that is not one JSON object, holds the
+    literals NaN or Infinity or a number too large for a float, is bad. Of a key that stands twice the last value
+    counts.
+
+    Args:
+        path: The file.
+        on_bad_row: `error` raises at the first bad line, `skip` counts bad lines in `skipped`.
+    """
+
+    def __init__(self, path: str | Path, *, on_bad_row: OnBadRow = "error") -> None:
+        one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
+        self.path = Path(path)
+        self.on_bad_row = on_bad_row
+        self.skipped = 0
+        """Bad lines met by the latest iteration."""
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """
+        Raises:
+            DataError: the file cannot be read, or a line is bad and `on_bad_row` is `error`.
+        """
+        self.skipped = 0
+        try:
+            with open(self.path, "rb") as lines:
+                yield from self._rows(lines)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
+
+    def _rows(self, lines: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            try:
+                row = parse_object(line)
+            except ValueError as error:
+                if self.on_bad_row == "skip":
+                    self.skipped += 1
+                    continue
+                shown = excerpt(line[:400].decode("utf-8", "replace").rstrip("\r\n"))
+                raise DataError(
+                    f"{self.path}:{number}: {error}; data.on_bad_row=skip leaves out and counts such lines: {shown}"
+                ) from error
+            yield number, row
+
+
+def read_jsonl(path: str | Path, *, on_bad_row: OnBadRow = "error") -> JsonlReader:
+    """The `(line number, row)` pairs of a file; `.skipped` of the result counts the bad lines left out."""
+    return JsonlReader(path, on_bad_row=on_bad_row)
+
+
+def parse_object(line: bytes) -> dict[str, Any]:
+    """One JSON object from UTF-8 bytes.
+
+    Raises:
+        ValueError: says in a few words what is wrong, without the text itself.
+    """
+    value = parse_json(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object {{...}}, found {_JSON_NAMES[type(value)]}")
+    return value
+
+
+def parse_json(data: bytes) -> Any:
+    """Strict JSON from UTF-8 bytes: no NaN, no Infinity.
+
+    Raises:
+        ValueError: says in a few words what is wrong.
+    """
+    try:
+        return _DECODER.decode(data.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        raise ValueError(f"not valid JSON ({error.msg} at {where})") from error
+    except RecursionError as error:
+        raise ValueError("nested too deep to be read") from error
+
+
+def _refuse(literal: str) -> Any:
+    raise ValueError(f"{literal} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {digits[:20]} is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite)
+_JSON_NAMES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}

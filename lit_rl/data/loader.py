@@ -1,0 +1,154 @@
+"""Iterables of prompt batches: sized, stateful, and no `DataLoader`, so that no flag of the Trainer rebuilds them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+from lit_rl.data.order import RolloutOrder, count_occurrences
+from lit_rl.data.prompt_set import PromptSet
+from lit_rl.errors import ConfigError, DataError, in_range
+from lit_rl.rollout import PromptBatch
+
+
+class RolloutLoader:
+    """Yields this rank's part of every rollout `repeat` times, as slots 0 to `repeat - 1`.
+
+    Rank r of w takes the r-th of w equal slices of a rollout's prompts, so the rollouts do not depend on w. An
+    iteration is one epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state
+    taken at any batch resumes with the batch that would have come next; one taken at an epoch's last batch, with the
+    next epoch, because Lightning then starts a new epoch.
+
+    Args:
+        data: The rows.
+        order: Which rows make up which rollout.
+        repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
+        rank: Which part is ours.
+        world_size: How many parts there are.
+        epoch: The epoch to begin with, where no state is loaded.
+        limit: `trainer.limit_train_batches`: a number of batches, or a share of them if a float. It only tells which
+            batch is an epoch's last.
+        allow_changed: Load a state also where the data, its order or `repeat` are no longer those of the state.
+    """
+
+    def __init__(
+        self,
+        data: PromptSet,
+        order: RolloutOrder,
+        *,
+        repeat: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        epoch: int = 0,
+        limit: int | float = 1.0,
+        allow_changed: bool = False,
+    ) -> None:
+        if order.prompts_per_rollout % world_size:
+            raise ConfigError(
+                f"data.prompts_per_rollout={order.prompts_per_rollout} does not divide over {world_size} ranks: "
+                f"{_nearest_multiples(order.prompts_per_rollout, world_size)}."
+            )
+        self.data = data
+        self.order = order
+        self.repeat = repeat
+        self.rank = rank
+        self.world_size = world_size
+        self.allow_changed = allow_changed
+        self._last = int(len(self) * limit) if isinstance(limit, float) else min(limit, len(self))
+        self._epoch = epoch
+        self._position = 0
+        self._continues = False
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank."""
+        return self.order.rollouts_per_epoch * self.repeat
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        # All of this runs at the first `next`: Lightning may make an iterator that it never uses.
+        if self._continues:
+            self._continues = False
+        elif self._position:
+            self._epoch, self._position = self._epoch + 1, 0
+        rows = self.order.epoch(self._epoch)
+        rollout, first_slot = divmod(self._position, self.repeat)
+        for index in range(rollout, self.order.rollouts_per_epoch):
+            batch = self._batch(rows, index)
+            for slot in range(first_slot, self.repeat):
+                self._position += 1
+                yield dataclasses.replace(batch, slot=slot)
+            first_slot = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "epoch": self._epoch, "fingerprint": self.fingerprint}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            DataError: the state belongs to other data, and `allow_changed` is off.
+        """
+        if state["fingerprint"] != self.fingerprint and not self.allow_changed:
+            raise DataError(
+                "The data is not the checkpoint's: the rows, their order (data.seed, data.shuffle, weights, "
+                "data.prompts_per_rollout) or the slots of a rollout changed, so the run cannot go on exactly. Restore "
+                "them, or accept it with data.allow_changed=true."
+            )
+        self._position, self._epoch, self._continues = state["position"], state["epoch"], True
+        if self._position >= self._last:
+            self._position, self._epoch = 0, self._epoch + 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where the same position means the same batch: it covers the rows, their order and the slots."""
+        text = f"{self.data.fingerprint} {self.order} {self.repeat}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _batch(self, rows: list[int], index: int) -> PromptBatch:
+        prompts = self.order.prompts_per_rollout
+        whole = rows[index * prompts : (index + 1) * prompts]
+        share = prompts // self.world_size
+        ours = slice(self.rank * share, (self.rank + 1) * share)
+        return self.data.batch(
+            whole[ours],
+            occurrences=count_occurrences(whole)[ours],
+            rollout=self._epoch * self.order.rollouts_per_epoch + index,
+        )
+
+
+class EvalLoader:
+    """Yields the first `limit` rows in their order, once.
+
+    Every rank yields the same number of batches, and of the same sizes: where rows do not divide over the ranks, the
+    first rows come a second time at the end. Who gathers results keeps one of each row in `PromptBatch.rows`.
+
+    Args:
+        data: The rows.
+        batch_size: Prompts of a batch on each rank; the last batch may be smaller.
+        limit: How many rows to take; None takes all.
+        rank: Which part is ours.
+        world_size: How many parts there are.
+    """
+
+    def __init__(
+        self, data: PromptSet, *, batch_size: int = 64, limit: int | None = None, rank: int = 0, world_size: int = 1
+    ) -> None:
+        in_range("data.val_batch_size", batch_size, low=1)
+        in_range("evaluation.limit", 1 if limit is None else limit, low=1)
+        self.data = data
+        self.batch_size = batch_size
+        count = len(data) if limit is None else min(limit, len(data))
+        padded = -(-count // world_size) * world_size
+        self._rows = [i % count for i in range(rank, padded, world_size)]
+
+    def __len__(self) -> int:
+        return -(-len(self._rows) // self.batch_size)
+
+    def __iter__(self) -> Iterator[PromptBatch]:
+        for start in range(0, len(self._rows), self.batch_size):
+            yield self.data.batch(self._rows[start : start + self.batch_size])
+
+
+def _nearest_multiples(value: int, of: int) -> str:
+    below = value // of * of
+    return f"the nearest that do are {below} and {below + of}" if below else f"the nearest that does is {of}"

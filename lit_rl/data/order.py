@@ -1,0 +1,98 @@
+"""Which rows make up which rollout: a pure function of (seed, epoch), the same on every rank and after every resume."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from lit_rl.errors import ConfigError, DataError, in_range
+
+_WITHIN, _BETWEEN = 0, 1
+
+
+@dataclass(frozen=True)
+class RolloutOrder:
+    """The order of rows in every epoch.
+
+    An epoch draws as many rows as there are. A source gets its share by weight and draws from its own stream: one
+    permutation of its rows after another, over all epochs, so no row comes a second time before every row of the source
+    came once. Rows that do not fill a last rollout are left out of the epoch.
+
+    Args:
+        sizes: Rows of each source; a row's index counts over the sources in this order.
+        prompts_per_rollout: Prompts of one rollout, all ranks together.
+        seed: Seed of every permutation, from 0.
+        shuffle: Off, every epoch has the same order: each source from its first row, sources evenly mixed.
+        weights: Relative share of each source; None is by size, so that an epoch is every row once.
+    """
+
+    sizes: tuple[int, ...]
+    prompts_per_rollout: int
+    seed: int = 0
+    shuffle: bool = True
+    weights: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        in_range("data.seed", self.seed, low=0)
+        in_range("data.prompts_per_rollout", self.prompts_per_rollout, low=1)
+        if self.rollouts_per_epoch == 0:
+            raise DataError(
+                f"data.prompts_per_rollout={self.prompts_per_rollout} needs as many rows; there are {sum(self.sizes)}."
+            )
+        for i, quota in enumerate(self.quotas):
+            if quota == 0:
+                raise ConfigError(
+                    f"data.sources[{i}]: no row of it is drawn in an epoch of {sum(self.sizes)}: raise its weight."
+                )
+
+    @property
+    def rollouts_per_epoch(self) -> int:
+        return sum(self.sizes) // self.prompts_per_rollout
+
+    @property
+    def quotas(self) -> list[int]:
+        """Rows that an epoch draws of each source: largest remainders, so they sum to all rows."""
+        weights = self.sizes if self.weights is None else self.weights
+        exact = [sum(self.sizes) * weight / sum(weights) for weight in weights]
+        quotas = [int(share) for share in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda i: quotas[i] - exact[i])
+        for i in by_remainder[: sum(self.sizes) - sum(quotas)]:
+            quotas[i] += 1
+        return quotas
+
+    def epoch(self, epoch: int) -> list[int]:
+        """Row indices of an epoch, whole rollouts only."""
+        first_row = np.cumsum([0, *self.sizes])
+        drawn = [first_row[i] + self._draw(i, quota, epoch) for i, quota in enumerate(self.quotas)]
+        if not self.shuffle:
+            place = np.concatenate([(np.arange(len(rows)) + 0.5) / len(rows) for rows in drawn])
+            mixed = np.concatenate(drawn)[np.argsort(place, kind="stable")]
+        elif len(drawn) == 1:
+            mixed = drawn[0]
+        else:
+            mixed = self._random(_BETWEEN, epoch).permutation(np.concatenate(drawn))
+        return mixed[: self.rollouts_per_epoch * self.prompts_per_rollout].tolist()
+
+    def _draw(self, source: int, quota: int, epoch: int) -> np.ndarray:
+        size = self.sizes[source]
+        if not self.shuffle:
+            return np.arange(quota) % size
+        start = epoch * quota
+        cycles = range(start // size, (start + quota - 1) // size + 1)
+        stream = np.concatenate([self._random(_WITHIN, source, cycle).permutation(size) for cycle in cycles])
+        return stream[start % size : start % size + quota]
+
+    def _random(self, *key: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, *key])
+
+
+def count_occurrences(rows: list[int]) -> list[int]:
+    """For each row, how many times the same row stands earlier in the list."""
+    seen: Counter[int] = Counter()
+    occurrences = []
+    for row in rows:
+        occurrences.append(seen[row])
+        seen[row] += 1
+    return occurrences

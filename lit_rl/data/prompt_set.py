@@ -1,0 +1,235 @@
+"""Rows of one set, formatted, tokenised once and counted."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from lit_rl.data.checks import excerpt, one_of
+from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
+from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
+from lit_rl.data.sources import Rows
+from lit_rl.data.templates import check_template_kwargs, encode_prompt
+from lit_rl.errors import DataError, LitRLError, did_you_mean, in_range
+from lit_rl.rollout import Prompt, PromptBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Overlong = Literal["drop", "truncate_left", "error"]
+OVERLONG = ("drop", "truncate_left", "error")
+RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """How a row becomes a prompt; the fields are those of `RolloutDataModule`."""
+
+    prompt_key: str = "prompt"
+    rename: Mapping[str, str] = field(default_factory=dict)
+    map_row: RowFunction | None = None
+    system_prompt: str | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_prompt_tokens: int = 512
+    overlong: Overlong = "drop"
+    on_bad_row: OnBadRow = "error"
+
+    def __post_init__(self) -> None:
+        in_range("data.max_prompt_tokens", self.max_prompt_tokens, low=1)
+        one_of("data.overlong", self.overlong, OVERLONG)
+        one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
+        check_template_kwargs(self.chat_template_kwargs)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row that passed every filter."""
+
+    prompt: Prompt
+    prompt_ids: list[int]
+    columns: dict[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The rows that are left, by column. A row's index here is its name for the rest of the run."""
+
+    prompts: Sequence[Prompt]
+    prompt_ids: Sequence[list[int]]
+    columns: Mapping[str, Sequence[Any]]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @classmethod
+    def of(cls, examples: Sequence[Example]) -> PromptSet:
+        """A set of the examples, in their order; a column that a row lacks is None there.
+
+        Raises:
+            DataError: a column mixes kinds of values that no lossless change makes one.
+        """
+        names = dict.fromkeys(name for example in examples for name in example.columns)
+        return cls(
+            prompts=[example.prompt for example in examples],
+            prompt_ids=[example.prompt_ids for example in examples],
+            columns={name: _column(name, examples) for name in names},
+        )
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal prompts, token ids and columns in the same order."""
+        digest = hashlib.blake2b(digest_size=16)
+        for i, prompt in enumerate(self.prompts):
+            row = [prompt, self.prompt_ids[i], {name: values[i] for name, values in self.columns.items()}]
+            digest.update(json.dumps(row, sort_keys=True, skipkeys=True, default=_plain).encode())
+        return digest.hexdigest()
+
+    def batch(
+        self, rows: Sequence[int], *, occurrences: Sequence[int] | None = None, rollout: int = 0, slot: int = 0
+    ) -> PromptBatch:
+        """The given rows as a batch; without `occurrences` no row stood earlier."""
+        return PromptBatch(
+            prompts=[self.prompts[i] for i in rows],
+            prompt_ids=[self.prompt_ids[i] for i in rows],
+            columns={name: [values[i] for i in rows] for name, values in self.columns.items()},
+            rows=list(rows),
+            occurrences=[0] * len(rows) if occurrences is None else list(occurrences),
+            rollout=rollout,
+            slot=slot,
+        )
+
+
+def read_examples(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+) -> tuple[list[Example], Counter[str]]:
+    """Every row that passes the filters, and how many each filter took.
+
+    The counts are `rows` (met), `bad`, `empty`, `overlong` (left out), `truncated` (kept, cut), `kept`, `longest`
+    (tokens of the longest prompt met, before any cut); `rows = bad + empty + overlong + kept`.
+
+    Raises:
+        DataError: a bad row where `on_bad_row` is `error`; where it is `skip`, the first of them if all are bad; texts
+            and messages mixed; an overlong prompt where `overlong` is `error`; `rename` of a column that no row has.
+    """
+    counts = Counter(
+        rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
+    )
+    reader = _Reader(tokenizer, options)
+    kept, first_error = [], None
+    for i in range(len(rows)):
+        try:
+            example = reader.example(rows[i], rows.where(i))
+        except DataError as error:
+            if options.on_bad_row == "error":
+                raise
+            counts["bad"] += 1
+            first_error = first_error or error
+            continue
+        if example is None:
+            counts["empty"] += 1
+            continue
+        counts["longest"] = max(counts["longest"], len(example.prompt_ids))
+        if len(example.prompt_ids) <= options.max_prompt_tokens:
+            kept.append(example)
+        elif options.overlong == "truncate_left":
+            counts["truncated"] += 1
+            tail = example.prompt_ids[-options.max_prompt_tokens :]
+            kept.append(Example(example.prompt, tail, example.columns, example.where))
+        elif options.overlong == "drop":
+            counts["overlong"] += 1
+        else:
+            raise DataError(_too_long(example, options.max_prompt_tokens))
+    if first_error and counts["bad"] - rows.skipped == len(rows):
+        raise first_error
+    reader.check_whole()
+    counts["kept"] = len(kept)
+    return kept, counts
+
+
+class _Reader:
+    """Reads rows one at a time and remembers what only all rows together can prove wrong."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> None:
+        self.tokenizer = tokenizer
+        self.options = options
+        self.kinds: dict[type, str] = {}
+        self.columns: dict[str, None] = {}
+
+    def example(self, row: dict[str, Any], where: str) -> Example | None:
+        """The row formatted and tokenised, or None where its prompt is empty."""
+        options = self.options
+        if options.map_row is not None:
+            row = _mapped(options.map_row, row, where)
+        self.columns.update(dict.fromkeys(row))
+        row = rename_columns(row, where, options.rename)
+        prompt, columns = split_prompt(row, where, prompt_key=options.prompt_key)
+        self.kinds.setdefault(type(prompt), where)
+        if is_empty(prompt):
+            return None
+        prompt = add_system_prompt(prompt, options.system_prompt)
+        ids = encode_prompt(self.tokenizer, prompt, where=where, chat_template_kwargs=options.chat_template_kwargs)
+        return Example(prompt, ids, columns, where)
+
+    def check_whole(self) -> None:
+        if len(self.kinds) > 1:
+            raise DataError(
+                f"Prompts of two kinds: {self.kinds[str]} is a string, {self.kinds[list]} a list of messages. "
+                "Make all of them one kind, for example with data.map_row."
+            )
+        for old in self.options.rename:
+            if old not in self.columns:
+                found, hint = ", ".join(self.columns), did_you_mean(old, self.columns)
+                raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
+
+
+def _mapped(map_row: RowFunction, row: dict[str, Any], where: str) -> dict[str, Any]:
+    name = getattr(map_row, "__name__", repr(map_row))
+    try:
+        mapped = map_row(row)
+    except LitRLError as error:
+        raise DataError(f"{where}: {error}") from error
+    except Exception as error:  # the user's function may raise anything
+        raise DataError(f"{where}: data.map_row={name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(mapped, dict):
+        raise DataError(f"{where}: data.map_row={name} returned {excerpt(repr(mapped))}; it must return a dict.")
+    return mapped
+
+
+def _too_long(example: Example, limit: int) -> str:
+    return (
+        f"{example.where}: the prompt has {len(example.prompt_ids)} tokens, data.max_prompt_tokens={limit}. Raise it, "
+        "or set data.overlong to drop or truncate_left."
+    )
+
+
+def _column(name: str, examples: Sequence[Example]) -> list[Any]:
+    values = [example.columns.get(name) for example in examples]
+    kinds: dict[str, str] = {}
+    for value, example in zip(values, examples):
+        if value is not None:
+            kinds.setdefault(_kind(value), example.where)
+    if set(kinds) == {"text", "number"}:
+        return [str(value) if isinstance(value, int | float) else value for value in values]
+    if len(kinds) > 1:
+        (one, here), (other, there), *_ = kinds.items()
+        raise DataError(
+            f"Column {name!r} mixes kinds of values: {one} in {here}, {other} in {there}. Make all of them one kind, "
+            "for example with data.map_row."
+        )
+    return values
+
+
+def _kind(value: Any) -> str:
+    names = {str: "text", bool: "boolean", int: "number", float: "number", list: "list", dict: "object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _plain(value: Any) -> str:
+    """For the fingerprint: `repr` only where it is a value's own words, since others hold an address."""
+    return f"{type(value).__name__}:{value}" if type(value).__str__ is not object.__str__ else type(value).__name__

@@ -1,0 +1,84 @@
+"""Row functions for well-known data sets: the hub's row in, `{"prompt": messages, "answer": text}` out.
+
+Use one as `data.map_row`. A row's other columns are left out, and the reference solution with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lit_rl.errors import DataError
+
+BOXED = "Reason step by step, and put the final answer in \\boxed{}."
+"""The system prompt of these recipes."""
+
+
+def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of openai/gsm8k (2110.14168): the answer is what follows `####`, without thousands separators.
+
+    Raises:
+        DataError: a column is missing, or the solution gives no final answer.
+    """
+    question, solution = _text(row, "question"), _text(row, "answer")
+    _, marker, final = solution.rpartition("####")
+    answer = final.strip().replace(",", "")
+    if not marker or not answer:
+        raise DataError(f"recipes.gsm8k: the column 'answer' has no final answer after '####': {solution[-80:]!r}")
+    return {"prompt": _chat(question), "answer": answer}
+
+
+def math(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of MATH (2103.03874; HuggingFaceH4/MATH-500, DigitalLearningGmbH/MATH-lighteval).
+
+    The answer is the column `answer` where there is one, otherwise what the last `\\boxed{}` of the solution holds.
+
+    Raises:
+        DataError: a column is missing, or the solution has no closed `\\boxed{}`.
+    """
+    problem = _text(row, "problem")
+    answer = row["answer"] if isinstance(row.get("answer"), str) else last_boxed(_text(row, "solution"))
+    if not answer:
+        raise DataError(f"recipes.math: the column 'solution' has no \\boxed{{}}: {str(row.get('solution'))[-80:]!r}")
+    return {"prompt": _chat(problem), "answer": answer}
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last closed `\boxed{...}` or `\fbox{...}` of a text holds, braces inside it included.
+
+    `\boxed 5` holds what follows up to white space, `$`, a full stop or a comma at its end. None where there is none.
+    """
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    if start < 0:
+        return None
+    rest = text[start:].removeprefix("\\boxed").removeprefix("\\fbox")
+    if rest.startswith(" ") and not rest.lstrip().startswith("{"):
+        word = rest.lstrip().split("$")[0].split(maxsplit=1)
+        return word[0].rstrip(".,") if word else None
+    inside = _braced(rest.lstrip())
+    return last_boxed(text[:start]) if inside is None else inside
+
+
+def _braced(text: str) -> str | None:
+    """The inside of the braces that the text opens with; None where it does not, or they are never closed."""
+    if not text.startswith("{"):
+        return None
+    depth = 0
+    for i, character in enumerate(text):
+        # An escaped brace is a character of the answer: \{1, 2\}.
+        if i and text[i - 1] == "\\":
+            continue
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[1:i].strip()
+    return None
+
+
+def _chat(question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": BOXED}, {"role": "user", "content": question.strip()}]
+
+
+def _text(row: Mapping[str, Any], column: str) -> str:
+    if not isinstance(row.get(column), str):
+        raise DataError(f"the recipe needs a text column {column!r}; columns found: {', '.join(row) or 'none'}.")
+    return row[column]

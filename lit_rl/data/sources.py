@@ -1,0 +1,181 @@
+"""A path or a hub id becomes rows that know where they stood."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from lit_rl.data.checks import excerpt, one_of
+from lit_rl.data.hub import from_hub, from_saved
+from lit_rl.data.jsonl import ON_BAD_ROW, JsonlReader, OnBadRow, parse_json
+from lit_rl.errors import ConfigError, DataError, did_you_mean
+
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows of one source.
+
+    Args:
+        name: What messages call the source.
+        rows: The rows.
+        lines: Line number of each row, where the source is a file of lines.
+        skipped: How many bad rows the reader left out.
+    """
+
+    def __init__(
+        self, name: str, rows: Sequence[dict[str, Any]], *, lines: Sequence[int] | None = None, skipped: int = 0
+    ) -> None:
+        self.name = name
+        self.skipped = skipped
+        self._rows = rows
+        self._lines = lines
+
+    def where(self, index: int) -> str:
+        """The place of a row for a message: `file:line`, or `source[index]` counted from 0."""
+        return f"{self.name}[{index}]" if self._lines is None else f"{self.name}:{self._lines[index]}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[dict[str, Any]]: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | Sequence[dict[str, Any]]:
+        return self._rows[index]
+
+
+def load_rows(
+    path: str | Path, *, split: str | None = None, name: str | None = None, on_bad_row: OnBadRow = "error"
+) -> Rows:
+    """Read every row of a file, a folder or a hub data set.
+
+    Args:
+        path: A .jsonl, .ndjson, .json, .parquet, .csv or .tsv file; a folder written by `datasets.save_to_disk`, or one
+            that holds data files; otherwise a hub id. The cells of .csv and .tsv are text, never guessed numbers.
+        split: The split, for what has splits; a hub id and a folder of data files take slices: `train[:100]`.
+        name: The configuration, for what has several on the hub.
+        on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it in `.skipped`.
+
+    Raises:
+        DataError: nothing is there, it cannot be read, or no row is left.
+        BackendError: the hub cannot be reached, or does not give the data set.
+        ConfigError: `split` or `name` came with what has none.
+    """
+    one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
+    local = Path(path).expanduser()
+    if local.is_file():
+        rows = _read_file(local, split, name, on_bad_row)
+    elif local.is_dir():
+        rows = Rows(str(local), from_saved(local, split=split, name=name))
+    elif _looks_like_a_path(str(path)):
+        raise DataError(f"data.path={path}: no such file or folder.{_nearest(local)}")
+    else:
+        rows = Rows(f"{path}[{split}]" if split else str(path), from_hub(str(path), split=split, name=name))
+    if not len(rows):
+        left_out = f" ({rows.skipped} bad rows were left out)" if rows.skipped else ""
+        raise DataError(f"data.path={path}: no rows{left_out}.")
+    return rows
+
+
+def _read_file(path: Path, split: str | None, name: str | None, on_bad_row: OnBadRow) -> Rows:
+    for key, value in (("split", split), ("name", name)):
+        if value is not None:
+            raise ConfigError(f"data.{key}={value!r} came with the file {path}, which has none: remove data.{key}.")
+    suffix = path.suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
+        return _read_lines(path, on_bad_row)
+    if suffix == ".json":
+        return _read_json(path, on_bad_row)
+    if suffix == ".parquet":
+        return Rows(str(path), _read_parquet(path))
+    if suffix in (".csv", ".tsv"):
+        return _read_csv(path, on_bad_row, "," if suffix == ".csv" else "\t")
+    raise DataError(f"data.path={path}: unknown kind of file {suffix!r}; allowed are {', '.join(SUFFIXES)}.")
+
+
+def _read_lines(path: Path, on_bad_row: OnBadRow) -> Rows:
+    reader = JsonlReader(path, on_bad_row=on_bad_row)
+    lines, rows = [], []
+    for line, row in reader:
+        lines.append(line)
+        rows.append(row)
+    return Rows(str(path), rows, lines=lines, skipped=reader.skipped)
+
+
+def _read_json(path: Path, on_bad_row: OnBadRow) -> Rows:
+    data = _bytes(path)
+    if not data.lstrip().startswith(b"["):
+        return _read_lines(path, on_bad_row)
+    try:
+        items = parse_json(data)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; a .json file holds one array of objects, or one object a line.") from error
+    rows = [item for item in items if isinstance(item, dict)]
+    if on_bad_row == "error" and len(rows) < len(items):
+        index, bad = next((i, item) for i, item in enumerate(items) if not isinstance(item, dict))
+        raise DataError(f"{path}[{index}]: expected an object {{...}}, found {excerpt(repr(bad))}")
+    return Rows(str(path), rows, skipped=len(items) - len(rows))
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as parquet: {excerpt(str(error), 200)}") from error
+
+
+def _read_csv(path: Path, on_bad_row: OnBadRow, delimiter: str) -> Rows:
+    lines, rows, skipped = [], [], 0
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            header = next(reader, [])
+            if len(set(header)) < len(header):
+                raise DataError(f"{path}:1: a column name stands twice: {', '.join(header)}")
+            for cells in reader:
+                if not cells:
+                    continue
+                if len(cells) == len(header):
+                    lines.append(reader.line_num)
+                    rows.append(dict(zip(header, cells)))
+                elif on_bad_row == "skip":
+                    skipped += 1
+                else:
+                    what = f"{len(cells)} cells under {len(header)} column names"
+                    raise DataError(f"{path}:{reader.line_num}: {what}: {excerpt(delimiter.join(cells))}")
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{path}: cannot be read: {error}; UTF-8 .jsonl has no such limits.") from error
+    return Rows(str(path), rows, lines=lines, skipped=skipped)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _looks_like_a_path(text: str) -> bool:
+    # A hub id is `name` or `owner/name`.
+    return text.lower().endswith(SUFFIXES) or text.startswith((".", "/", "~")) or "\\" in text or text.count("/") > 1
+
+
+def _nearest(path: Path) -> str:
+    folder = next((parent for parent in path.parents if parent.is_dir()), Path())
+    if folder != path.parent:
+        return f" The folder {path.parent} does not exist."
+    return did_you_mean(path.name, _names(folder))
+
+
+def _names(folder: Path) -> Iterator[str]:
+    try:
+        yield from (entry.name for entry in folder.iterdir())
+    except OSError:
+        return

@@ -1,0 +1,142 @@
+"""Where training and validation rows come from, and how they are kept apart."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_rl.data.jsonl import OnBadRow
+from lit_rl.data.prompt_set import Example
+from lit_rl.data.sources import Rows, load_rows
+from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
+from lit_rl.rollout import Prompt
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, folder or hub id to load, and its share of the training rows."""
+
+    path: str
+    split: str | None = None
+    name: str | None = None
+    weight: float = 1.0
+
+    def load(self, on_bad_row: OnBadRow) -> Rows:
+        return load_rows(self.path, split=self.split, name=self.name, on_bad_row=on_bad_row)
+
+
+def exactly_one(**given: Any) -> None:
+    """
+    Raises:
+        ConfigError: none or several of the settings came.
+    """
+    came = [name for name, value in given.items() if value is not None]
+    if len(came) != 1:
+        keys = ", ".join(f"data.{name}" for name in given)
+        raise ConfigError(f"Exactly one of {keys} must be set; came: {', '.join(came) or 'none'}.")
+
+
+def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
+    """
+    Raises:
+        ConfigError: no source, an unknown or missing key, or a weight that is not above 0.
+    """
+    if not sources:
+        raise ConfigError("data.sources is empty; it takes a list of {path, split, name, weight}.")
+    allowed = ("path", "split", "name", "weight")
+    for i, source in enumerate(sources):
+        if not isinstance(source, Mapping) or "path" not in source:
+            raise ConfigError(f"data.sources[{i}]={source!r} needs a path; allowed keys are {', '.join(allowed)}.")
+        for key in source:
+            if key not in allowed:
+                hint = did_you_mean(str(key), allowed)
+                raise ConfigError(f"data.sources[{i}].{key}: unknown key; allowed are {', '.join(allowed)}.{hint}")
+        in_range(f"data.sources[{i}].weight", source.get("weight", 1.0), low=0, open_low=True)
+    return [Source(**source) for source in sources]
+
+
+def val_sources(
+    source: Source | None, val_path: str | Mapping[str, str] | None, val_split: str | Mapping[str, str] | None
+) -> dict[str, Source]:
+    """The validation sets that `val_path` and `val_split` name; the name of a single one is empty.
+
+    Args:
+        source: What `data.path` names, where it came: a `val_split` without a `val_path` is a split of it.
+        val_path: One path, or paths by name.
+        val_split: One split for all, or splits by name.
+
+    Raises:
+        ConfigError: `val_split` alone without `data.path`, or its names are not those of `val_path`.
+    """
+    if val_path is None and val_split is None:
+        return {}
+    if val_path is None and source is None:
+        raise ConfigError(
+            f"data.val_split={val_split!r} is a split of data.path, which did not come: set data.val_path."
+        )
+    names = [*val_path] if isinstance(val_path, Mapping) else [*val_split] if isinstance(val_split, Mapping) else [""]
+    if isinstance(val_split, Mapping) and (set(val_split) != set(names) or not isinstance(val_path, Mapping | None)):
+        raise ConfigError(f"data.val_split={dict(val_split)} must have the names of data.val_path={val_path}.")
+    if not names or (names != [""] and "" in names):
+        raise ConfigError("data.val_path and data.val_split: every validation set needs a name.")
+    sets = {}
+    for name in names:
+        path = val_path[name] if isinstance(val_path, Mapping) else val_path
+        split = val_split[name] if isinstance(val_split, Mapping) else val_split
+        config = source.name if source and path is None else None
+        sets[name] = Source(path or (source.path if source else ""), split, config)
+    return sets
+
+
+def hold_out(
+    sources: Sequence[Sequence[Example]], fraction: float, seed: int
+) -> tuple[list[list[Example]], list[Example]]:
+    """Set a share of the prompts aside: the training rows of each source, and the validation rows of all.
+
+    Rows of equal prompts stay together, so no validation prompt is trained on. Which prompts depends on the prompts,
+    the share and the seed only.
+
+    Args:
+        sources: The rows, by source.
+        fraction: Share of the distinct prompts, in [0, 1); above 0 at least one prompt.
+        seed: Seed of the draw.
+    """
+    keys = [[prompt_key(example.prompt) for example in source] for source in sources]
+    distinct = list(dict.fromkeys(key for source in keys for key in source))
+    count = max(1, round(len(distinct) * fraction)) if fraction > 0 and distinct else 0
+    held = set(random.Random(seed).sample(distinct, count))
+    train, val = [], []
+    for source, names in zip(sources, keys):
+        train.append([example for example, name in zip(source, names) if name not in held])
+        val.extend(example for example, name in zip(source, names) if name in held)
+    return train, val
+
+
+def count_overlap(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
+    """How many validation rows have a prompt that a training row has."""
+    seen = {prompt_key(prompt) for prompt in train}
+    return sum(prompt_key(prompt) in seen for prompt in val)
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """A text that is equal for equal prompts."""
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+
+
+def named_rows(key: str, rows: Any) -> Rows:
+    """Rows that were handed over in Python, checked.
+
+    Raises:
+        DataError: not a list of dicts, or an empty one.
+    """
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Sequence):
+        raise DataError(f"{key} is a {type(rows).__name__}; it takes a list of dicts.")
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise DataError(f"{key}[{i}] is {row!r:.80}; it takes a list of dicts.")
+    if not rows:
+        raise DataError(f"{key}: no rows.")
+    return Rows(key, rows)

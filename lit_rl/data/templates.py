@@ -1,0 +1,106 @@
+"""A prompt becomes token ids: rendered once, tokenised once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.rollout import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+OURS = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "return_tensors", "tokenize")
+"""Arguments of `apply_chat_template` that a prompt's rendering fixes."""
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Prompt,
+    *,
+    where: str = "prompt",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids of a prompt.
+
+    A text gets the special tokens that the tokenizer adds by itself, without an EOS at the end, and without a second
+    BOS where the text already begins with one. Messages are rendered by the chat template up to the assistant's turn,
+    and that text is tokenised as it stands.
+
+    Raises:
+        DataError: no token comes out; or, for messages, there is no chat template, it refuses them, or a message holds
+            the text of a control token. The message opens with `where`.
+        ConfigError: `chat_template_kwargs` sets what is fixed here.
+    """
+    if isinstance(prompt, str):
+        ids = _encode_text(tokenizer, prompt)
+    else:
+        ids = _encode_messages(tokenizer, prompt, where, chat_template_kwargs or {})
+    if not ids:
+        raise DataError(f"{where}: the tokenizer makes no token of this prompt: {excerpt(str(prompt))}")
+    return ids
+
+
+def require_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """
+    Raises:
+        DataError: the tokenizer has no chat template; the message gives the three ways out.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{where}: the prompt is a list of chat messages, and the tokenizer has no chat template. Use an Instruct "
+            "model, or give a template with model.chat_template=FILE, or make the prompts plain strings."
+        )
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: a keyword that `encode_prompt` fixes itself.
+    """
+    taken = [key for key in kwargs if key in OURS]
+    if taken:
+        raise ConfigError(f"data.chat_template_kwargs: {', '.join(taken)} cannot be set; prompts fix it: remove it.")
+
+
+def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    has_bos = isinstance(bos, str) and text.startswith(bos)
+    ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
+    written_eos = isinstance(eos, str) and text.endswith(eos)
+    if ids and ids[-1] == tokenizer.eos_token_id and not written_eos:
+        ids.pop()
+    return ids
+
+
+def _encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
+) -> list[int]:
+    require_chat_template(tokenizer, where)
+    check_template_kwargs(kwargs)
+    _refuse_control_tokens(tokenizer, messages, where)
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
+    except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
+        raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
+    return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+
+
+def _refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> None:
+    """Text that stands for a control token would become that token, and so could close a turn or open another role."""
+    control = control_tokens(tokenizer)
+    for i, message in enumerate(messages):
+        for token in control:
+            if token in message["content"]:
+                raise DataError(
+                    f"{where}: message {i} ({message['role']}) holds the text {token!r}, which the tokenizer would "
+                    "turn into a control token. Take it out, or leave such rows out with data.on_bad_row=skip."
+                )
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of every special token of the tokenizer."""
+    added = (str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return sorted({*added, *map(str, tokenizer.all_special_tokens)})

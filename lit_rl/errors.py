@@ -1,0 +1,79 @@
+"""One family of errors. Each class knows the exit code that `train.py` and `lit-rl` end with.
+
+A message names the key or the file, what came, what is allowed and the likely fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LitRLError(Exception):
+    """Base of every error that a user can do something about."""
+
+    exit_code = 1
+
+
+class ConfigError(LitRLError):
+    """A setting is unknown, of the wrong type, out of range, or does not fit another setting."""
+
+    exit_code = 2
+
+
+class DataError(LitRLError):
+    """A data set, a file or a row cannot be used."""
+
+    exit_code = 3
+
+
+class RewardError(LitRLError):
+    """A reward function cannot be called, raised, or returned what is not one number (or None) a completion."""
+
+    exit_code = 4
+
+
+class GenerationError(LitRLError):
+    """A generator failed, or its samples cannot be trusted."""
+
+    exit_code = 5
+
+
+class NumericError(LitRLError):
+    """NaN or infinity where a number is needed."""
+
+    exit_code = 6
+
+
+class StorageError(LitRLError):
+    """A run directory, a checkpoint or an export cannot be written, read or verified."""
+
+    exit_code = 7
+
+
+class BackendError(LitRLError):
+    """The environment lacks what was asked for: a package, a device, a model that cannot be reached."""
+
+    exit_code = 8
+
+
+INTERRUPTED = 130
+TERMINATED = 143
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """``" Did you mean 'x'?"``, or an empty string where nothing is near."""
+    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def in_range(key: str, value: float, *, low: float, high: float = float("inf"), open_low: bool = False) -> None:
+    """Refuse a value outside ``[low, high]`` (``(low, high]`` with ``open_low``), NaN included.
+
+    Raises:
+        ConfigError: names the key, the value and the range.
+    """
+    above = value > low if open_low else value >= low
+    if not (above and value <= high):
+        left = "(" if open_low else "["
+        raise ConfigError(f"{key}={value} is out of range: allowed is {left}{low:g}, {high:g}].")

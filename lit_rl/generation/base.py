@@ -1,0 +1,246 @@
+"""What a generator is, and what the in-process ones share: checks, decode batches, the rollout mode of a policy."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import ConfigError, GenerationError, NumericError, in_range
+from lit_rl.generation import noise
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+
+@runtime_checkable
+class Generator(Protocol):
+    """Prompt token ids to completions. Every implementation passes one contract test.
+
+    - Rows: completions of prompt ``i`` are rows ``i * group_size`` to ``(i + 1) * group_size - 1``, whatever the decode
+      batches were.
+    - Noise: a token depends on the prompt, its row's key and its position (``generation.noise``), and on nothing else:
+      not on the batch, the rank, the padding or a global random generator, which stays untouched. The noise is exact;
+      logits differ by a rounding between batch shapes, which may flip a token, once in very many.
+    - Greedy (temperature 0): the likeliest token after repetition penalty, the lowest id of equals. Two engines may
+      differ only where the two best logits are closer than 1e-4.
+    - Ends: every id of ``Prompts.eos_ids`` ends a response, and the EOS is part of it: kept in ``response_mask``. So is
+      the token that completes a stop string.
+    - ``Sampling`` is the whole setting. The model's own generation config has no say.
+    - ``sampler_logprobs``: the log of the distribution that was drawn from, after every transform, renormalised. For
+      greedy, of the softmax at temperature 1 after repetition penalty.
+    - ``version`` is the one of the last ``sync``.
+    """
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        """Take over the policy's weights as they are now. Always called before ``generate``."""
+        ...
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        """Complete every prompt ``prompts.group_size`` times.
+
+        Raises:
+            GenerationError: never synced, no or empty prompts, or the engine failed.
+            ConfigError: the lengths do not fit the model, or stop strings without ``prompts.decode``.
+            NumericError: the policy's logits hold NaN.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Rows that are decoded together: ``repeats`` completions of each of ``n`` prompts, neighbours by prompt."""
+
+    prompt_ids: Tensor
+    """Long ``(n, p)``, padded on the left."""
+    prompt_mask: Tensor
+    """Bool ``(n, p)``."""
+    repeats: int
+    keys: Tensor
+    """Int64 ``(n * repeats,)``: the noise key of each row."""
+    rows: Tensor
+    """Long ``(n * repeats,)``, on the CPU: where each row stands in the completions."""
+
+    def repeated(self) -> tuple[Tensor, Tensor]:
+        """Prompt ids and mask of every row, both ``(n * repeats, p)``."""
+        return self.prompt_ids.repeat_interleave(self.repeats, 0), self.prompt_mask.repeat_interleave(self.repeats, 0)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The responses of a decode batch, padded on the right by anything; fields as in ``Completions``."""
+
+    ids: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    ended: Tensor
+
+
+class InProcessGenerator(ABC):
+    """A generator that runs the policy itself, by reference: a sync copies nothing.
+
+    The reference is dropped from copies and pickles, so that a callback that deep-copies the module does not drag a
+    second policy along. A copy is synced before it generates, like any generator.
+
+    Args:
+        batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        if batch_size is not None:
+            in_range("generator.batch_size", batch_size, low=1)
+        self.batch_size = batch_size
+        self._policy: nn.Module | None = None
+        self._version = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_policy": None}
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        self._policy, self._version = policy, version
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        if self._policy is None:
+            raise GenerationError(f"{type(self).__name__}.generate was called before sync: it holds no policy yet.")
+        check_request(prompts, sampling, self._policy)
+        device = next(self._policy.parameters()).device
+        decoded = []
+        with rollout_mode(self._policy):
+            for batch in decode_batches(prompts, self.batch_size, device):
+                part = self._decode(self._policy, batch, prompts, sampling)
+                if not part.logprobs.isfinite().all():
+                    raise NumericError(
+                        f"The policy gave NaN or infinite logits while generating (policy version {self._version}): "
+                        "its weights diverged. Lower optimizer.lr or set trainer.gradient_clip_val; with 16-bit "
+                        "weights, try model.dtype=float32."
+                    )
+                decoded.append((batch.rows, part))
+        return assemble(prompts, decoded, version=self._version, device=device)
+
+    @abstractmethod
+    def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded: ...
+
+
+def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module) -> None:
+    """Refuse what cannot be generated, before the policy runs."""
+    if not prompts.token_ids or prompts.group_size < 1 or len(prompts.keys) != len(prompts):
+        raise GenerationError(
+            f"Nothing to generate, or a key missing: {len(prompts)} prompts, {len(prompts.keys)} keys, "
+            f"group_size={prompts.group_size}. It takes one prompt or more, one key a prompt and group_size >= 1."
+        )
+    for index, ids in enumerate(prompts.token_ids):
+        if not len(ids):
+            raise GenerationError(
+                f"Prompt {index} of the batch has no tokens. It needs at least one: check the text of the row, the "
+                "chat template and the tokenizer."
+            )
+    if sampling.stop and prompts.decode is None:
+        raise ConfigError(
+            f"sampling.stop={list(sampling.stop)} needs a tokenizer to find them: Prompts.decode is None."
+        )
+    context = context_length(policy)
+    longest = max(map(len, prompts.token_ids))
+    if context is not None and longest + sampling.max_new_tokens > context:
+        raise ConfigError(
+            f"The longest prompt ({longest} tokens) plus sampling.max_new_tokens={sampling.max_new_tokens} is "
+            f"{longest + sampling.max_new_tokens} tokens, but the model's context holds {context}. Lower "
+            f"sampling.max_new_tokens to {max(context - longest, 0)} or less, or set data.max_prompt_tokens."
+        )
+
+
+def context_length(policy: nn.Module) -> int | None:
+    """Positions that the policy was built for, by its config; None where the config does not say."""
+    config: Any = getattr(policy, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Long ids and bool mask, both ``(n, p)``, on the CPU."""
+    width = max(map(len, token_ids))
+    lengths = torch.tensor([len(ids) for ids in token_ids])
+    ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in token_ids])
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
+    """Cut the rows into batches of at most ``batch_size``: whole groups, or slices of one group larger than that.
+
+    Prompts of similar length stand together, the longest first: little padding, and a lack of memory shows at once.
+    """
+    group, n = prompts.group_size, len(prompts)
+    keys = noise.row_keys(prompts.keys, group)
+    per_batch = n if batch_size is None else max(batch_size // group, 1)
+    slices = 1 if batch_size is None else math.ceil(group / batch_size)
+    repeats = math.ceil(group / slices)
+    order = list(range(n)) if per_batch >= n else sorted(range(n), key=lambda i: -len(prompts.token_ids[i]))
+    for start in range(0, n, per_batch):
+        chosen = order[start : start + per_batch]
+        ids, mask = left_pad([prompts.token_ids[i] for i in chosen], prompts.pad_id)
+        for first in range(0, group, repeats):
+            samples = torch.arange(first, min(first + repeats, group))
+            rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
+            yield DecodeBatch(ids.to(device), mask.to(device), len(samples), keys[rows].to(device), rows)
+
+
+def assemble(
+    prompts: Prompts, decoded: Sequence[tuple[Tensor, Decoded]], *, version: int, device: torch.device
+) -> Completions:
+    """Put decoded batches, each with its row numbers, back in the order of the prompts."""
+    ids, mask = (
+        part.repeat_interleave(prompts.group_size, 0).to(device) for part in left_pad(prompts.token_ids, prompts.pad_id)
+    )
+    shape = (len(ids), max(part.ids.shape[1] for _, part in decoded))
+    response_ids = torch.full(shape, prompts.pad_id, device=device)
+    response_mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    logprobs = torch.zeros(shape, device=device)
+    ended = torch.zeros(shape[0], dtype=torch.bool, device=device)
+    for rows, part in decoded:
+        at, width = rows.to(device), part.ids.shape[1]
+        response_ids[at, :width] = part.ids.masked_fill(~part.mask, prompts.pad_id)
+        response_mask[at, :width] = part.mask
+        logprobs[at, :width] = part.logprobs.masked_fill(~part.mask, 0.0)
+        ended[at] = part.ended
+    return Completions(
+        prompt_ids=ids,
+        prompt_mask=mask,
+        response_ids=response_ids,
+        response_mask=response_mask,
+        sampler_logprobs=logprobs,
+        ended=ended,
+        group_id=torch.arange(len(prompts), device=device).repeat_interleave(prompts.group_size),
+        version=version,
+    )
+
+
+@contextmanager
+def rollout_mode(policy: nn.Module) -> Iterator[None]:
+    """Evaluation mode, no gradient, dropout and gradient checkpointing off, cache on; all restored on the way out.
+
+    Not ``inference_mode``: its tensors could never enter a loss.
+    """
+    training = [(module, module.training) for module in policy.modules()]
+    checkpointing: list[Any] = [m for m in policy.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    config: Any = getattr(policy, "config", None)
+    cache_off = getattr(config, "use_cache", None) is False
+    try:
+        policy.eval()
+        for module in checkpointing:
+            module.gradient_checkpointing = False
+        if cache_off:
+            config.use_cache = True
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in training:
+            module.training = flag
+        for module in checkpointing:
+            module.gradient_checkpointing = True
+        if cache_off:
+            config.use_cache = False

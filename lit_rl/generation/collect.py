@@ -1,0 +1,76 @@
+"""From a batch of prompts to completions and their texts: the one place that syncs a generator and asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lit_rl.generation.base import Generator
+from lit_rl.generation.noise import prompt_key
+from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What generation has to know of the tokenizer."""
+
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    decode: Callable[[Sequence[int]], str]
+    """Token ids to text, special tokens kept."""
+
+
+def collect(
+    generator: Generator,
+    policy: nn.Module,
+    batch: PromptBatch,
+    *,
+    sampling: Sampling,
+    group_size: int,
+    vocabulary: Vocabulary,
+    version: int,
+    seed: int,
+) -> Completions:
+    """Sync, then sample `group_size` completions of every prompt. Nobody else syncs: a stale engine cannot answer.
+
+    The samples depend on `seed`, the rollout, the row and its occurrence, never on rank or batch.
+    """
+    generator.sync(policy, version)
+    keys = [
+        int(prompt_key(seed, batch.rollout, row, occurrence))
+        for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
+    ]
+    prompts = Prompts(
+        token_ids=batch.prompt_ids,
+        keys=keys,
+        group_size=group_size,
+        eos_ids=vocabulary.eos_ids,
+        pad_id=vocabulary.pad_id,
+        decode=vocabulary.decode,
+    )
+    return generator.generate(prompts, sampling)
+
+
+def response_ids(completions: Completions) -> list[list[int]]:
+    """The sampled tokens of each row, EOS included, padding left out."""
+    ids, lengths = completions.response_ids.tolist(), completions.lengths.tolist()
+    return [row[:length] for row, length in zip(ids, lengths, strict=True)]
+
+
+def as_reward_input(
+    batch: PromptBatch, texts: Sequence[str], group_size: int
+) -> tuple[list[Prompt], list[str | list[Message]], dict[str, list]]:
+    """Prompts, completions and columns, one entry a completion, as the reward functions take them.
+
+    A message prompt makes its completions message lists too: `[{"role": "assistant", "content": text}]`.
+    """
+    rows = torch.arange(len(batch)).repeat_interleave(group_size).tolist()
+    prompts = [batch.prompts[i] for i in rows]
+    completions: list[str | list[Message]] = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return prompts, completions, {name: [values[i] for i in rows] for name, values in batch.columns.items()}

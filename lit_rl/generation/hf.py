@@ -1,0 +1,119 @@
+"""transformers' own ``generate`` under the same contract: slower than native, and the oracle it is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import ConfigError
+from lit_rl.generation.base import DecodeBatch, Decoded, InProcessGenerator
+from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.rollout import Prompts, Sampling
+
+
+class HFGenerator(InProcessGenerator):
+    """Decodes with the policy's ``generate``: whatever transformers can generate with, and no shared prompts.
+
+    The model's generation config is replaced by a blank one for the call, since ``generate`` takes from it whatever a
+    call leaves open.
+
+    Args:
+        batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        super().__init__(batch_size)
+
+    def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
+        model: Any = policy
+        if not hasattr(model, "generate"):
+            raise ConfigError(f"generator=hf needs a model with a generate method; {type(policy).__name__} has none.")
+        ids, mask = batch.repeated()
+        sampler = TokenSampler(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
+        force = _ForceSample(sampler, prompt_width=ids.shape[1])
+        stop = _Stop(EndDetector(prompts, sampling, ids.device), ids)
+        with blank_generation_config(policy):
+            sequences = model.generate(
+                input_ids=ids,
+                attention_mask=mask.long(),
+                generation_config=_generation_config(prompts, sampling),
+                logits_processor=[force],
+                stopping_criteria=[stop],
+                synced_gpus=False,
+            )
+        length = int(stop.lengths.max())
+        response = sequences[:, ids.shape[1] : ids.shape[1] + length]
+        return Decoded(
+            ids=response,
+            mask=torch.arange(length, device=ids.device) < stop.lengths[:, None],
+            logprobs=torch.stack(force.logprobs[:length], dim=1),
+            ended=~stop.alive,
+        )
+
+
+class _ForceSample:
+    """The last logits processor: draws the token with our noise, and leaves it the only one that argmax can choose."""
+
+    def __init__(self, sampler: TokenSampler, prompt_width: int) -> None:
+        self._sampler = sampler
+        self._prompt_width = prompt_width
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens, logprobs = self._sampler(scores, input_ids.shape[1] - self._prompt_width)
+        self.logprobs.append(logprobs)
+        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+
+
+class _Stop:
+    """The stopping criterion: ends rows, and keeps what ``generate`` does not return: lengths, and which rows ended."""
+
+    def __init__(self, ends: EndDetector, prompt_ids: Tensor) -> None:
+        self._ends = ends
+        self._prompt_width = prompt_ids.shape[1]
+        self.alive = torch.ones(len(prompt_ids), dtype=torch.bool, device=prompt_ids.device)
+        self.lengths = torch.zeros(len(prompt_ids), dtype=torch.long, device=prompt_ids.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        response = input_ids[:, self._prompt_width :]
+        self.lengths += self.alive
+        self.alive = self.alive & ~self._ends(response[:, -self._ends.window :], response.shape[1] - 1, self.alive)
+        return ~self.alive
+
+
+def _generation_config(prompts: Prompts, sampling: Sampling) -> Any:
+    """Greedy over our processor's choice, so that ``generate`` builds no sampling processor of its own."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig(
+        max_new_tokens=sampling.max_new_tokens,
+        min_new_tokens=0,
+        do_sample=False,
+        num_beams=1,
+        num_return_sequences=1,
+        repetition_penalty=1.0,
+        eos_token_id=list(prompts.eos_ids) or None,
+        pad_token_id=prompts.pad_id,
+        use_cache=True,
+    )
+
+
+@contextmanager
+def blank_generation_config(policy: nn.Module) -> Iterator[None]:
+    """Put a blank generation config on the model, under a PEFT wrapper too, and the old one back on the way out."""
+    from transformers import GenerationConfig
+
+    # PeftModel.generate copies its own attribute to the model inside, so every holder gets a blank one.
+    holders = [module for module in policy.modules() if "generation_config" in vars(module)]
+    kept = [vars(module)["generation_config"] for module in holders]
+    try:
+        for module in holders:
+            vars(module)["generation_config"] = GenerationConfig()
+        yield
+    finally:
+        for module, config in zip(holders, kept):
+            vars(module)["generation_config"] = config

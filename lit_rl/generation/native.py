@@ -1,0 +1,158 @@
+"""Our own decode loop over any Hugging Face causal LM: a prompt is computed once a group, finished rows are dropped."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import ConfigError
+from lit_rl.generation.base import DecodeBatch, Decoded, InProcessGenerator
+from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.rollout import Prompts, Sampling
+
+_COMPACT_BELOW = 0.75
+"""Drop finished rows once this share of the rows still runs. A step rewrites the key-value cache anyway, so dropping a
+quarter pays back within a few steps, and happens only a few times a batch."""
+
+
+class NativeGenerator(InProcessGenerator):
+    """Decodes in this process with the weights of the live policy: no copy, no server, nothing to install.
+
+    The prompts are run once a group; their cache is then repeated for the samples. One token a step follows, and rows
+    that ended leave the batch. Works with bf16 weights, autocast and PEFT: logits are sampled in float32.
+
+    Args:
+        batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
+    """
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        super().__init__(batch_size)
+
+    def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
+        device = batch.keys.device
+        ids, mask = batch.repeated()
+        steps = _Steps(policy, batch, sampling.max_new_tokens)
+        sampler = TokenSampler(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
+        ends = EndDetector(prompts, sampling, device)
+        out = _Responses(len(batch.keys), sampling.max_new_tokens, device)
+        alive = torch.ones_like(batch.keys, dtype=torch.bool)
+        position = 0
+        while True:
+            tokens, logprobs = sampler(steps.logits, position)
+            out.write(position, tokens, logprobs, alive)
+            done = ends(out.tail(position, ends.window), position, alive)
+            out.end(alive & done)
+            alive = alive & ~done
+            running = int(alive.sum())
+            if running == 0 or position + 1 == sampling.max_new_tokens:
+                break
+            if running <= _COMPACT_BELOW * len(alive):
+                kept = alive.nonzero().squeeze(-1)
+                steps.keep(kept)
+                sampler.keep(kept)
+                out.keep(kept)
+                tokens, alive = tokens[kept], alive[kept]
+            steps.advance(tokens)
+            position += 1
+        return out.decoded(position + 1)
+
+
+class _Responses:
+    """Where the tokens go: written a step at a time, by the rows that still stand in the batch."""
+
+    def __init__(self, n_rows: int, max_new_tokens: int, device: torch.device) -> None:
+        shape = (max_new_tokens, n_rows)
+        self.ids = torch.zeros(shape, dtype=torch.long, device=device)
+        self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.logprobs = torch.zeros(shape, device=device)
+        self.ended = torch.zeros(n_rows, dtype=torch.bool, device=device)
+        self.rows: Tensor | slice = slice(None)
+
+    def write(self, position: int, tokens: Tensor, logprobs: Tensor, alive: Tensor) -> None:
+        self.ids[position, self.rows] = tokens
+        self.logprobs[position, self.rows] = logprobs
+        self.mask[position, self.rows] = alive
+
+    def tail(self, position: int, window: int) -> Tensor:
+        return self.ids[max(position + 1 - window, 0) : position + 1, self.rows].T
+
+    def end(self, now: Tensor) -> None:
+        self.ended[self.rows] |= now
+
+    def keep(self, kept: Tensor) -> None:
+        self.rows = kept if isinstance(self.rows, slice) else self.rows[kept]
+
+    def decoded(self, length: int) -> Decoded:
+        return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, self.ended)
+
+
+class _Steps:
+    """The model side: prefill a group's prompt once, repeat its cache, then one token a row a step.
+
+    ``logits`` are float32 ``(b, v)``: of the next token of every row.
+    """
+
+    def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
+        self._forward: Callable[..., Any] = policy
+        self._named = _forward_parameters(policy)
+        self._cache = _empty_cache(policy, self._named)
+        mask = batch.prompt_mask
+        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        self._length = mask.shape[1]
+        logits = self._run(batch.prompt_ids, mask, positions, logits_to_keep=1)
+        if batch.repeats > 1:
+            self._cache.batch_repeat_interleave(batch.repeats)
+        self.logits = logits.repeat_interleave(batch.repeats, 0)
+        # True for every token to come: what a finished row writes is attended by that row alone, and thrown away.
+        mask = nn.functional.pad(mask, (0, max_new_tokens), value=True)
+        self._mask = mask.repeat_interleave(batch.repeats, 0)
+        self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)
+
+    def advance(self, tokens: Tensor) -> None:
+        self._length += 1
+        self.logits = self._run(tokens[:, None], self._mask[:, : self._length], self._next_position)
+        self._next_position = self._next_position + 1
+
+    def keep(self, kept: Tensor) -> None:
+        self._cache.batch_select_indices(kept)
+        self._mask, self._next_position = self._mask[kept], self._next_position[kept]
+
+    def _run(self, ids: Tensor, mask: Tensor, positions: Tensor, **extra: Any) -> Tensor:
+        extra |= {"position_ids": positions}
+        named = {name: value for name, value in extra.items() if name in self._named}
+        out = self._forward(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, **named)
+        return out.logits[:, -1].float()
+
+
+def _base_model(policy: nn.Module) -> nn.Module:
+    model: Any = policy
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _forward_parameters(policy: nn.Module) -> frozenset[str]:
+    # Read from the model under a PEFT wrapper, which takes anything. ALiBi models take no position_ids.
+    return frozenset(inspect.signature(_base_model(policy).forward).parameters)
+
+
+def _empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
+    """A cache of the model's own layer kinds, refused where it cannot be repeated over a group."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
+
+    model: Any = _base_model(policy)
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
+
+    if "past_key_values" not in forward_parameters:
+        raise refuse("its forward takes no past_key_values, so it keeps no cache of keys and values")
+    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
+        raise refuse("its PEFT adapter adds virtual tokens to every call")
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
+            raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
+    return cache

@@ -1,0 +1,192 @@
+"""From the logits of a step to a token, and to the end of a response.
+
+The transforms, the draw, and the two parts that both in-process engines share: ``TokenSampler`` and ``EndDetector``.
+
+Logits are float32 ``(b, v)`` everywhere. A transform returns new logits and edits nothing; a token that may not be
+drawn gets minus infinity. Meaning and order (repetition penalty, temperature, top-k, top-p, min-p) are those of
+transformers' logits processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lit_rl.generation import noise
+from lit_rl.rollout import Prompts, Sampling
+
+
+def ban(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Rule out the tokens where ``tokens``, bool ``(v,)`` or ``(b, v)``, is True."""
+    return logits.masked_fill(tokens, -torch.inf)
+
+
+def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Divide the logits of ``seen`` tokens, bool ``(b, v)``, by ``penalty``; multiply negative ones (1909.05858)."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def temperature(logits: Tensor, value: float) -> Tensor:
+    """Divide by a temperature above 0. A row's maximum is taken off first: tiny temperatures must not overflow."""
+    return (logits - logits.amax(-1, keepdim=True)) / value
+
+
+def top_k(logits: Tensor, k: int) -> Tensor:
+    """Keep the k likeliest tokens, and every token tied with the k-th."""
+    threshold = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
+    return ban(logits, logits < threshold)
+
+
+def top_p(logits: Tensor, p: float) -> Tensor:
+    """Keep the smallest set of likeliest tokens whose mass reaches ``p`` (1904.09751, eq. 2); never an empty one."""
+    ascending, order = logits.sort(dim=-1)
+    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    dropped[:, -1] = False
+    return ban(logits, dropped.scatter(-1, order, dropped))
+
+
+def min_p(logits: Tensor, p: float) -> Tensor:
+    """Keep tokens at least ``p`` times as likely as the likeliest one (2407.01082, eq. 2)."""
+    probs = logits.softmax(-1)
+    best = probs.amax(-1, keepdim=True)
+    return ban(logits, (probs < p * best) & (probs < best))
+
+
+def reshape(logits: Tensor, sampling: Sampling) -> Tensor:
+    """The transforms of a draw that need no history, those in force only: temperature, top-k, top-p, min-p."""
+    if sampling.temperature != 1:
+        logits = temperature(logits, sampling.temperature)
+    if sampling.top_k:
+        logits = top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = top_p(logits, sampling.top_p)
+    if sampling.min_p > 0:
+        logits = min_p(logits, sampling.min_p)
+    return logits
+
+
+def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample softmax(logits) by inverse CDF over the vocabulary in index order.
+
+    Args:
+        logits: ``(b, v)``, at least one finite entry a row.
+        uniforms: ``(b,)`` in [0, 1). Multiples of 2^-24: rarer tokens are drawn, but in steps of that size.
+
+    Returns:
+        Token ids ``(b,)``, never one of zero probability, and their log-probabilities ``(b,)`` under softmax(logits):
+        NaN where the row holds NaN or no finite entry.
+    """
+    top, likeliest = logits.max(-1, keepdim=True)
+    weights = (logits - top).exp_()
+    cdf = weights.cumsum(-1)
+    total = cdf[:, -1:]
+    # Search left for a mass in (0, total]. Searching right for one in [0, total) would step past the last token
+    # wherever the product rounds up to the total, and land on a token of zero probability.
+    tokens = torch.searchsorted(cdf, (1 - uniforms[:, None]) * total).clamp_(max=logits.shape[-1] - 1)
+    # A parallel scan on an accelerator may be off by one rounding from being monotone.
+    tokens = torch.where(weights.gather(-1, tokens) > 0, tokens, likeliest)
+    logprobs = logits.gather(-1, tokens) - top - total.log()
+    return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token (the lowest id of equals) and its log-probability under softmax(logits), both ``(b,)``."""
+    top, tokens = logits.max(-1)
+    return tokens, -(logits - top[:, None]).exp_().sum(-1).log()
+
+
+class TokenSampler:
+    """Draws the next token of every row of a batch; holds the history that repetition penalty needs.
+
+    Args:
+        sampling: How to draw.
+        keys: Int64 ``(b,)`` noise keys, on the device of the logits.
+        prompt_ids: Long ``(b, p)``, and ``prompt_mask``, bool ``(b, p)``: the tokens that count as seen.
+        eos_ids: What ``min_new_tokens`` holds back.
+    """
+
+    def __init__(
+        self, sampling: Sampling, keys: Tensor, *, prompt_ids: Tensor, prompt_mask: Tensor, eos_ids: tuple[int, ...]
+    ) -> None:
+        self.sampling = sampling
+        self.keys = keys
+        self._prompt = (prompt_ids, prompt_mask)
+        self._eos_ids = eos_ids
+        self._seen: Tensor | None = None
+        self._is_eos: Tensor | None = None
+
+    def __call__(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities ``(b,)`` of response position ``position``; call it for 0, 1, 2, ... in turn."""
+        sampling = self.sampling
+        if position < sampling.min_new_tokens:
+            logits = ban(logits, self._eos_mask(logits))
+        if sampling.repetition_penalty != 1:
+            logits = repetition_penalty(logits, self._history(logits), sampling.repetition_penalty)
+        if sampling.greedy:
+            tokens, logprobs = greedy(logits)
+        else:
+            tokens, logprobs = draw(reshape(logits, sampling), noise.uniform(self.keys, position))
+        if self._seen is not None:
+            self._seen.scatter_(1, tokens[:, None], True)
+        return tokens, logprobs
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the given rows only."""
+        self.keys = self.keys[rows]
+        self._seen = None if self._seen is None else self._seen[rows]
+
+    def _eos_mask(self, logits: Tensor) -> Tensor:
+        if self._is_eos is None:
+            vocabulary = torch.arange(logits.shape[-1], device=logits.device)
+            self._is_eos = torch.isin(vocabulary, vocabulary.new_tensor(self._eos_ids))
+        return self._is_eos
+
+    def _history(self, logits: Tensor) -> Tensor:
+        if self._seen is None:
+            ids, mask = self._prompt
+            # Padding does not count as seen: it would make a row depend on the batch it stands in.
+            counts = torch.zeros_like(logits, dtype=torch.int32).scatter_add_(1, ids, mask.to(torch.int32))
+            self._seen = counts > 0
+        return self._seen
+
+
+class EndDetector:
+    """Tells which rows end with the token just drawn: by any EOS, or by a token that completes a stop string.
+
+    Args:
+        prompts: Whose ``eos_ids`` and ``decode`` to use.
+        sampling: Whose ``stop`` and ``min_new_tokens`` to use.
+        device: Where the tokens are.
+    """
+
+    def __init__(self, prompts: Prompts, sampling: Sampling, device: torch.device) -> None:
+        self._eos = torch.tensor(prompts.eos_ids, dtype=torch.long, device=device)
+        self._stop = sampling.stop
+        self._min_new_tokens = sampling.min_new_tokens
+        self._decode = prompts.decode
+        # A token is one byte or more, so this many hold any stop string, and the rest of a character cut before it.
+        self.window = max((len(text.encode()) for text in self._stop), default=-3) + 4
+
+    def __call__(self, tail: Tensor, position: int, alive: Tensor) -> Tensor:
+        """Bool ``(b,)``; anything for rows that are not ``alive``, bool ``(b,)``.
+
+        ``tail`` is ``(b, w)``: the last ``window`` tokens of each response, all where it is shorter. ``position`` is
+        that of the newest.
+        """
+        ended = (tail[:, -1:] == self._eos).any(-1)
+        if self._stop and position >= self._min_new_tokens:
+            # Detokenising is a Python call a row: only for rows that still run.
+            found = [run and self._completes(ids) for ids, run in zip(tail.tolist(), (alive & ~ended).tolist())]
+            ended |= torch.tensor(found, device=tail.device)
+        return ended
+
+    def _completes(self, tail: Sequence[int]) -> bool:
+        assert self._decode is not None  # base.check_request saw to it
+        text = self._decode(tail)
+        if not any(stop in text for stop in self._stop):
+            return False
+        # One that an earlier token completed does not count: it stood before min_new_tokens.
+        before = self._decode(tail[:-1])
+        return any(text.rfind(stop) > before.rfind(stop) for stop in self._stop)

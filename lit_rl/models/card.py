@@ -1,0 +1,67 @@
+"""The README.md of an exported model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from lit_rl.errors import ConfigError
+
+_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title")
+
+
+def model_card(facts: Mapping[str, Any]) -> str:
+    """A model card: YAML header, how to load, results, versions.
+
+    Args:
+        facts: ``base_model`` (hub id or short name) and ``algorithm`` are needed. ``results`` and ``versions`` map
+            names to values, ``dataset`` and ``title`` are text.
+
+    Raises:
+        ConfigError: a needed fact is missing, or a fact is unknown.
+    """
+    wrong = ({"base_model", "algorithm"} - facts.keys()) | (facts.keys() - set(_FACTS))
+    if wrong:
+        raise ConfigError(f"The facts of a model card are {', '.join(_FACTS)}; missing or unknown: {sorted(wrong)}.")
+    base, algorithm = str(facts["base_model"]), str(facts["algorithm"])
+    header = [
+        "---",
+        f"base_model: {json.dumps(base)}",  # JSON strings are YAML strings, so nothing in a name can break the header
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: {json.dumps(['lit_rl', 'reinforcement-learning', algorithm])}",
+        "---",
+    ]
+    data = f" on {_cell(facts['dataset'])}" if "dataset" in facts else ""
+    body = [
+        f"# {_cell(facts.get('title', f'{base} trained with {algorithm}'))}",
+        f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
+        _HOW_TO_LOAD,
+        *_table("Results", "metric", facts.get("results", {})),
+        *_table("Versions", "package", facts.get("versions", {})),
+    ]
+    return "\n".join(header) + "\n\n" + "\n\n".join(body) + "\n"
+
+
+_HOW_TO_LOAD = """## How to load
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "path/to/this/folder"
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+```"""
+
+
+def _table(title: str, column: str, rows: Mapping[str, Any]) -> list[str]:
+    if not rows:
+        return []
+    lines = [f"| {column} | value |", "|---|---|", *(f"| {_cell(key)} | {_cell(rows[key])} |" for key in rows)]
+    return [f"## {title}", "\n".join(lines)]
+
+
+def _cell(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")

@@ -1,0 +1,72 @@
+"""Spread a model's parameters over ranks with FSDP2, and bring them together where whole ones are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lit_rl.errors import ConfigError
+
+
+def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shard ``module`` in place: each decoder layer is a unit, what is left (embedding, norm, head) is the last.
+
+    Serves a policy, with adapters or without, and a frozen reference. To be called once, before the optimizer is made.
+
+    Raises:
+        ConfigError: the model does not say which of its modules are its layers.
+    """
+    layers = decoder_layers(module)
+    if not layers:
+        raise ConfigError(f"{type(module).__name__} names no decoder layers, so it cannot be sharded. Use DDP instead.")
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    return module
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The modules that a Hugging Face model declares must stay whole, which are its decoder layers."""
+    names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    return [part for part in module.modules() if type(part).__name__ in names]
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Hold every parameter whole on every rank: gathered once, not once a generated token.
+
+    Does nothing for a module that is not sharded. A collective: every rank enters it.
+    """
+    units = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(_is_layer(unit), recurse=False)
+
+
+def _is_layer(unit: FSDPModule) -> bool:
+    assert isinstance(unit, nn.Module)
+    return not any(isinstance(part, FSDPModule) for part in unit.modules() if part is not unit)
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Whole tensors on the CPU, under the names of the module that was never sharded.
+
+    A collective where the module is sharded: rank 0 gets the tensors, the other ranks an empty dict. Tensors of a
+    module on the CPU are not copied.
+    """
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        gathered = get_model_state_dict(module, options=options)
+        return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}
+    return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}

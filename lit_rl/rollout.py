@@ -1,0 +1,204 @@
+"""The nouns that travel between the floors. Frozen: a step replaces an object, it never edits one.
+
+Letters of shapes: ``b`` completions (rows), ``p`` prompt tokens, ``t`` response tokens, ``k`` reward functions.
+A row of a rollout is one completion; rows of a group are neighbours, but statistics always go by ``group_id``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import ConfigError, in_range
+
+Message = dict[str, Any]
+"""One chat message: at least ``role`` and ``content``."""
+
+Prompt = str | list[Message]
+"""A prompt as the data set has it: plain text, or a list of chat messages."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. One object serves the engine that samples and the module that scores.
+
+    Args:
+        temperature: Divides the logits, in [0, inf). 0 is greedy decoding.
+        top_p: Keep the smallest set of tokens whose mass reaches this, in (0, 1]. 1 is off.
+        top_k: Keep the k likeliest tokens. 0 is off.
+        min_p: Keep tokens at least this share as likely as the likeliest, in [0, 1]. 0 is off.
+        repetition_penalty: Divide (multiply, where negative) the logits of tokens seen in prompt or response, as in
+            CTRL (1909.05858). 1 is off.
+        max_new_tokens: Longest response, in tokens, EOS included.
+        min_new_tokens: No EOS and no stop string before this many tokens.
+        stop: Strings that end a response; the token that completes one is kept.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int = 512
+    min_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        in_range("sampling.temperature", self.temperature, low=0)
+        in_range("sampling.top_p", self.top_p, low=0, high=1, open_low=True)
+        in_range("sampling.top_k", self.top_k, low=0)
+        in_range("sampling.min_p", self.min_p, low=0, high=1)
+        in_range("sampling.repetition_penalty", self.repetition_penalty, low=0, open_low=True)
+        in_range("sampling.max_new_tokens", self.max_new_tokens, low=1)
+        in_range("sampling.min_new_tokens", self.min_new_tokens, low=0, high=self.max_new_tokens)
+        if isinstance(self.stop, str):
+            raise ConfigError(f"sampling.stop={self.stop!r} is a string; it takes a list of strings: [{self.stop!r}].")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        if "" in self.stop:
+            raise ConfigError("sampling.stop holds an empty string, which would end every response at once.")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def reshaped(self) -> list[str]:
+        """The settings in force that make the sampled distribution differ from softmax(logits / temperature)."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+        return [name for name, value in off.items() if getattr(self, name) != value]
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """A batch of prompts on this rank, as the data module yields it. Text and ids only, so it lives on the CPU."""
+
+    prompts: Sequence[Prompt]
+    """What a reward sees: the text, or the messages."""
+    prompt_ids: Sequence[list[int]]
+    """The same prompts as token ids, rendered and tokenised once."""
+    columns: Mapping[str, Sequence[Any]]
+    """Every other column of the rows, by name: keyword arguments of the reward functions."""
+    rows: Sequence[int]
+    """Index of each prompt in its data set: with ``occurrences``, the name of its noise."""
+    occurrences: Sequence[int]
+    """How many times the same row stood earlier in the same rollout, over all ranks."""
+    rollout: int = 0
+    """Index of the rollout since the start of the run, over all epochs."""
+    slot: int = 0
+    """0..R-1: which of the R micro-batches of this rollout Lightning's loop is at. 0 generates."""
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def to(self, device: Any) -> PromptBatch:
+        """Itself: there is nothing to move. Lightning calls this."""
+        return self
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What a generator is asked for: ``group_size`` completions of each prompt."""
+
+    token_ids: Sequence[list[int]]
+    """Prompt token ids, unpadded. Never empty."""
+    keys: Sequence[int]
+    """One 64-bit noise key a prompt, made of (seed, rollout, data-set row, occurrence) by ``generation.noise``."""
+    group_size: int
+    eos_ids: tuple[int, ...]
+    """Every token that ends a response: the union over tokenizer, config and generation config."""
+    pad_id: int
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Token ids to text, special tokens kept. Needed only where ``Sampling.stop`` is set."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What came out of a generator. Rows ``i * group_size ... (i + 1) * group_size - 1`` belong to prompt ``i``."""
+
+    prompt_ids: Tensor
+    """Long ``(b, p)``, padded on the left."""
+    prompt_mask: Tensor
+    """Bool ``(b, p)``: True on the prompt's tokens."""
+    response_ids: Tensor
+    """Long ``(b, t)``, padded on the right."""
+    response_mask: Tensor
+    """Bool ``(b, t)``: True on tokens that the policy sampled, EOS included. Made where the tokens are made, never
+    derived from ``ids == pad``."""
+    sampler_logprobs: Tensor
+    """Float32 ``(b, t)``: what the engine reports of the distribution it drew from, 0 where ``response_mask`` is False."""
+    ended: Tensor
+    """Bool ``(b,)``: the response ended by EOS or a stop string; False where ``max_new_tokens`` cut it."""
+    group_id: Tensor
+    """Long ``(b,)``: equal for completions of one prompt."""
+    version: int = 0
+    """The policy version that the generator was synced to."""
+    attended: Tensor | None = None
+    """Bool ``(b, t)``, a superset of ``response_mask``: also tokens that a tool or an environment wrote between turns.
+    None where the policy wrote every token."""
+    turn: Tensor | None = None
+    """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
+    model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    """Per-row extra inputs of the forward pass, ``(b, ...)`` (pixels of a vision model). Empty for text."""
+
+    def __len__(self) -> int:
+        return self.response_ids.shape[0]
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Bool ``(b, p + t)``."""
+        attended = self.response_mask if self.attended is None else self.attended
+        return torch.cat([self.prompt_mask, attended], dim=1)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Long ``(b,)``: sampled tokens a row, EOS included."""
+        return self.response_mask.sum(1)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Scored completions: all that a policy-gradient loss needs, and only tensors (so a checkpoint can hold it)."""
+
+    completions: Completions
+    rewards: Tensor
+    """Float32 ``(b,)``: weighted sum over functions; NaN where no function applied."""
+    advantages: Tensor
+    """Float32 ``(b,)``."""
+    loss_mask: Tensor
+    """Bool ``(b, t)``: the tokens of the loss, a subset of ``response_mask`` (masked truncated rows are all False)."""
+    old_logprobs: Tensor | None = None
+    """Float32 ``(b, t)``: the trainer's policy when the rollout was taken. None where the ratio is 1 by construction."""
+    ref_logprobs: Tensor | None = None
+    """Float32 ``(b, t)``: the frozen reference. None where no term needs it."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+def select(item: Any, rows: Tensor) -> Any:
+    """The given rows of a frozen dataclass of tensors, recursively; what has no row dimension is kept as it is."""
+    if isinstance(item, Tensor):
+        return item[rows.to(item.device)]
+    if isinstance(item, Mapping):
+        return {key: select(value, rows) for key, value in item.items()}
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        changes = {f.name: select(getattr(item, f.name), rows) for f in dataclasses.fields(item)}
+        return dataclasses.replace(item, **changes)
+    return item
+
+
+def trim(completions: Completions) -> tuple[slice, slice]:
+    """Column slices ``(prompt, response)`` without the columns that are padding in every row: cheaper, same result."""
+    prompt = completions.prompt_mask.any(0).nonzero()
+    response = completions.attention_mask[:, completions.prompt_mask.shape[1] :].any(0).nonzero()
+    first = int(prompt[0]) if len(prompt) else completions.prompt_mask.shape[1]
+    last = int(response[-1]) + 1 if len(response) else 1
+    return slice(first, None), slice(0, last)

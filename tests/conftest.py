@@ -1,0 +1,29 @@
+"""What every test shares: one thread (two cores, several workers), the shipped policy, small models on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+import lit_rl
+
+torch.set_num_threads(1)
+settings.register_profile("lit_rl", deadline=None, derandomize=True)
+settings.load_profile("lit_rl")
+
+ROOT = Path(lit_rl.__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def tiny_dir() -> Path:
+    """The shipped policy."""
+    return ROOT / "lit_rl" / "models" / "tiny"

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lit_rl.data.jsonl import read_jsonl
+from lit_rl.errors import ConfigError, DataError
+
+FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def write(path: Path, *lines: bytes, end: bytes = b"\n") -> Path:
+    path.write_bytes(end.join(lines))
+    return path
+
+
+@FUZZ
+@given(
+    rows=st.lists(st.dictionaries(TEXT, VALUES, max_size=4), max_size=6),
+    ascii_only=st.booleans(),
+    bom=st.booleans(),
+    crlf=st.booleans(),
+    blanks=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+)
+def test_what_is_written_is_read_with_its_line_numbers(tmp_path, rows, ascii_only, bom, crlf, blanks):
+    lines, numbers = [], []
+    for row, blank in zip(rows, blanks):
+        lines.extend([b"  "] * blank)
+        lines.append(json.dumps(row, ensure_ascii=ascii_only).encode())
+        numbers.append(len(lines))
+    path = write(tmp_path / "x.jsonl", *lines, end=b"\r\n" if crlf else b"\n")
+    if bom:
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert list(read_jsonl(path)) == list(zip(numbers, rows))
+
+
+@FUZZ
+@given(data=st.binary(max_size=80) | st.lists(st.sampled_from([*b'{}[]":,\n\r1eNa"a"\\u0']), max_size=40).map(bytes))
+def test_any_bytes_are_read_or_refused_and_skip_counts_what_error_refuses(tmp_path, data):
+    path = write(tmp_path / "x.jsonl", data)
+    skipping = read_jsonl(path, on_bad_row="skip")
+    kept = list(skipping)
+    assert all(isinstance(row, dict) for _, row in kept)
+    lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    assert len(kept) + skipping.skipped == sum(bool(line.strip()) for line in lines)
+    if skipping.skipped:
+        with pytest.raises(DataError):
+            list(read_jsonl(path))
+    else:
+        assert list(read_jsonl(path)) == kept
+
+
+BAD = {
+    "trailing comma": (b'{"a": 1,}', "not valid JSON"),
+    "cut off": (b'{"a": "b', "not valid JSON"),
+    "two objects": (b'{"a": 1} {"a": 2}', "not valid JSON"),
+    "array": (b"[1, 2]", "found an array"),
+    "text": (b'"a"', "found a string"),
+    "null": (b"null", "found null"),
+    "NaN": (b'{"a": NaN}', "NaN"),
+    "infinity": (b'{"a": -Infinity}', "-Infinity"),
+    "float overflow": (b'{"a": 1e999}', "too large"),
+    "latin-1": (b'{"a": "\xe9"}', "UTF-8 at byte 8"),
+    "too deep": (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
+    "huge integer": (b'{"a": ' + b"9" * 5000 + b"}", "4300"),
+}
+
+
+@pytest.mark.parametrize("line, reason", BAD.values(), ids=list(BAD))
+def test_a_bad_line_is_named_by_file_and_number(tmp_path, line, reason):
+    path = write(tmp_path / "x.jsonl", b'{"a": 0}', b"", line, b'{"a": 3}')
+    reader = iter(read_jsonl(path))
+    assert next(reader) == (1, {"a": 0})
+    with pytest.raises(DataError, match=r"x\.jsonl:3: ") as caught:
+        next(reader)
+    assert reason in str(caught.value)
+    skipping = read_jsonl(path, on_bad_row="skip")
+    assert list(skipping) == [(1, {"a": 0}), (4, {"a": 3})]
+    assert skipping.skipped == 1
+    assert [*skipping] and skipping.skipped == 1, "a second pass counts anew"
+
+
+def test_a_message_shows_80_characters_and_nothing_a_terminal_obeys(tmp_path):
+    path = write(tmp_path / "x.jsonl", b"\x1b[2J" + b"x" * 76 + b"YYYY")
+    with pytest.raises(DataError) as caught:
+        list(read_jsonl(path))
+    message = str(caught.value)
+    assert "\x1b" not in message and message.endswith("\\x1b[2J" + "x" * 76)
+
+
+def test_separators_inside_strings_do_not_end_a_line(tmp_path):
+    row = {"a": "one\u2028two\u2029three\x85four\x0bfive"}
+    path = write(tmp_path / "x.jsonl", json.dumps(row, ensure_ascii=False).encode())
+    assert list(read_jsonl(path)) == [(1, row)]
+
+
+def test_the_last_of_two_equal_keys_counts(tmp_path):
+    assert list(read_jsonl(write(tmp_path / "x.jsonl", b'{"a": 1, "a": 2}'))) == [(1, {"a": 2})]
+
+
+def test_memory_is_bounded_by_the_longest_line(tmp_path):
+    path = write(tmp_path / "x.jsonl", *[b'{"a": "' + b"x" * 1_000_000 + b'"}'] * 30)
+    tracemalloc.start()
+    try:
+        assert sum(len(row["a"]) for _, row in read_jsonl(path)) == 30_000_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 8_000_000
+
+
+def test_a_ten_megabyte_line_is_one_row(tmp_path):
+    path = write(tmp_path / "x.jsonl", b'{"a": "' + b"x" * 10_000_000 + b'"}', b'{"a": ""}')
+    assert [len(row["a"]) for _, row in read_jsonl(path)] == [10_000_000, 0]
+
+
+def test_what_cannot_be_opened_and_unknown_policies_are_refused(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_jsonl(tmp_path))
+    with pytest.raises(ConfigError, match=r"data\.on_bad_row='skipp'.*error, skip.*'skip'"):
+        read_jsonl(tmp_path / "x.jsonl", on_bad_row="skipp")  # pyright: ignore[reportArgumentType]

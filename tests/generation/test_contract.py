@@ -1,0 +1,423 @@
+"""The contract of ``generation.base.Generator``, for every engine that runs on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, next_logits, responses, spell
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation import logits_process as peer
+
+from lit_rl.errors import ConfigError, GenerationError, NumericError
+from lit_rl.generation.base import Generator
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+ENGINES: dict[str, Callable[[], Any]] = {
+    "native": NativeGenerator,
+    "native-groups": lambda: NativeGenerator(batch_size=7),  # two groups of three at a time
+    "native-slices": lambda: NativeGenerator(batch_size=2),  # a group of three is cut
+    "hf": HFGenerator,
+    "hf-groups": lambda: HFGenerator(batch_size=7),
+}
+GREEDY = Sampling(temperature=0, max_new_tokens=12)
+SAMPLED = Sampling(max_new_tokens=12)
+
+_policies: dict[str, nn.Module] = {}
+
+
+def shared(kind: str) -> nn.Module:
+    return _policies.setdefault(kind, build(kind))
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Any:
+    return ENGINES[request.param]()
+
+
+@pytest.fixture(params=["qwen2", "llama", "gpt2", "mistral"])
+def policy(request: pytest.FixtureRequest) -> nn.Module:
+    return shared(request.param)
+
+
+@pytest.fixture
+def qwen() -> nn.Module:
+    return shared("qwen2")
+
+
+def run(engine: Any, policy: nn.Module, prompts: Prompts, sampling: Sampling) -> Completions:
+    engine.sync(policy, 3)
+    return engine.generate(prompts, sampling)
+
+
+def prompt_of(prompts: Prompts, row: int) -> list[int]:
+    return prompts.token_ids[row // prompts.group_size]
+
+
+def scored_rows(completions: Completions, prompts: Prompts) -> Iterator[tuple[list[int], list[int], Tensor]]:
+    for row, response in enumerate(responses(completions)):
+        yield prompt_of(prompts, row), response, completions.sampler_logprobs[row, : len(response)]
+
+
+def same(ours: Completions, theirs: Completions, tolerance: float = 1e-4) -> None:
+    for field in dataclasses.fields(Completions):
+        left, right = getattr(ours, field.name), getattr(theirs, field.name)
+        if field.name == "sampler_logprobs":
+            torch.testing.assert_close(left, right, atol=tolerance, rtol=0)
+        elif isinstance(left, Tensor):
+            assert torch.equal(left, right), field.name
+        else:
+            assert left == right, field.name
+
+
+def test_engines_are_generators(engine: Any) -> None:
+    assert isinstance(engine, Generator)
+
+
+def test_greedy_equals_argmax_without_cache_or_padding(engine: Any, policy: nn.Module) -> None:
+    prompts = ask(group_size=1)
+    completions = run(engine, policy, prompts, GREEDY)
+    for row, response in enumerate(responses(completions)):
+        ids = list(prompt_of(prompts, row))
+        for token in response:
+            logits = next_logits(policy, ids)
+            assert logits[token] > logits.max() - 1e-4
+            ids.append(token)
+        assert (response[-1] == EOS) == bool(completions.ended[row])
+        assert EOS not in response[:-1]
+        assert len(response) == 12 or completions.ended[row]
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_layout(engine: Any, qwen: nn.Module, group_size: int) -> None:
+    prompts = ask(group_size=group_size)
+    out = run(engine, qwen, prompts, SAMPLED)
+    assert [ids[mask].tolist() for ids, mask in zip(out.prompt_ids, out.prompt_mask)] == [
+        ids for ids in prompts.token_ids for _ in range(group_size)
+    ]
+    assert out.group_id.tolist() == [i for i in range(5) for _ in range(group_size)]
+    assert out.version == 3
+    assert out.response_mask.any(0).all(), "no column is padding in every row"
+    assert (out.response_mask.int().diff(dim=1) <= 0).all(), "padded on the right"
+    assert (out.prompt_mask.int().diff(dim=1) >= 0).all(), "padded on the left"
+    assert (out.response_ids[~out.response_mask] == PAD).all()
+    assert (out.sampler_logprobs[~out.response_mask] == 0).all()
+    assert out.sampler_logprobs.dtype == torch.float32
+    assert out.response_ids.dtype == out.prompt_ids.dtype == out.group_id.dtype == torch.long
+    assert not any(part.requires_grad or part.is_inference() for part in vars(out).values() if isinstance(part, Tensor))
+
+
+def test_eos_stays_in_the_mask_and_every_eos_id_ends(engine: Any, qwen: nn.Module) -> None:
+    eos_ids = (EOS, 5, 17, 23)
+    out = run(engine, qwen, ask(eos_ids=eos_ids, group_size=8), SAMPLED)
+    last = [response[-1] for response in responses(out)]
+    assert len(set(last) & set(eos_ids)) > 1, "the case needs several kinds of end"
+    for response, ended in zip(responses(out), out.ended.tolist()):
+        assert ended == (response[-1] in eos_ids)
+        assert not set(response[:-1]) & set(eos_ids)
+        assert ended or len(response) == 12
+
+
+def test_response_of_eos_alone(engine: Any, qwen: nn.Module) -> None:
+    out = run(engine, qwen, ask(eos_ids=tuple(range(VOCAB))), SAMPLED)
+    assert out.response_mask.tolist() == [[True]] * 15
+    assert out.ended.all()
+
+
+def test_pad_token_that_is_also_eos(engine: Any, qwen: nn.Module) -> None:
+    usual = run(engine, qwen, ask(group_size=8), SAMPLED)
+    out = run(engine, qwen, dataclasses.replace(ask(group_size=8), pad_id=EOS), SAMPLED)
+    assert responses(out) == responses(usual)
+    assert torch.equal(out.ended, usual.ended)
+    assert (out.response_ids[~out.response_mask] == EOS).all()
+    assert {response[-1] == EOS for response in responses(out)} == {True, False}, "the case needs both kinds of end"
+
+
+def test_one_token(engine: Any, qwen: nn.Module) -> None:
+    prompts = ask()
+    out = run(engine, qwen, prompts, Sampling(max_new_tokens=1))
+    assert out.response_ids.shape == (15, 1)
+    assert torch.equal(out.ended, out.response_ids[:, 0] == EOS)
+    assert torch.equal(out.response_ids[:, 0], run(engine, qwen, prompts, SAMPLED).response_ids[:, 0])
+
+
+DISTRIBUTIONS: dict[str, tuple[Sampling, list[Any]]] = {
+    "plain": (Sampling(), []),
+    "warm": (Sampling(temperature=1.7), [peer.TemperatureLogitsWarper(1.7)]),
+    "cold": (Sampling(temperature=0.7), [peer.TemperatureLogitsWarper(0.7)]),
+    "top_p": (Sampling(temperature=1.7, top_p=0.8), [peer.TemperatureLogitsWarper(1.7), peer.TopPLogitsWarper(0.8)]),
+    "top_k": (Sampling(top_k=4), [peer.TopKLogitsWarper(4)]),
+    "min_p": (Sampling(min_p=0.05), [peer.MinPLogitsWarper(0.05)]),
+    "penalty": (Sampling(repetition_penalty=1.3), [peer.RepetitionPenaltyLogitsProcessor(1.3)]),
+    "greedy": (Sampling(temperature=0), []),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_logprobs_are_those_of_the_distribution_drawn_from(engine: Any, qwen: nn.Module, name: str) -> None:
+    sampling, processors = DISTRIBUTIONS[name]
+    check_logprobs(engine, qwen, dataclasses.replace(sampling, max_new_tokens=12), processors)
+
+
+def test_logprobs_equal_an_unpadded_forward(engine: Any, policy: nn.Module) -> None:
+    check_logprobs(engine, policy, Sampling(temperature=1.7, max_new_tokens=12), [peer.TemperatureLogitsWarper(1.7)])
+
+
+def check_logprobs(engine: Any, policy: nn.Module, sampling: Sampling, processors: list[Any]) -> None:
+    prompts = ask()
+    for prompt, response, logprobs in scored_rows(run(engine, policy, prompts, sampling), prompts):
+        logits = all_logits(policy, prompt, response)
+        for processor in processors:
+            steps = range(len(response))
+            logits = torch.cat([processor(torch.tensor([prompt + response[:t]]), logits[t : t + 1]) for t in steps])
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
+def test_keys_make_the_samples(engine: Any, qwen: nn.Module) -> None:
+    first = run(engine, qwen, ask(), SAMPLED)
+    same(run(engine, qwen, ask(), SAMPLED), first, tolerance=0)
+    other = run(engine, qwen, ask(seed=1), SAMPLED)
+    assert sum(a == b for a, b in zip(responses(first), responses(other))) < 5
+    group = responses(first)[:3]
+    assert len({tuple(response) for response in group}) > 1, "samples of a group differ"
+
+
+def test_global_random_state_is_neither_read_nor_moved(engine: Any, qwen: nn.Module) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = run(engine, qwen, ask(), SAMPLED)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(1)
+    same(run(engine, qwen, ask(), SAMPLED), first, tolerance=0)
+
+
+def test_batch_and_padding_change_nothing(engine: Any, policy: nn.Module) -> None:
+    everything = run(engine, policy, ask(), SAMPLED)
+    together = list(zip(responses(everything), everything.sampler_logprobs))
+    for row in range(5):
+        alone = run(engine, policy, ask(rows=[row]), SAMPLED)
+        for sample in range(3):
+            tokens, logprobs = together[3 * row + sample]
+            assert responses(alone)[sample] == tokens
+            torch.testing.assert_close(
+                alone.sampler_logprobs[sample, : len(tokens)], logprobs[: len(tokens)], atol=1e-4, rtol=0
+            )
+    backwards = run(engine, policy, ask(rows=[4, 3, 2, 1, 0]), SAMPLED)
+    assert [responses(backwards)[3 * (4 - i) + s] for i in range(5) for s in range(3)] == responses(everything)
+
+
+def test_repetition_penalty_does_not_see_padding(engine: Any, qwen: nn.Module) -> None:
+    sampling = Sampling(max_new_tokens=12, repetition_penalty=3.0)
+    rows = [0, 2]  # one token and seven: the first is padded
+    together = run(engine, qwen, ask(rows=rows), sampling)
+    alone = [response for row in rows for response in responses(run(engine, qwen, ask(rows=[row]), sampling))]
+    assert responses(together) == alone
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SAMPLED,
+        GREEDY,
+        Sampling(max_new_tokens=12, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, repetition_penalty=1.2),
+        Sampling(max_new_tokens=12, min_new_tokens=6, stop=("f5", "1n")),
+    ],
+    ids=["plain", "greedy", "everything", "stop"],
+)
+def test_engines_agree_token_for_token(policy: nn.Module, sampling: Sampling) -> None:
+    prompts = ask(eos_ids=(EOS, 9))
+    oracle = run(HFGenerator(), policy, prompts, sampling)
+    for name in ("native", "native-groups", "native-slices"):
+        same(run(ENGINES[name](), policy, prompts, sampling), oracle)
+
+
+def test_hostile_generation_config_has_no_effect(engine: Any, qwen: nn.Module) -> None:
+    clean = run(engine, qwen, ask(), SAMPLED)
+    hostile = GenerationConfig(
+        repetition_penalty=1.3,
+        top_k=3,
+        temperature=0.1,
+        do_sample=True,
+        suppress_tokens=list(range(2, 20)),
+        begin_suppress_tokens=[21],
+        forced_eos_token_id=EOS,
+        min_new_tokens=5,
+        max_length=4,
+        no_repeat_ngram_size=1,
+        bad_words_ids=[[30]],
+        eos_token_id=[33, 34],
+    )
+    model: Any = copy.deepcopy(qwen)
+    model.generation_config = hostile
+    snapshot = hostile.to_dict()
+    same(run(engine, model, ask(), SAMPLED), clean, tolerance=0)
+    assert model.generation_config is hostile
+    assert hostile.to_dict() == snapshot
+
+
+def test_min_new_tokens(engine: Any, qwen: nn.Module) -> None:
+    eos_ids = tuple(range(1, 30))
+    out = run(engine, qwen, ask(eos_ids=eos_ids), Sampling(max_new_tokens=9, min_new_tokens=4))
+    assert (out.lengths > 4).all()
+    assert not set(out.response_ids[:, :4].flatten().tolist()) & set(eos_ids)
+    assert (out.lengths == 5).any(), "and not one token more than asked"
+
+
+def test_stop_string_across_tokens(engine: Any, qwen: nn.Module) -> None:
+    free = responses(run(engine, qwen, ask(), SAMPLED))
+    stop = tuple({spell(response)[3:5] for response in free if len(response) > 5})
+    assert all(not text[0].isalpha() and text[1].isalpha() for text in stop), "each spans two tokens"
+    out = run(engine, qwen, ask(), dataclasses.replace(SAMPLED, stop=stop))
+    for full, response, ended in zip(free, responses(out), out.ended.tolist()):
+        texts = [spell(full[: k + 1]) for k in range(len(full))]
+        cut = next((k + 1 for k, text in enumerate(texts) if any(s in text for s in stop)), len(full))
+        assert response == full[:cut]
+        assert ended == (cut < len(full) or full[-1] == EOS or any(s in texts[-1] for s in stop))
+
+
+def test_samples_follow_the_softmax(engine: Any, qwen: nn.Module) -> None:
+    prompts = ask(rows=[2], group_size=2000)
+    if engine.batch_size is not None:
+        engine.batch_size = 500
+    out = run(engine, qwen, prompts, Sampling(max_new_tokens=1, temperature=2.0))
+    expected = 2000 * (next_logits(qwen, prompts.token_ids[0]) / 2).double().softmax(-1)
+    counts = torch.bincount(out.response_ids[:, 0], minlength=VOCAB).double()
+    common = expected > 5
+    expected, counts = (torch.cat([x[common], x[~common].sum()[None]]) for x in (expected, counts))
+    chi2 = ((counts - expected) ** 2 / expected.clamp(min=1e-9)).sum()
+    assert chi2 < len(expected) - 1 + 4 * math.sqrt(2 * (len(expected) - 1))
+
+
+def test_bf16_weights(engine: Any, qwen: nn.Module) -> None:
+    out = run(engine, copy.deepcopy(qwen).bfloat16(), ask(), SAMPLED)
+    assert out.sampler_logprobs.dtype == torch.float32
+    assert out.sampler_logprobs.isfinite().all()
+
+
+def test_autocast(engine: Any, qwen: nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run(engine, qwen, ask(), SAMPLED)
+        ids = torch.tensor([[3, 4]])
+        assert qwen(input_ids=ids).logits.requires_grad, "weights cast while generating must not enter training"
+    assert out.sampler_logprobs.dtype == torch.float32
+    assert out.sampler_logprobs.isfinite().all()
+
+
+def test_runs_inside_the_inference_mode_of_a_validation_loop(engine: Any, qwen: nn.Module) -> None:
+    with torch.inference_mode():
+        out = run(engine, qwen, ask(), dataclasses.replace(SAMPLED, repetition_penalty=1.1, min_new_tokens=2))
+    assert len(out) == 15
+
+
+def test_peft_policy_generates_with_its_adapter(engine: Any, qwen: nn.Module) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    policy: Any = get_peft_model(copy.deepcopy(qwen), config)  # type: ignore[arg-type]
+    held = policy.generation_config
+    prompts = ask()
+    out = run(engine, policy, prompts, SAMPLED)
+    assert policy.generation_config is held
+    for prompt, response, logprobs in scored_rows(out, prompts):
+        expected = all_logits(policy, prompt, response).log_softmax(-1).gather(1, torch.tensor(response)[:, None])
+        torch.testing.assert_close(logprobs, expected[:, 0], atol=1e-4, rtol=0)
+    with policy.disable_adapter():
+        assert responses(run(engine, policy, prompts, SAMPLED)) == responses(run(engine, qwen, prompts, SAMPLED))
+
+
+def test_dropout_and_checkpointing_are_off_while_generating_and_back_after(engine: Any) -> None:
+    model: Any = build("llama")
+    clean = run(engine, model.eval(), ask(), SAMPLED)
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.config.use_cache = False
+    model.train()
+    model.lm_head.eval()
+    same(run(engine, model, ask(), SAMPLED), clean, tolerance=0)
+    assert model.is_gradient_checkpointing
+    assert model.config.use_cache is False
+    assert model.training
+    assert not model.lm_head.training
+
+
+def test_weights_are_read_when_generating(engine: Any) -> None:
+    model: Any = build("qwen2")
+    before = run(engine, model, ask(), GREEDY)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(-1)
+    engine.sync(model, 4)
+    after = engine.generate(ask(), GREEDY)
+    assert after.version == 4
+    assert responses(after) != responses(before)
+
+
+def test_generate_before_sync_is_refused(engine: Any) -> None:
+    with pytest.raises(GenerationError, match="before sync"):
+        engine.generate(ask(), SAMPLED)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))])
+def test_a_copy_leaves_the_policy_behind(engine: Any, qwen: nn.Module, copied: Callable[[Any], Any]) -> None:
+    expected = run(engine, qwen, ask(), GREEDY)
+    twin = copied(engine)
+    with pytest.raises(GenerationError, match="before sync"):
+        twin.generate(ask(), GREEDY)
+    same(run(twin, qwen, ask(), GREEDY), expected, tolerance=0)
+    same(engine.generate(ask(), GREEDY), expected, tolerance=0)
+
+
+def test_prompt_without_tokens_is_refused_by_number(engine: Any, qwen: nn.Module) -> None:
+    prompts = dataclasses.replace(ask(rows=[0, 1]), token_ids=[[3], []])
+    with pytest.raises(GenerationError, match="Prompt 1 "):
+        run(engine, qwen, prompts, SAMPLED)
+
+
+def test_nothing_to_generate_is_refused(engine: Any, qwen: nn.Module) -> None:
+    for prompts in (ask(rows=[]), ask(group_size=0), dataclasses.replace(ask(), keys=[1])):
+        with pytest.raises(GenerationError, match="keys"):
+            run(engine, qwen, prompts, SAMPLED)
+
+
+def test_context_overflow_is_refused_with_the_numbers(engine: Any, policy: nn.Module) -> None:
+    prompts = dataclasses.replace(ask(rows=[0], eos_ids=()), token_ids=[[3] * 54])
+    assert run(engine, policy, prompts, Sampling(max_new_tokens=10)).response_ids.shape == (3, 10)
+    with pytest.raises(ConfigError, match=r"54 tokens.*max_new_tokens=11.* 65 tokens.* 64\..* to 10 or less"):
+        run(engine, policy, prompts, Sampling(max_new_tokens=11))
+
+
+def test_stop_strings_need_a_decoder(engine: Any, qwen: nn.Module) -> None:
+    prompts = dataclasses.replace(ask(), decode=None)
+    with pytest.raises(ConfigError, match=r"sampling\.stop"):
+        run(engine, qwen, prompts, Sampling(stop=("x",)))
+
+
+def test_nan_weights_are_an_error_and_the_policy_is_restored(engine: Any) -> None:
+    model: Any = build("qwen2")
+    model.train()
+    held = model.generation_config
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(NumericError, match="diverged"):
+        run(engine, model, ask(), SAMPLED)
+    assert all(module.training for module in model.modules())
+    assert model.generation_config is held
+
+
+@pytest.mark.parametrize("batch_size", [0, -3])
+@pytest.mark.parametrize("kind", [NativeGenerator, HFGenerator])
+def test_batch_size_is_checked(kind: Callable[..., Any], batch_size: int) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.batch_size"):
+        kind(batch_size=batch_size)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from generation_cases import EOS, PAD, spell
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import logits_process as peer
+
+from lit_rl.generation import transforms
+from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.rollout import Prompts, Sampling
+
+NO_IDS = torch.empty(0, dtype=torch.long)
+LARGEST = 1 - 2**-24
+seeds = st.integers(0, 2**31)
+
+
+def random_logits(seed: int, rows: int = 4, vocabulary: int = 17) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator)
+    return torch.where(torch.rand(rows, vocabulary, generator=generator) < 0.2, logits.round(), logits)  # some ties
+
+
+def equal_distributions(ours: Tensor, theirs: Tensor) -> None:
+    assert torch.equal(ours.isinf(), theirs.isinf())
+    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=1e-5, atol=1e-7)
+
+
+@given(seed=seeds, value=st.floats(0.05, 5))
+def test_temperature_equals_transformers(seed: int, value: float) -> None:
+    logits = random_logits(seed)
+    equal_distributions(transforms.temperature(logits, value), peer.TemperatureLogitsWarper(value)(NO_IDS, logits))
+
+
+@given(seed=seeds, k=st.integers(1, 30))
+def test_top_k_equals_transformers(seed: int, k: int) -> None:
+    logits = random_logits(seed)
+    equal_distributions(transforms.top_k(logits, k), peer.TopKLogitsWarper(k)(NO_IDS, logits))
+
+
+@given(seed=seeds, p=st.floats(0.01, 0.999))
+def test_top_p_equals_transformers(seed: int, p: float) -> None:
+    logits = random_logits(seed)
+    equal_distributions(transforms.top_p(logits, p), peer.TopPLogitsWarper(p)(NO_IDS, logits))
+
+
+@given(seed=seeds, p=st.floats(0.01, 1))
+def test_min_p_equals_transformers_except_for_ties_with_the_best(seed: int, p: float) -> None:
+    logits = random_logits(seed)
+    ours = transforms.min_p(logits, p)
+    theirs = peer.MinPLogitsWarper(p)(NO_IDS, logits)
+    equal_distributions(ours, torch.where(logits == logits.amax(-1, keepdim=True), logits, theirs))
+
+
+@given(seed=seeds, penalty=st.floats(0.5, 2))
+def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> None:
+    logits = random_logits(seed)
+    ids = torch.randint(0, 17, (4, 6), generator=torch.Generator().manual_seed(seed))
+    seen = torch.zeros(4, 17, dtype=torch.bool).scatter(1, ids, True)
+    theirs = peer.RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
+    torch.testing.assert_close(transforms.repetition_penalty(logits, seen, penalty), theirs)
+
+
+@given(
+    seed=seeds,
+    temperature=st.floats(0.3, 2),
+    k=st.integers(1, 17),
+    p=st.floats(0.2, 0.99),
+    min_p=st.floats(0.01, 0.5),
+)
+def test_chain_equals_transformers_in_its_order(seed: int, temperature: float, k: int, p: float, min_p: float) -> None:
+    logits = random_logits(seed)
+    sampling = Sampling(temperature=temperature, top_k=k, top_p=p, min_p=min_p)
+    theirs = logits
+    for processor in (
+        peer.TemperatureLogitsWarper(temperature),
+        peer.TopKLogitsWarper(k),
+        peer.TopPLogitsWarper(p),
+        peer.MinPLogitsWarper(min_p),
+    ):
+        theirs = processor(NO_IDS, theirs)
+    equal_distributions(transforms.reshape(logits, sampling), theirs)
+
+
+def test_transforms_that_are_off_leave_the_very_same_tensor() -> None:
+    logits = random_logits(0)
+    assert transforms.reshape(logits, Sampling()) is logits
+
+
+def test_transforms_edit_nothing() -> None:
+    logits = random_logits(1)
+    before = logits.clone()
+    transforms.reshape(logits, Sampling(temperature=0.5, top_k=5, top_p=0.8, min_p=0.1))
+    transforms.draw(logits, torch.rand(4))
+    transforms.greedy(logits)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("value", [1e-6, 1e-30, 1e-40])
+def test_tiny_temperature_is_greedy_and_finite(value: float) -> None:
+    logits = random_logits(2)
+    tokens, logprobs = transforms.draw(transforms.temperature(logits, value), torch.full((4,), LARGEST))
+    assert torch.equal(logits.gather(1, tokens[:, None]), logits.amax(1, keepdim=True))
+    assert logprobs.isfinite().all()
+
+
+def test_draw_by_hand() -> None:
+    logits = torch.tensor([0.0, 0.25, 0.5, 0.0, 0.25, 0.0]).log().expand(6, 6)
+    # Noise runs down from the top of the mass: 1 - u is the place on the CDF 0, 0.25, 0.75, 0.75, 1, 1.
+    tokens, logprobs = transforms.draw(logits, torch.tensor([0.0, 0.249, 0.25, 0.749, 0.75, LARGEST]))
+    assert tokens.tolist() == [4, 4, 2, 2, 1, 1]
+    expected = [math.log(p) for p in (0.25, 0.25, 0.5, 0.5, 0.25, 0.25)]
+    torch.testing.assert_close(logprobs, torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+@settings(max_examples=200)
+@given(seed=seeds, kept=st.integers(1, 16), u=st.sampled_from([0.0, 2**-24, 0.5, LARGEST - 2**-24, LARGEST]))
+def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: float) -> None:
+    logits = transforms.top_k(random_logits(seed, rows=8, vocabulary=5000), kept)
+    tokens, logprobs = transforms.draw(logits, torch.full((8,), u))
+    assert logits.gather(1, tokens[:, None]).isfinite().all()
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [3, 300, 4000])
+def test_drawn_frequencies_follow_softmax(size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    logits = 2 * torch.randn(1, size, generator=generator)
+    uniforms = torch.rand(60_000, generator=generator)
+    tokens = torch.cat([transforms.draw(logits.expand(len(u), -1), u)[0] for u in uniforms.split(2000)])
+    expected = 60_000 * logits[0].double().softmax(-1)
+    # Rare tokens share a bin, by index, so that the chi-square approximation holds.
+    bins = (expected.cumsum(0) / 60_000 * min(size, 200)).long().clamp(max=199)
+    expected, counts = (torch.zeros(200).double().index_add(0, bins, x) for x in (expected, counts_of(tokens, size)))
+    used = expected > 0
+    chi2 = ((counts - expected)[used] ** 2 / expected[used]).sum()
+    freedom = int(used.sum()) - 1
+    assert abs(chi2 - freedom) < 5 * math.sqrt(2 * freedom)
+
+
+def counts_of(tokens: Tensor, size: int) -> Tensor:
+    return torch.bincount(tokens, minlength=size).double()
+
+
+def test_nan_gives_nan_and_no_crash() -> None:
+    for bad in (torch.nan, -torch.inf):
+        tokens, logprobs = transforms.draw(torch.full((1, 5), bad), torch.tensor([0.3]))
+        assert 0 <= int(tokens) < 5
+        assert logprobs.isnan().all()
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    tokens, logprobs = transforms.greedy(torch.tensor([[0.0, 2.0, 2.0, 1.0]]))
+    assert tokens.tolist() == [1]
+    assert logprobs.item() == pytest.approx(2 - math.log(1 + 2 * math.e**2 + math.e))
+
+
+def sampler(sampling: Sampling, prompt: list[list[int]], mask: list[list[int]]) -> TokenSampler:
+    return TokenSampler(
+        sampling,
+        torch.arange(len(prompt)),
+        prompt_ids=torch.tensor(prompt),
+        prompt_mask=torch.tensor(mask).bool(),
+        eos_ids=(EOS, 3),
+    )
+
+
+def test_seen_tokens_are_those_of_prompt_and_response_but_not_padding() -> None:
+    logits = torch.tensor([[4.0, 0.0, 3.9, 0.0, 3.8]])
+    draw = sampler(Sampling(temperature=0, repetition_penalty=1.5, max_new_tokens=9), [[PAD, PAD, 2]], [[0, 0, 1]])
+    # Token 0 only pads, so it is not penalised until it is drawn; token 2 stands in the prompt.
+    assert [int(draw(logits, position)[0]) for position in range(3)] == [0, 4, 0]
+
+
+def test_kept_rows_keep_their_history_and_noise() -> None:
+    sampling = Sampling(repetition_penalty=1.8)
+    logits = random_logits(5, rows=6)
+    whole, part = (sampler(sampling, [[i, i + 1] for i in range(6)], [[1, 1]] * 6) for _ in range(2))
+    rows = torch.tensor([1, 4])
+    whole(logits, 0), part(logits, 0)
+    part.keep(rows)
+    for ours, theirs in zip(part(logits[rows], 1), whole(logits, 1)):
+        assert torch.equal(ours, theirs[rows])
+
+
+def test_min_new_tokens_holds_back_every_eos() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0, 9.0]])
+    draw = sampler(Sampling(temperature=0, min_new_tokens=2), [[2]], [[1]])
+    assert [int(draw(logits, position)[0]) for position in range(3)] == [2, 2, EOS]
+
+
+def ends_at(response: list[int], stop: tuple[str, ...], min_new_tokens: int = 0) -> int | None:
+    prompts = Prompts([[2]], [0], 1, (EOS,), PAD, spell)
+    detector = EndDetector(prompts, Sampling(stop=stop, min_new_tokens=min_new_tokens), torch.device("cpu"))
+    for position in range(len(response)):
+        tail = torch.tensor([response[: position + 1]])[:, -detector.window :]
+        if detector(tail, position, torch.tensor([True])):
+            return position
+    return None
+
+
+responses_drawn = st.lists(st.integers(2, 12), min_size=1, max_size=40)
+
+
+@given(response=responses_drawn, start=st.integers(0, 79), length=st.integers(1, 9))
+def test_stop_string_ends_with_the_token_that_completes_it(response: list[int], start: int, length: int) -> None:
+    text = spell(response)
+    stop = text[start % len(text) :][:length]
+    first = next(k for k in range(len(response)) if stop in spell(response[: k + 1]))
+    assert ends_at(response, (stop,)) == first
+
+
+def test_stop_string_completed_too_early_does_not_count_later() -> None:
+    response = [5, 6, 7, 8, 5, 6, 7]
+    stop = spell([5, 6])[1:3]
+    assert ends_at(response, (stop,)) == 1
+    assert ends_at(response, (stop,), min_new_tokens=1) == 1
+    assert ends_at(response, (stop,), min_new_tokens=2) == 5
+    assert ends_at(response, (stop,), min_new_tokens=6) is None
+
+
+def test_any_of_several_stop_strings_and_eos_ends() -> None:
+    assert ends_at([4, 5, 6], (spell([9]), spell([5]))) == 1
+    assert ends_at([4, EOS, 6], (spell([9]),)) == 1
+    assert ends_at([4, 5, 6], ()) is None

@@ -1,0 +1,293 @@
+"""Export: what is written is what was trained, key by key and bit by bit, or there is no export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from lit_rl.errors import ConfigError, StorageError
+from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.export import export_policy, verify
+from lit_rl.models.export import model_card as make_card
+from lit_rl.models.forward import token_logits
+from lit_rl.models.sharding import full_state_dict
+
+CARD = make_card({"base_model": "me/base", "algorithm": "grpo"})
+
+
+def train_a_little(policy: nn.Module) -> None:
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+@pytest.mark.parametrize("cloned", [False, True])
+@pytest.mark.parametrize(
+    "kind, tied",
+    [("gpt2", True), ("qwen2", True), ("qwen2", False), ("qwen3", False), ("smollm2", True), ("gemma2", True)],
+)
+def test_a_model_comes_back_as_it_was_trained(make_model, make_completions, tmp_path, kind, tied, cloned):
+    model = LanguageModel(str(make_model(kind, tie_word_embeddings=tied)))
+    policy = model.load().eval()
+    train_a_little(policy)
+    state = full_state_dict(policy)
+    if cloned:  # as a gather over ranks gives it: tied weights are two tensors
+        state = {name: tensor.clone() for name, tensor in state.items()}
+    report = export_policy(model, state, policy, tmp_path / "out" / "hf", card=CARD)
+    assert (report.folder, report.adapter) == (tmp_path / "out" / "hf", None)
+    assert (report.max_abs_diff, report.dtype, report.tensors) == (0.0, "float32", len(state))
+    assert report.parameters == sum(p.numel() for p in policy.parameters())
+    completions = make_completions([[5, 6, 7]], [[1, 2]])
+    reloaded = AutoModelForCausalLM.from_pretrained(report.folder)
+    assert torch.equal(token_logits(reloaded, completions), token_logits(policy, completions))
+    stored = load_file(report.folder / "model.safetensors")
+    assert ("lm_head.weight" in stored) == (not tied)
+    assert (report.folder / "README.md").read_text() == CARD
+    assert [item.name for item in (tmp_path / "out").iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "lora", [Lora(r=2), Lora(r=2, dora=True), Lora(r=2, modules_to_save=["down_proj"], targets=["q_proj"])]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_lora_policy_is_merged_and_its_adapter_stands_beside_it(make_model, make_completions, tmp_path, lora, tied):
+    folder = str(make_model(tie_word_embeddings=tied))
+    model = LanguageModel(folder, lora=lora)
+    policy = model.load().eval()
+    train_a_little(policy)
+    before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    for name, tensor in policy.state_dict().items():
+        assert torch.equal(tensor, before[name]), f"the export changed {name} of the policy"
+    completions = make_completions([[5, 6, 7]], [[1, 2]])
+    wanted = token_logits(policy, completions)
+    merged = AutoModelForCausalLM.from_pretrained(report.folder)
+    torch.testing.assert_close(token_logits(merged, completions), wanted, rtol=1e-4, atol=1e-4)
+    assert not any("lora" in name for name in load_file(report.folder / "model.safetensors"))
+    assert report.adapter == report.folder / "adapter"
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), report.adapter)
+    assert torch.equal(token_logits(adapted.eval(), completions), wanted)
+    assert json.loads((report.adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == folder
+    continued = LanguageModel(folder, adapter=str(report.adapter)).load().eval()
+    assert torch.equal(token_logits(continued, completions), wanted)
+
+
+def test_a_quantised_base_is_replaced_by_the_one_that_was_published(make_model, make_completions, tmp_path):
+    """The adapter is all that counts of the state; bitsandbytes itself needs a GPU machine."""
+    model = LanguageModel(str(make_model()), lora=Lora(r=2))
+    policy = model.load().eval()
+    train_a_little(policy)
+    model.quantization = "nf4"
+    state = {n: t if "lora_" in n else torch.zeros(1, dtype=torch.uint8) for n, t in full_state_dict(policy).items()}
+    report = export_policy(model, state, policy, tmp_path / "hf", card=CARD)
+    merged = AutoModelForCausalLM.from_pretrained(report.folder)
+    completions = make_completions([[5, 6, 7]], [[1, 2]])
+    got, wanted = token_logits(merged, completions), token_logits(policy, completions)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=2)])
+def test_half_precision_stays_half_precision(make_model, tmp_path, lora):
+    model = LanguageModel(str(make_model()), dtype="bfloat16", lora=lora)
+    policy = model.load()
+    report = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    assert report.dtype == "bfloat16"
+    assert json.loads((report.folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {t.dtype for t in load_file(report.folder / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_half_precision_state_of_a_float32_policy_says_so_in_its_config(make_model, tmp_path):
+    model = LanguageModel(str(make_model()))
+    policy = model.load()
+    state = {name: tensor.bfloat16() for name, tensor in full_state_dict(policy).items()}
+    assert export_policy(model, state, policy, tmp_path / "hf", card=CARD).dtype == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=2)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_partial_state_is_caught_and_leaves_nothing_behind(make_model, tmp_path, tied, lora):
+    model = LanguageModel(str(make_model(tie_word_embeddings=tied)), lora=lora)
+    policy = model.load()
+    whole = full_state_dict(policy)
+    for name in (n for n in whole if "up_proj" in n or "norm.weight" in n or "embed_tokens" in n):
+        partial = {key: tensor for key, tensor in whole.items() if key != name}
+        with pytest.raises(StorageError, match="lacks 1 weights"):
+            if tied and "embed_tokens" in name:  # its other half would fill it
+                partial = {key: tensor for key, tensor in partial.items() if "lm_head" not in key}
+            export_policy(model, partial, policy, tmp_path / "out" / "hf", card=CARD)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_state_of_other_names_or_shapes_is_refused(make_model, tmp_path):
+    model = LanguageModel(str(make_model()))
+    policy = model.load()
+    state = full_state_dict(policy)
+    with pytest.raises(StorageError, match="under the policy's own names"):
+        export_policy(model, {f"policy.{n}": t for n, t in state.items()}, policy, tmp_path / "hf", card=CARD)
+    with pytest.raises(StorageError, match="also holds 1"):
+        export_policy(model, {**state, "more": torch.ones(1)}, policy, tmp_path / "hf", card=CARD)
+    with pytest.raises(StorageError, match="do not fit"):
+        export_policy(model, {**state, "model.norm.weight": torch.ones(3)}, policy, tmp_path / "hf", card=CARD)
+
+
+def test_nan_weights_are_not_published(make_model, tmp_path):
+    model = LanguageModel(str(make_model()))
+    policy = model.load()
+    policy.get_input_embeddings().weight.data[3, 3] = float("nan")
+    with pytest.raises(StorageError, match="embed_tokens"):
+        export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    assert not (tmp_path / "hf").exists()
+
+
+def exported(make_model, tmp_path) -> tuple[LanguageModel, dict[str, torch.Tensor], Path]:
+    model = LanguageModel(str(make_model()))
+    policy = model.load()
+    export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    return model, full_state_dict(policy), tmp_path / "hf"
+
+
+@pytest.mark.parametrize("fault", ["missing", "changed", "extra", "shape", "dtype"])
+def test_verification_sees_every_kind_of_damage(make_model, tmp_path, fault):
+    model, state, folder = exported(make_model, tmp_path)
+    assert verify(folder, state, model.tokenizer) == 0.0
+    stored = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    if fault == "missing":
+        del stored[name]
+    elif fault == "changed":
+        stored[name][5, 7] += 1e-6
+    elif fault == "shape":
+        stored[name] = stored[name][:, :-1].contiguous()
+    elif fault == "dtype":
+        state = {key: tensor.bfloat16() for key, tensor in state.items()}
+    elif fault == "extra":
+        del state[name]
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StorageError):
+        verify(folder, state, model.tokenizer)
+
+
+@pytest.mark.parametrize("fault", ["template", "eos", "vocabulary"])
+def test_verification_sees_another_tokenizer(make_model, tmp_path, fault):
+    model, state, folder = exported(make_model, tmp_path)
+    other = AutoTokenizer.from_pretrained(folder)
+    if fault == "template":
+        other.chat_template = "{{ 1 }}"
+    elif fault == "eos":
+        other.eos_token = "<|eot|>"
+    other.save_pretrained(folder)
+    if fault == "vocabulary":
+        content = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["e"] = vocabulary["e"], vocabulary["a"]
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(StorageError, match="tokenizer"):
+        verify(folder, state, model.tokenizer)
+
+
+def test_ids_agree_between_tokenizer_config_and_generation_config(make_model, tmp_path):
+    folder = make_model(generation={"eos_token_id": [259], "pad_token_id": 3}, eos_token_id=7)
+    model = LanguageModel(str(folder), pad_token="<|im_start|>")
+    policy = model.load()
+    out = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD).folder
+    config, generation = AutoModelForCausalLM.from_pretrained(out).config, GenerationConfig.from_pretrained(out)
+    assert config.eos_token_id == generation.eos_token_id == [7, 258, 259]
+    assert config.pad_token_id == generation.pad_token_id == AutoTokenizer.from_pretrained(out).pad_token_id == 257
+    assert policy.config.pad_token_id is None, "the policy's own config must stay as it is"
+    assert LanguageModel(str(out)).eos_ids == (7, 258, 259)
+
+
+def test_a_generation_config_that_contradicts_itself_does_not_stop_an_export(make_model, tmp_path):
+    folder = make_model()
+    (folder / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6, "top_p": 0.9}')
+    model = LanguageModel(str(folder))
+    policy = model.load()
+    with pytest.warns(UserWarning, match="contradicts itself"):
+        export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD)
+    assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == 258
+
+
+def test_an_earlier_export_is_replaced_and_anything_else_is_left_alone(make_model, tmp_path):
+    model, state, folder = exported(make_model, tmp_path)
+    policy = model.load()
+    (folder / "stale.txt").write_text("x")
+    export_policy(model, state, policy, folder, card=CARD)
+    assert not (folder / "stale.txt").exists()
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for target in (precious, tmp_path / "file"):
+        with pytest.raises(StorageError, match="not an earlier export"):
+            export_policy(model, state, policy, target, card=CARD)
+    with pytest.raises(StorageError, match="started from"):
+        export_policy(model, state, policy, model.path, card=CARD)
+    assert (precious / "thesis.txt").read_text() == "x"
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file", "hf", "precious", "qwen2"]
+
+
+def test_an_export_that_fails_leaves_the_earlier_one_whole(make_model, tmp_path, monkeypatch):
+    model, state, folder = exported(make_model, tmp_path)
+    policy = model.load()
+    content = {item.name: item.read_bytes() for item in folder.iterdir()}
+    for where in ("os.fsync", "os.rename"):
+        with monkeypatch.context() as patch, pytest.raises(StorageError, match="disk"):
+            patch.setattr(where, broken_disk(where, folder))
+            export_policy(model, state, policy, folder, card="new")
+        assert {item.name: item.read_bytes() for item in folder.iterdir()} == content
+        assert sorted(item.name for item in tmp_path.iterdir()) == ["hf", "qwen2"]
+
+
+def broken_disk(where: str, folder: Path):
+    import os
+
+    real = os.rename
+
+    def fail(*args):
+        # Of the renames only the one that puts the new folder in place fails.
+        if where == "os.rename" and not (Path(args[1]) == folder and ".tmp-" in str(args[0])):
+            return real(*args)
+        raise OSError(28, "No space left on disk")
+
+    return fail
+
+
+def test_paths_with_spaces_and_unicode(make_model, tmp_path):
+    model, state, folder = exported(make_model, tmp_path)
+    target = tmp_path / "a b" / "x=1 é'\"🙂" / ".." / "hf"
+    shutil.rmtree(folder)
+    assert export_policy(model, state, model.load(), target, card=CARD).folder == tmp_path / "a b" / "hf"
+
+
+def test_the_card_is_valid_yaml_whatever_is_in_the_facts():
+    facts = {
+        "base_model": 'me/ba"se: [x',
+        "algorithm": "grpo",
+        "results": {"reward|mean": 0.123456789, "note": "<script>\n|"},
+        "versions": {"torch": "2.13.0"},
+        "dataset": "gsm8k",
+    }
+    card = make_card(facts)
+    header = yaml.safe_load(card.split("---\n")[1])
+    assert header["base_model"] == facts["base_model"]
+    assert header["tags"] == ["lit_rl", "reinforcement-learning", "grpo"]
+    assert header["library_name"] == "transformers"
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert r"| reward\|mean | 0.1235 |" in rows and "| torch | 2.13.0 |" in rows
+    assert "<script>" not in card
+    with pytest.raises(ConfigError, match="algorithm"):
+        make_card({"base_model": "x"})
+    with pytest.raises(ConfigError, match="resluts"):
+        make_card({"base_model": "x", "algorithm": "y", "resluts": {}})

@@ -1,0 +1,104 @@
+"""Expectations are exact: every token of a small vocabulary is enumerated, weighted by the policy that draws it."""
+
+import pytest
+import torch
+
+from lit_rl.ops.kl import corrected_k3, k1, k2, k3
+
+ESTIMATORS = [k1, k2, k3, corrected_k3]
+
+
+@pytest.fixture
+def policies():
+    generator = torch.Generator().manual_seed(1)
+    theta, ref, old = torch.randn(3, 7, generator=generator, dtype=torch.float64)
+    return theta.requires_grad_(), ref.log_softmax(-1), old.log_softmax(-1)
+
+
+def expectation(estimator, theta, ref, old, drawn_from):
+    """E over tokens of the estimator. The weights are constants, as those of samples are."""
+    values = estimator(theta.log_softmax(-1).unsqueeze(0), ref.unsqueeze(0), old.unsqueeze(0))[0]
+    return (drawn_from.detach().exp() * values).sum()
+
+
+def reverse_kl(theta, ref):
+    logprobs = theta.log_softmax(-1)
+    return (logprobs.exp() * (logprobs - ref)).sum()
+
+
+def gradient(value, theta):
+    return torch.autograd.grad(value, theta, retain_graph=True)[0]
+
+
+@pytest.mark.parametrize("estimator", [k1, k3, corrected_k3])
+def test_value_is_unbiased_on_policy(estimator, policies):
+    theta, ref, _ = policies
+    now = theta.detach().log_softmax(-1)
+    torch.testing.assert_close(expectation(estimator, theta, ref, now, now), reverse_kl(theta, ref))
+
+
+def test_value_of_k2_is_biased_but_right_to_second_order(policies):
+    theta, ref, _ = policies
+    now = theta.detach().log_softmax(-1)
+    assert abs(expectation(k2, theta, ref, now, now) - reverse_kl(theta, ref)) > 0.1 * reverse_kl(theta, ref)
+    near = (now + 1e-3 * (ref - now)).log_softmax(-1)
+    ratio = expectation(k2, theta, near, now, now) / reverse_kl(theta, near)
+    assert ratio.item() == pytest.approx(1, abs=1e-2)
+
+
+def test_corrected_value_is_unbiased_off_policy_where_k3_is_not(policies):
+    theta, ref, old = policies
+    exact = reverse_kl(theta, ref)
+    torch.testing.assert_close(expectation(corrected_k3, theta, ref, old, old), exact)
+    assert abs(expectation(k3, theta, ref, old, old) - exact) > 0.05 * exact
+
+
+def test_gradient_of_k1_vanishes_in_expectation(policies):
+    theta, ref, _ = policies
+    now = theta.detach().log_softmax(-1)
+    value = expectation(k1, theta, ref, now, now)
+    torch.testing.assert_close(gradient(value, theta), torch.zeros(7, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("estimator", [k2, corrected_k3])
+def test_gradient_is_that_of_the_reverse_kl_on_policy(estimator, policies):
+    theta, ref, _ = policies
+    now = theta.detach().log_softmax(-1)
+    value = expectation(estimator, theta, ref, now, now)
+    torch.testing.assert_close(gradient(value, theta), gradient(reverse_kl(theta, ref), theta))
+
+
+def test_gradient_of_corrected_k3_is_that_of_the_reverse_kl_off_policy(policies):
+    theta, ref, old = policies
+    value = expectation(corrected_k3, theta, ref, old, old)
+    torch.testing.assert_close(gradient(value, theta), gradient(reverse_kl(theta, ref), theta))
+
+
+def test_gradient_of_k3_is_that_of_the_forward_kl(policies):
+    theta, ref, _ = policies
+    now = theta.detach().log_softmax(-1)
+    forward = (ref.exp() * (ref - theta.log_softmax(-1))).sum()
+    value = expectation(k3, theta, ref, now, now)
+    torch.testing.assert_close(gradient(value, theta), gradient(forward, theta))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_equal_policies_give_exactly_zero(estimator):
+    logprobs = -torch.rand(4, 6)
+    assert estimator(logprobs, logprobs, logprobs - 0.3).eq(0).all()
+
+
+def test_k3_is_never_negative_even_where_the_difference_is_rounding_noise():
+    logprobs = -5 * torch.rand(2000, 1)
+    for scale in (1e-7, 1e-4, 1e-1, 3.0):
+        ref = logprobs + scale * torch.randn(2000, 1)
+        assert k3(logprobs, ref, logprobs).ge(0).all()
+
+
+def test_by_hand():
+    logprobs, ref, old = (torch.tensor([[value]]).log() for value in (0.5, 0.25, 0.2))
+    log2 = torch.tensor(2.0).log()
+    torch.testing.assert_close(k1(logprobs, ref, old)[0, 0], log2)
+    torch.testing.assert_close(k2(logprobs, ref, old)[0, 0], log2.square() / 2)
+    torch.testing.assert_close(k3(logprobs, ref, old)[0, 0], log2 - 0.5)
+    torch.testing.assert_close(corrected_k3(logprobs, ref, old)[0, 0], 2.5 * (log2 - 0.5))

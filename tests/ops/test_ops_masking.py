@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lit_rl.ops.masking import masked_mean, masked_sum
+
+reproducible = settings(derandomize=True, deadline=None)
+OPERATIONS = [masked_sum, masked_mean]
+
+
+def rows(values, mask):
+    return torch.tensor(values, requires_grad=True), torch.tensor(mask)
+
+
+def test_by_hand():
+    x, mask = rows([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[True, False, True], [False, True, False]])
+    assert masked_sum(x, mask).item() == 9
+    assert masked_sum(x, mask, dim=1).tolist() == [4, 5]
+    assert masked_sum(x, mask, dim=0).tolist() == [1, 5, 3]
+    assert masked_mean(x, mask).item() == 3
+    assert masked_mean(x, mask, dim=1).tolist() == [2, 5]
+    assert masked_mean(x, mask, dim=0).tolist() == [1, 5, 3]
+
+
+@reproducible
+@given(st.lists(st.tuples(st.floats(-100, 100), st.booleans()), min_size=1, max_size=12))
+def test_agrees_with_indexing(entries):
+    x = torch.tensor([[value for value, _ in entries]], dtype=torch.float64)
+    mask = torch.tensor([[kept for _, kept in entries]])
+    torch.testing.assert_close(masked_sum(x, mask), x[mask].sum())
+    if mask.any():
+        torch.testing.assert_close(masked_mean(x, mask), x[mask].mean())
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_empty_selection_is_zero_and_attached(operation, dim):
+    x, mask = rows([[1.0, 2.0], [3.0, 4.0]], [[False, False], [False, False]])
+    out = operation(x, mask, dim).sum()
+    out.backward()
+    assert out.item() == 0
+    assert x.grad is not None and x.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dim", [None, 0, 1])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nothing_leaks_from_under_the_mask(operation, dim, bad):
+    mask = [[True, False, True], [False, False, False]]
+    clean, keep = rows([[1.0, 0.0, 3.0], [0.0, 0.0, 0.0]], mask)
+    dirty, _ = rows([[1.0, bad, 3.0], [bad, bad, bad]], mask)
+    # exp makes the derivative at the bad entry non-finite as well: multiplying it by zero would give NaN.
+    outs = [operation(x.exp(), keep, dim) for x in (clean, dirty)]
+    torch.testing.assert_close(outs[0], outs[1])
+    for out in outs:
+        out.sum().backward()
+    torch.testing.assert_close(torch.where(keep, clean.grad, 0.0), torch.where(keep, dirty.grad, 0.0))
+    assert torch.isfinite(torch.where(keep, dirty.grad, 0.0)).all()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_gradient_under_the_mask_is_exactly_zero(operation):
+    x, mask = rows([[1.0, math.nan, math.inf]], [[True, False, False]])
+    operation(x, mask).backward()
+    assert x.grad.tolist() == [[1.0, 0.0, 0.0]]

@@ -1,0 +1,119 @@
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from lit_rl.ops.reductions import StepTotals, constant_mean, sequence_mean, token_mean
+
+REDUCTIONS = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "constant_mean": partial(constant_mean, length=10),
+}
+every_reduction = pytest.mark.parametrize("reduce", REDUCTIONS.values(), ids=REDUCTIONS.keys())
+
+MASK = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0]]).bool()
+
+
+def test_by_hand():
+    per_token = torch.arange(16.0).reshape(4, 4)
+    totals = StepTotals(sequences=4, tokens=7)
+    # Loss tokens: 0 1 2 3 | 4 | none | 12 14, with sums 6, 4, 0, 26.
+    assert token_mean(per_token, MASK, totals).item() == pytest.approx(36 / 7)
+    assert sequence_mean(per_token, MASK, totals).item() == pytest.approx((6 / 4 + 4 + 0 + 13) / 4)
+    assert constant_mean(per_token, MASK, totals, length=10).item() == pytest.approx(36 / 40)
+
+
+def test_totals_of_a_batch():
+    totals = StepTotals.of(MASK)
+    assert (int(totals.sequences), int(totals.tokens)) == (4, 7)
+
+
+@every_reduction
+@pytest.mark.parametrize("rows", [1, 2, 4, 8], ids=lambda rows: f"{8 // rows}x{rows}")
+def test_the_cut_into_micro_batches_does_not_matter(reduce, rows):
+    """8 rows of uneven length, one of them empty: shares of the micro-batches sum to the value of the whole batch."""
+    generator = torch.Generator().manual_seed(2)
+    features = torch.randn(8, 6, 5, generator=generator)
+    mask = torch.arange(6) < torch.tensor([6, 1, 0, 3, 2, 5, 4, 1]).unsqueeze(1)
+    totals = StepTotals.of(mask)
+
+    def run(size):
+        weight = torch.linspace(-1, 1, 5).requires_grad_()
+        value = 0.0
+        for chunk, chunk_mask in zip(features.split(size), mask.split(size)):
+            share = reduce((chunk @ weight).exp(), chunk_mask, totals)
+            share.backward()
+            value += share.item()
+        return value, weight.grad
+
+    value, grad = run(rows)
+    whole, whole_grad = run(8)
+    assert value == pytest.approx(whole, rel=1e-6)
+    torch.testing.assert_close(grad, whole_grad, atol=1e-6, rtol=1e-6)
+
+
+@every_reduction
+def test_rows_may_come_in_any_order(reduce):
+    per_token, order = torch.randn(4, 4), torch.tensor([2, 0, 3, 1])
+    totals = StepTotals.of(MASK)
+    torch.testing.assert_close(reduce(per_token[order], MASK[order], totals), reduce(per_token, MASK, totals))
+
+
+@every_reduction
+def test_an_all_masked_batch_gives_zero_attached_to_the_graph(reduce):
+    per_token = torch.randn(3, 4, requires_grad=True)
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    loss = reduce(per_token, mask, StepTotals.of(mask))
+    loss.backward()
+    assert loss.item() == 0
+    assert per_token.grad is not None and per_token.grad.eq(0).all()
+
+
+@every_reduction
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_masked_tokens_change_nothing(reduce, bad):
+    per_token = torch.randn(4, 4)
+    totals = StepTotals.of(MASK)
+    dirty = per_token.masked_fill(~MASK, bad).requires_grad_()
+    loss = reduce(dirty, MASK, totals)
+    assert torch.equal(loss, reduce(per_token, MASK, totals))
+    loss.backward()
+    assert dirty.grad[~MASK].eq(0).all() and dirty.grad.isfinite().all()
+
+
+@every_reduction
+@pytest.mark.parametrize("kind", [int, torch.tensor], ids=["int", "tensor"])
+def test_totals_of_zero_do_not_divide_by_zero(reduce, kind):
+    """A rank may count before it knows of the others, and a step may be empty everywhere."""
+    per_token, mask = torch.ones(2, 3), torch.zeros(2, 3, dtype=torch.bool)
+    assert reduce(per_token, mask, StepTotals(sequences=kind(0), tokens=kind(0))).item() == 0
+
+
+def test_what_each_reduction_weighs():
+    """Constant loss 1 on a short and a long row: the share of the gradient that the long row gets."""
+    mask = torch.arange(9) < torch.tensor([1, 9]).unsqueeze(1)
+
+    def share(reduce):
+        per_token = torch.ones(2, 9, requires_grad=True)
+        reduce(per_token, mask, StepTotals.of(mask)).backward()
+        return (per_token.grad[1].sum() / per_token.grad.sum()).item()
+
+    assert share(token_mean) == pytest.approx(0.9)
+    assert share(sequence_mean) == pytest.approx(0.5)
+    assert share(partial(constant_mean, length=9)) == pytest.approx(0.9)
+
+
+def test_padding_columns_change_constant_mean_no_more_than_the_others():
+    per_token = torch.randn(4, 4)
+    wide, wide_mask = torch.nn.functional.pad(per_token, (0, 3)), torch.nn.functional.pad(MASK, (0, 3))
+    for reduce in REDUCTIONS.values():
+        torch.testing.assert_close(
+            reduce(wide, wide_mask, StepTotals.of(wide_mask)), reduce(per_token, MASK, StepTotals.of(MASK))
+        )
+
+
+def test_totals_are_frozen():
+    with pytest.raises(AttributeError):
+        StepTotals(sequences=1, tokens=1).tokens = 2
