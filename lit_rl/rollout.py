@@ -73,9 +73,13 @@ class Sampling:
         return [name for name, value in off.items() if getattr(self, name) != value]
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptBatch:
-    """A batch of prompts on this rank, as the data module yields it. Text and ids only, so it lives on the CPU."""
+    """A batch of prompts on this rank, as the data module yields it. Text and ids only, so it lives on the CPU.
+
+    To be treated as frozen like its neighbours; it is not declared so because Lightning's precision plugins rebuild
+    every batch field by field, and refuse a frozen one.
+    """
 
     prompts: Sequence[Prompt]
     """What a reward sees: the text, or the messages."""
@@ -133,7 +137,7 @@ class Completions:
     """Bool ``(b, t)``: True on tokens that the policy sampled, EOS included. Made where the tokens are made, never
     derived from ``ids == pad``."""
     sampler_logprobs: Tensor
-    """Float32 ``(b, t)``: what the engine reports of the distribution it drew from, 0 where ``response_mask`` is False."""
+    """Float32 ``(b, t)``: what the engine reports of the distribution it drew from, 0 outside ``response_mask``."""
     ended: Tensor
     """Bool ``(b,)``: the response ended by EOS or a stop string; False where ``max_new_tokens`` cut it."""
     group_id: Tensor
@@ -175,7 +179,7 @@ class Rollout:
     loss_mask: Tensor
     """Bool ``(b, t)``: the tokens of the loss, a subset of ``response_mask`` (masked truncated rows are all False)."""
     old_logprobs: Tensor | None = None
-    """Float32 ``(b, t)``: the trainer's policy when the rollout was taken. None where the ratio is 1 by construction."""
+    """Float32 ``(b, t)``: the policy when the rollout was taken. None where the ratio is 1 by construction."""
     ref_logprobs: Tensor | None = None
     """Float32 ``(b, t)``: the frozen reference. None where no term needs it."""
 

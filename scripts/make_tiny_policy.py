@@ -81,7 +81,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 def encode(rows: list[dict], tokenizer: PreTrainedTokenizerFast) -> tuple[Tensor, Tensor]:
     """Right-padded ids and labels ``(n, s)``; the prompt and the padding carry no label (-100)."""
     texts = [
-        (tokenizer.encode(row["prompt"]), tokenizer.encode(row["answer"]) + [tokenizer.eos_token_id]) for row in rows
+        (tokenizer.encode(row["prompt"]), [*tokenizer.encode(row["answer"]), tokenizer.eos_token_id]) for row in rows
     ]
     width = max(len(prompt) + len(answer) for prompt, answer in texts)
     ids = torch.full((len(rows), width), tokenizer.pad_token_id)

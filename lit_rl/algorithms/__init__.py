@@ -1,4 +1,5 @@
-"""One final LightningModule a file. `on_policy.py` and `policy_module.py` hold what they share: mechanics, no method."""
+"""One final LightningModule a file. What they share, mechanics and no method, is in `on_policy.py` and
+`policy_module.py`."""
 
 from lit_rl.algorithms.evaluation import Evaluation as Evaluation
 from lit_rl.algorithms.grpo import GRPO as GRPO

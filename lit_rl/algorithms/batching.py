@@ -1,4 +1,4 @@
-"""Batch arithmetic: how a rollout becomes optimizer steps and micro-batches. The equation is in docs/batch-arithmetic.md."""
+"""Batch arithmetic: how a rollout becomes optimizer steps and micro-batches (docs/batch-arithmetic.md)."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _context(module: OnPolicyModule, group: str, longest: int, new_tokens: int) 
         raise ConfigError(
             f"The longest prompt has {longest} tokens; with {group}.max_new_tokens={new_tokens} that is "
             f"{longest + new_tokens}, but the context of {module.model.name} holds {context}. Lower "
-            f"{group}.max_new_tokens to {max(1, context - longest)} or data.max_prompt_tokens to {context - new_tokens}."
+            f"{group}.max_new_tokens to {max(1, context - longest)}, data.max_prompt_tokens to {context - new_tokens}."
         )
 
 
@@ -90,6 +90,6 @@ def _limits(module: OnPolicyModule) -> None:
     limit, slots = module.trainer.limit_train_batches, module.slots_per_rollout
     if isinstance(limit, int) and limit % slots and not module.trainer.fast_dev_run:  # pyright: ignore
         rank_zero_warn(
-            f"trainer.limit_train_batches={limit} ends every epoch in the middle of a rollout of {slots} micro-batches: "
-            f"take a multiple of {slots}."
+            f"trainer.limit_train_batches={limit} ends every epoch in the middle of a rollout of {slots} "
+            f"micro-batches: take a multiple of {slots}."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from lit_rl.rollout import Completions, Rollout, select, trim
 def trimmed(completions: Completions) -> tuple[Completions, slice]:
     """Without the columns that are padding in every row, and the response columns that are left."""
     prompt, response = trim(completions)
-    changes = {"prompt_ids": completions.prompt_ids[:, prompt], "prompt_mask": completions.prompt_mask[:, prompt]}
+    changes: dict[str, Any] = {"prompt_ids": completions.prompt_ids[:, prompt], "prompt_mask": completions.prompt_mask[:, prompt]}
     for name in ("response_ids", "response_mask", "sampler_logprobs", "attended", "turn"):
         value = getattr(completions, name)
         changes[name] = value if value is None else value[:, response]
@@ -50,7 +51,8 @@ def step_totals(rollout: Rollout, plan: BatchPlan, *, seed: int, index: int) -> 
 @torch.no_grad()
 def frozen_logprobs(model: nn.Module, completions: Completions, *, temperature: float, rows_at_once: int) -> Tensor:
     """`(b, t)` without gradient, `rows_at_once` rows at a time; the model in evaluation mode, its mode restored."""
-    out = torch.zeros(completions.response_ids.shape, device=completions.response_ids.device)
+    ids = completions.response_ids
+    out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
     was_training = model.training
     model.eval()
     for chunk in torch.arange(len(completions), device=out.device).split(rows_at_once):

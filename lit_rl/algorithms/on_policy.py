@@ -1,4 +1,4 @@
-"""What every on-policy algorithm shares: the rollout clock, its records, and validation by generating.
+"""What every on-policy algorithm shares: the rollout clock and its records.
 
 One rollout lasts R batches of Lightning's loop (`slots_per_rollout`). The data module yields the same prompts R times,
 tagged `slot`; slot 0 takes the rollout, and each `training_step` learns from one micro-batch of it. So everything that
@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,47 +17,29 @@ from torch import Tensor
 
 from lit_rl.algorithms import checks, state
 from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.algorithms.evaluation import Evaluation, EvaluationRows, prefixed
+from lit_rl.algorithms.evaluation import prefixed
+from lit_rl.algorithms.generating import GeneratingModule
 from lit_rl.algorithms.micro_batches import frozen_logprobs, micro_batch, step_totals
-from lit_rl.algorithms.policy_module import PolicyModule
 from lit_rl.algorithms.statistics import Averages, Metric, rollout_metrics
 from lit_rl.algorithms.tables import sample_table
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import Generator
-from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
-from lit_rl.generation.native import NativeGenerator
+from lit_rl.generation.collect import response_ids
 from lit_rl.models.forward import token_logprobs
-from lit_rl.models.sharding import unsharded
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.rewards.base import Rewards, Scores, TrainerState
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
-
-PROGRESS = (
-    "reward",
-    "reward_std",
-    "frac_reward_zero_std",
-    "completions/mean_length",
-    "completions/clipped_ratio",
-    "kl",
-    "loss",
-)
-"""What a progress bar shows, reward first and loss last: on policy, the loss is about zero while everything learns."""
+from lit_rl.rewards.base import Scores
+from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
-class OnPolicyModule(PolicyModule):
+class OnPolicyModule(GeneratingModule):
     """Abstract. Subclasses are final: they say what an advantage and a loss are, and override nothing that has a body.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions; a single function is taken as `Rewards(function)`.
-        generator: Draws the completions. None is the in-process decode loop.
-        sampling: How training completions are drawn.
-        evaluation: How validation samples.
-        group_size: Completions a prompt.
+        reward: Reward functions and weights, or one function.
         minibatches: Optimizer steps per pass over a rollout.
         iterations: Passes over a rollout.
         split_groups: Slices that every group is cut into, where a whole group is too large for a micro-batch.
-        shared: What every `PolicyModule` takes.
+        shared: What every `GeneratingModule` takes.
     """
 
     def __init__(
@@ -68,22 +47,14 @@ class OnPolicyModule(PolicyModule):
         model: Any,
         reward: Any,
         *,
-        generator: Generator | None,
-        sampling: Sampling,
-        evaluation: Evaluation,
-        group_size: int,
         minibatches: int,
         iterations: int,
         split_groups: int,
         **shared: Any,
     ) -> None:
-        super().__init__(model, **shared)
-        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
-        self.generator: Generator = NativeGenerator() if generator is None else generator
-        self.sampling, self.evaluation = sampling, evaluation
-        self.group_size, self.minibatches = group_size, minibatches
-        self.iterations, self.split_groups = iterations, split_groups
-        checks.sampling(type(self).__name__, sampling, group_size)
+        super().__init__(model, reward, **shared)
+        self.minibatches, self.iterations, self.split_groups = minibatches, iterations, split_groups
+        checks.sampling(type(self).__name__, self.sampling, self.group_size)
 
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
@@ -91,9 +62,7 @@ class OnPolicyModule(PolicyModule):
         """The last rollout as a table of text and numbers, for callbacks; empty after a resume until the next one."""
         self._slot, self._totals, self._tokens_seen = -1, torch.zeros(0), 0
         self._averages, self._stats = Averages(), {}
-        self._seconds = {"generate": 0.0, "reward": 0.0}
         self._opened = time.perf_counter()
-        self._evaluated: list[EvaluationRows] = []
 
     # ------------------------------------------------------------------ what an algorithm is
 
@@ -126,36 +95,6 @@ class OnPolicyModule(PolicyModule):
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return loss * shares
 
-    def generate(
-        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Completions:
-        """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
-        started = time.perf_counter()
-        completions = collect(
-            self.generator,
-            self.policy,
-            batch,
-            sampling=sampling or self.sampling,
-            group_size=group_size or self.group_size,
-            vocabulary=Vocabulary(self.model.eos_ids, self.model.pad_id, self.tokenizer.decode),
-            version=self.step,
-            seed=self.seed,
-        )
-        self._seconds["generate"] = time.perf_counter() - started
-        return replace(completions, group_id=completions.group_id + self.global_rank * len(batch))
-
-    def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
-        """What the reward functions say of each completion, special tokens left out of the text."""
-        started = time.perf_counter()
-        ids = response_ids(completions)
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        prompts, answers, columns = as_reward_input(batch, texts, len(completions) // len(batch))
-        trainer = self.trainer_or_none
-        now = TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
-        scores = self.reward_functions.score(prompts, answers, columns, completion_ids=ids, trainer_state=now)
-        self._seconds["reward"] = time.perf_counter() - started
-        return scores
-
     # ------------------------------------------------------------------ what advantages and losses are made with
 
     @property
@@ -183,20 +122,12 @@ class OnPolicyModule(PolicyModule):
         return frozen_logprobs(model, completions, temperature=self.sampling.temperature, rows_at_once=rows)
 
     def over_all_ranks(self, estimator: Any, rewards: Tensor, group_id: Tensor) -> Tensor:
-        """Apply `estimator(rewards (n,), group_id (n,)) -> (n,)` to the rows of every rank; returns this rank's `(b,)`."""
+        """Apply `estimator(rewards (n,), group_id (n,)) -> (n,)` to the rows of every rank; returns our `(b,)`."""
         rewards = rewards.to(group_id.device)
         if self.world_size == 1:
             return estimator(rewards, group_id)
         everyone = estimator(self.all_gather(rewards).flatten(), self.all_gather(group_id).flatten())  # pyright: ignore
         return everyone[self.global_rank * len(rewards) :][: len(rewards)]
-
-    @contextmanager
-    def rollout_context(self) -> Iterator[None]:
-        """No gradient, the Trainer's precision, and the policy's parameters gathered once if they are sharded."""
-        trainer = self.trainer_or_none
-        precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
-        with torch.no_grad(), precision, unsharded(self.policy):
-            yield
 
     # ------------------------------------------------------------------ records
 
@@ -253,7 +184,8 @@ class OnPolicyModule(PolicyModule):
         metrics = prefixed({**stats, **averages, "lr": learning_rate}, "train")
         metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(seconds.values()))
-        every = self.trainer.log_every_n_steps
+        trainer: Any = self.trainer
+        every = trainer.log_every_n_steps
         if every and step // every > (step - self.minibatches * self.iterations) // every:
             for logger in self.trainer.loggers:
                 logger.log_metrics(metrics, step=step)
@@ -279,41 +211,3 @@ class OnPolicyModule(PolicyModule):
             self._slot, self._stats, self._seconds = saved["slot"], saved["stats"], saved["seconds"]
             self._totals = saved["totals"].to(self.device)
             self._averages.sums = state.to_device(saved["averages"], self.device)
-
-    # ------------------------------------------------------------------ validate, test, predict
-
-    def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
-        """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
-        apart = replace(batch, rollout=-1 - dataloader_idx)
-        with self.rollout_context():
-            completions = self.generate(apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
-            return completions, self.reward(apart, completions)
-
-    def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
-        """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""
-        completions, scores = self.evaluate(batch, dataloader_idx)
-        texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
-        while len(self._evaluated) <= dataloader_idx:
-            self._evaluated.append(EvaluationRows())
-        self._evaluated[dataloader_idx].add(batch, completions, scores)
-        return sample_table(self.step, batch, texts, completions, scores, advantages=None)
-
-    validation_step = predict_step
-    test_step = predict_step
-
-    def on_validation_epoch_start(self) -> None:
-        self._evaluated = []
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._log_evaluation("test")
-
-    def _log_evaluation(self, stage: str) -> None:
-        names = self.trainer.datamodule.val_names  # pyright: ignore
-        for name, rows in zip(names, self._evaluated, strict=True):
-            rows.gather()
-            self.log_dict(prefixed(rows.metrics(), stage, name), batch_size=1)

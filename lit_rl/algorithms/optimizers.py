@@ -106,13 +106,13 @@ class ByPath:
         module_name, _, name = self.path.rpartition(".")
         try:
             module = importlib.import_module(module_name)
-            cls = getattr(module, name)
+            cls: Any = getattr(module, name)
         except (ImportError, AttributeError, ValueError) as error:
             near = did_you_mean(name, dir(torch.optim))
             raise ConfigError(f"optimizer.path={self.path!r} cannot be imported ({error}).{near}") from error
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise ConfigError(f"optimizer.path={self.path!r} is {cls!r}; allowed is a torch.optim.Optimizer class.")
         try:
-            return cls(groups, lr=self.lr, **self.kwargs)
+            return cls(groups, **{"lr": self.lr, **self.kwargs})
         except TypeError as error:
             raise ConfigError(f"optimizer.kwargs={dict(self.kwargs)} do not fit {self.path}: {error}") from error

@@ -92,8 +92,23 @@ class PolicyModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         optimizer = self.optimizer([{"params": trained, "name": "policy"}])
-        schedule = self.scheduler(optimizer, self.trainer.estimated_stepping_batches)
+        schedule = self.scheduler(optimizer, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @property
+    def total_steps(self) -> float:
+        """Optimizer steps of the whole run; infinite where nothing ends it.
+
+        Not `Trainer.estimated_stepping_batches`: read before a checkpoint is restored, that makes Lightning set up the
+        training data at once, and the restored position of the loader is never used.
+        """
+        trainer: Any = self.trainer
+        steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
+        if trainer.max_epochs in (None, -1):
+            return steps
+        batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return min(steps, math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs)
 
     def configure_gradient_clipping(
         self,

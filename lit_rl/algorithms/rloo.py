@@ -109,9 +109,10 @@ class RLOO(OnPolicyModule):
         mask = completions.response_mask
         rewards = scores.total.to(mask.device)
         old_logprobs = ref_logprobs = None
-        if self.beta or not self.ratio_is_one:
+        if not self.ratio_is_one:
             old_logprobs = self.old_logprobs(completions)
         if self.beta:
+            old_logprobs = self.old_logprobs(completions) if old_logprobs is None else old_logprobs
             ref_logprobs = self.ref_logprobs(completions)
             rewards = rewards - self.beta * masked_sum(k1(old_logprobs, ref_logprobs, old_logprobs), mask, dim=1)
         return Rollout(

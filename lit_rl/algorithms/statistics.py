@@ -1,4 +1,4 @@
-"""Numbers for people: rollout metrics, running averages, confidence intervals, pass@k. Nothing here feeds a gradient."""
+"""Numbers for people: rollout metrics, averages, confidence intervals, pass@k. Nothing here feeds a gradient."""
 
 from __future__ import annotations
 

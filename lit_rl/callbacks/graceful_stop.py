@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 
 
@@ -41,7 +41,9 @@ class GracefulStop(L.Callback):
             f"{signal.Signals(number).name}: finishing the optimizer step and saving. Once more to stop at once."
         )
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         # Only where every rank stands at the end of an optimizer step: no half-accumulated gradient has to be saved.
         if trainer.fit_loop._should_accumulate():
             return
@@ -49,7 +51,7 @@ class GracefulStop(L.Callback):
             checkpoint = trainer.checkpoint_callback
             folder = getattr(checkpoint, "dirpath", None)
             if folder is not None:
-                trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt")
+                trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt", weights_only=False)
             trainer.should_stop = True
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -25,7 +25,7 @@ SHOWN = {
 
 
 class Progress(ProgressBar):
-    """The batch arithmetic as a table, then one bar over the whole run. Where the output is no terminal, a line now and then instead.
+    """The batch arithmetic as a table, then one bar over the whole run. Without a terminal, lines instead.
 
     Args:
         seconds_between_lines: How often a line is written where the output is no terminal.
@@ -60,7 +60,9 @@ class Progress(ProgressBar):
             disable=None,  # tqdm's word for: only on a terminal (and in a notebook)
         )
 
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if self._bar is None:
             return
         metrics = trainer.callback_metrics

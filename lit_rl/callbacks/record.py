@@ -22,28 +22,27 @@ class Record(L.Callback):
         self.run_dir = Path(run_dir)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sizes": {str(path.relative_to(self.run_dir)): path.stat().st_size for path in self._files()}}
+        return {
+            "sizes": {str(path.relative_to(self.run_dir)): path.stat().st_size for path in record_files(self.run_dir)}
+        }
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         # TensorBoard's writer works in a thread; flushed, the sizes are those of what was logged so far.
         for logger in trainer.loggers:
-            flush = getattr(logger.experiment, "flush", None) if hasattr(logger, "experiment") else None
+            flush = getattr(getattr(logger, "experiment", None), "flush", None)
             if flush is not None:
                 flush()
         checkpoint["callbacks"][self.state_key] = self.state_dict()
 
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._ours = (
-            trainer.ckpt_path is not None and self.run_dir.resolve() in Path(trainer.ckpt_path).resolve().parents
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self._ours:
-            self._cut(state_dict["sizes"])
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        noted = checkpoint["callbacks"].get(self.state_key)
+        ours = trainer.ckpt_path is not None and self.run_dir.resolve() in Path(trainer.ckpt_path).resolve().parents
+        if noted is not None and ours:
+            self._cut(noted["sizes"])
 
     @rank_zero_only
     def _cut(self, sizes: dict[str, int]) -> None:
-        for path in self._files():
+        for path in record_files(self.run_dir):
             size = sizes.get(str(path.relative_to(self.run_dir)))
             if size is None:
                 path.unlink()
@@ -51,5 +50,7 @@ class Record(L.Callback):
                 with path.open("r+b") as file:
                     file.truncate(size)
 
-    def _files(self) -> list[Path]:
-        return sorted(path for pattern in FILES for path in self.run_dir.glob(pattern))
+
+def record_files(run_dir: Path) -> list[Path]:
+    """The files that a run appends to or adds while it trains."""
+    return sorted(path for pattern in FILES for path in run_dir.glob(pattern))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -58,3 +59,15 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
         cells = [printable(value).replace("`", "'").replace("|", "\\|").replace("\n", " ") for value in row.values()]
         lines.append("| " + " | ".join(f"`{cell}`" for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def html_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as an HTML table for a notebook, cells escaped; a row's colour is its `reward` against the mean."""
+    middle = sum(row["reward"] for row in rows) / len(rows)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    body = []
+    for row in rows:
+        hue = "#1a7f37" if row["reward"] > middle else "#cf222e" if row["reward"] < middle else "inherit"
+        cells = "".join(f"<td><pre>{html.escape(printable(value))}</pre></td>" for value in row.values())
+        body.append(f'<tr style="color: {hue}">{cells}</tr>')
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"

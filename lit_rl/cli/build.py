@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hydra.utils import instantiate
+import lightning as L
+from hydra.utils import get_object, instantiate
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.strategies import ModelParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.errors import BackendError, ConfigError, LitRLError
+from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean
 
 ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
 """Prefixes that `_target_` may have. `allow_targets=[my_package]` adds the user's own, by their own hand."""
+
+_CLASSES_ONLY = ("lightning.", "torch.")
 
 OPTIONAL = {"lit_rl.models.lora.Lora"}
 """Objects that are there only if one of their settings is."""
@@ -36,11 +45,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return tree
 
 
-_HINTS = {
-    "data.path": " (a .jsonl, .json, .parquet or .csv file, a saved datasets folder, or a hub id)",
-    "reward.fn": " (package.module:name or ./file.py:name)",
-    "model.name": " (a folder or a hub id)",
-}
+_HINTS = {"reward.fn": " (package.module:name or ./file.py:name)", "optimizer.path": " (such as torch.optim.SGD)"}
 
 
 def prune(node: Any) -> Any:
@@ -49,7 +54,7 @@ def prune(node: Any) -> Any:
         return [prune(item) for item in node]
     if not isinstance(node, dict):
         return node
-    if node.get("_target_") in OPTIONAL:
+    if str(node.get("_target_")) in OPTIONAL:
         given = {key: value for key, value in node.items() if value is not None}
         return given if len(given) > 1 else None
     return {key: prune(value) for key, value in node.items()}
@@ -78,9 +83,39 @@ def check_target(key: str, target: str, allowed: Sequence[str]) -> None:
             f"For a class of your own, allow its package on the command line: allow_targets=[{target.split('.')[0]}]. "
             "A reward function needs no target: reward=function reward.fn=package.module:name."
         )
+    found, home = _find(key, target)
+    # A module's imports are its attributes too: `lit_rl.x.os.system` begins as allowed and is not.
+    if not f"{home}.".startswith(tuple(allowed)):
+        raise ConfigError(f"{key}={target!r} leads into {home}, which is not on the list of what a config may build.")
+    if target.startswith(_CLASSES_ONLY) and not isinstance(found, type):
+        raise ConfigError(f"{key}={target!r} is no class; of {target.split('.')[0]} a config may build classes only.")
 
 
-def build(tree: dict[str, Any]) -> Any:
+def _find(key: str, target: str) -> tuple[Any, str]:
+    """What a path names, and the module that defines it."""
+    parts = target.split(".")
+    found, rest = _module(key, parts)
+    for name in rest:
+        if not hasattr(found, name):
+            near = did_you_mean(name, [public for public in dir(found) if not public.startswith("_")])
+            raise ConfigError(f"{key}={target!r} does not exist.{near}")
+        found = getattr(found, name)
+    return found, getattr(found, "__module__", None) or getattr(found, "__name__", type(found).__module__)
+
+
+def _module(key: str, parts: list[str]) -> tuple[Any, list[str]]:
+    """The longest beginning of a path that is a module, and what is left."""
+    for count in range(len(parts), 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            return importlib.import_module(name), parts[count:]
+        except ModuleNotFoundError as error:
+            if not f"{name}.".startswith(f"{error.name}."):  # the module is there and lacks another one
+                raise BackendError(f"{key}={'.'.join(parts)} needs a package that is not installed: {error}") from error
+    raise ConfigError(f"{key}={'.'.join(parts)}: there is no module {parts[0]!r}.")
+
+
+def build(tree: Any) -> Any:
     """The objects of a part of the tree.
 
     Raises:
@@ -95,10 +130,53 @@ def build(tree: dict[str, Any]) -> Any:
         if isinstance(cause, LitRLError):
             raise cause from error
         if isinstance(cause, ImportError):
-            raise BackendError(f"{tree.get('_target_', 'The config')} cannot be imported: {cause}") from error
+            raise BackendError(
+                f"{tree.get('_target_', 'The config') if isinstance(tree, dict) else 'The config'} cannot be imported: {cause}"
+            ) from error
         text = str(cause or error)
         if "deepspeed" in text.lower():
             raise BackendError(
                 f"{text} Install it with: pip install 'lit-rl[deepspeed]', or take strategy=fsdp."
             ) from error
-        raise ConfigError(f"{error}".split("\nfull_key")[0]) from error
+        raise ConfigError(_refusal(tree, error, cause or error)) from error
+
+
+def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> str:
+    """The part of the config that was refused, what came in it, and the constructor's words."""
+    _, _, key = str(error).partition("full_key: ")
+    node: Any = tree
+    for part in key.split(".") if key else ():
+        node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or "_target_" not in node:
+        return str(error).split("\nfull_key")[0]
+    target = str(node["_target_"])
+    if unknown := re.search(r"unexpected keyword argument '(\w+)'", str(cause)):
+        names = list(inspect.signature(get_object(target)).parameters)
+        word = unknown.group(1)
+        where = f"{key}.{word}" if key else word
+        return f"{where} is not a key of {target}.{did_you_mean(word, names)} It has: {', '.join(names)}."
+    came = ", ".join(f"{name}={value!r}" for name, value in node.items() if not isinstance(value, dict | None))
+    came = came.replace(f"_target_={target!r}, ", "")
+    return f"{key or 'The config'}: {target} refuses {came}: {type(cause).__name__}: {cause}"
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """Refuse what Lightning lets pass and no run can use, before anything is downloaded.
+
+    Raises:
+        ConfigError: nothing would end the training.
+        BackendError: the device cannot compute in this precision, or there is nothing to spread over.
+    """
+    timed = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # pyright: ignore
+    if trainer.max_steps == -1 and trainer.max_epochs == -1 and not timed:
+        raise ConfigError("Nothing ends the run: set trainer.max_steps, trainer.max_epochs or trainer.max_time.")
+    if not isinstance(trainer.accelerator, CPUAccelerator):
+        return
+    if str(trainer.precision) in ("16-true", "16-mixed"):
+        raise BackendError(
+            f"trainer.precision={trainer.precision} needs a GPU: on a CPU take bf16-mixed, bf16-true or 32-true."
+        )
+    if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size == 1:
+        raise BackendError(
+            "strategy=fsdp spreads over several devices and there is one: take strategy=auto, or devices=2."
+        )

@@ -28,7 +28,8 @@ def page() -> str:
     if not folder.is_dir():  # installed from a wheel: conf is the package lit_rl.conf
         folder = Path(__file__).parents[1] / "conf"
     rows = []
-    for group in sorted(path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.yaml"))):
+    hydra = [path for path in folder.iterdir() if path.name != "lightning"]  # whole configs, of LightningCLI
+    for group in sorted(path for path in hydra if path.is_dir() and any(path.glob("*.yaml"))):
         choices = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
         rows.append(f"  {group.name:<11} {choices}")
         rows += [

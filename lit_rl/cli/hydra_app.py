@@ -17,7 +17,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.cli import quiet, schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build, check_trainer, plain
+from lit_rl.cli.messages import reported
 from lit_rl.commands import evaluate, train
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
@@ -43,7 +44,8 @@ def main() -> int:
     @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
     def job(config: DictConfig) -> None:
         with _one_job():
-            codes.append(run(config))
+            # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
+            codes.append(reported(lambda: run(config)))
 
     job()
     return max(codes, default=0)
@@ -58,22 +60,24 @@ def run(config: DictConfig) -> int:
     if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
         sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
         return 0
-    config.ckpt_path = _checkpoint(config, run_dir)
+    asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
+    if asked == "last" and config.ckpt_path is None and config.task == "fit":
+        run_dir.clear_record()
     if config.task != "fit" and config.run_dir:
         run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
     config.run_dir = str(run_dir.path)
-    job = assemble(config, run_dir)
+    job = assemble(config, run_dir, resume=asked is not None)
     return TASKS[config.task](job)
 
 
-def assemble(config: DictConfig, run_dir: RunDir) -> Run:
+def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
     """Build everything and open the run directory; nothing is on the disk before the settings are sound."""
     tree = plain(config)
     dry = bool(tree["trainer"].get("fast_dev_run"))
     module, data = build(tree["algo"]), build(tree["data"])
     trainer = _trainer(tree, run_dir, dry)
     if not dry:
-        run_dir.open(resume=config.ckpt_path is not None or "LOCAL_RANK" in os.environ)
+        run_dir.open(resume=resume or "LOCAL_RANK" in os.environ)
         if trainer.is_global_zero:
             run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]))
@@ -108,7 +112,9 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> Any:
         settings["enable_checkpointing"] = False
     if any(type(callback).__name__ == "Progress" for callback in callbacks) and not settings["enable_progress_bar"]:
         settings["enable_progress_bar"] = None
-    return L.Trainer(**settings)
+    trainer = L.Trainer(**settings)
+    check_trainer(trainer)
+    return trainer
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -173,8 +179,7 @@ def _one_job() -> Iterator[None]:
     before = {name: os.environ.get(name) for name in _LAUNCH}
     if str(config.mode) == "RunMode.MULTIRUN":
         sys.argv = [argv[0], *config.overrides.task, "hydra.mode=RUN"]
-        inner = HydraConfig.instance().cfg
-        assert inner is not None
+        inner: Any = HydraConfig.instance().cfg
         with flag_override(inner.hydra, ["readonly", "struct"], [False, False]):
             inner.hydra.run.dir = "."
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import sys
@@ -30,7 +31,7 @@ def reported(function: Callable[[], int | None]) -> int:
         sys.stderr.write("\nInterrupted.\n")
         return INTERRUPTED
     except SystemExit as leave:
-        return leave.code if isinstance(leave.code, int) else 1
+        return leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except Exception as error:
         ours = translated(error)
         if ours is None:
@@ -70,18 +71,23 @@ def _hydra(error: BaseException) -> LitRLError | None:
         if isinstance(link, (ConfigAttributeError, ConfigKeyError)) and link.full_key:
             key = str(link.full_key)
             names = _siblings(link)
+            if not names:
+                return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             listed = f" {key.rpartition('.')[0] or 'The top level'} has: {', '.join(names)}." if names else ""
-            return ConfigError(f"{key} is not a key.{did_you_mean(key.rpartition('.')[2], names)}{listed}")
+            near = did_you_mean(key.rpartition(".")[2], names) or _elsewhere(link)
+            return ConfigError(f"{key} is not a key.{near}{listed}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
             return ConfigError(f"{link.full_key}: {reason}. See its type in: python train.py --cfg job")
         if isinstance(link, MissingConfigException) and link.options:
-            wrong = re.search(r"'([^']+)'", str(link))
+            wrong = re.search(r"Could not find '([^']+)'", str(link))
             group, _, choice = (wrong.group(1) if wrong else "").rpartition("/")
             return ConfigError(
                 f"{group}={choice} is not a choice.{did_you_mean(choice, link.options)} "
                 f"{group} has: {', '.join(o for o in link.options if o != '_')}."
             )
+    if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
+        error = next((link for link in chain if isinstance(link, HydraException)), error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         text = str(error).split("\nfull_key")[0]
         return ConfigError(text if not _user_yaml(chain) else str(_user_yaml(chain)))
@@ -103,24 +109,42 @@ def _siblings(link: Any) -> list[str]:
     return []
 
 
+def _elsewhere(link: Any) -> str:
+    """The key of the nearest name in the whole config, for a key that was looked for in the wrong place."""
+    from omegaconf import OmegaConf
+
+    root = link.parent_node._get_root() if link.parent_node is not None else None
+    keys: dict[str, str] = {}
+    for group, node in root.items_ex(resolve=False) if root is not None else ():
+        for name in node if OmegaConf.is_dict(node) and not node._is_none() and not node._is_missing() else ():
+            keys.setdefault(str(name), f"{group}.{name}")
+    near = difflib.get_close_matches(str(link.full_key).rpartition(".")[2], keys, n=1, cutoff=0.6)
+    return f" Did you mean {keys[near[0]]!r}?" if near else ""
+
+
 def _lightning(error: BaseException) -> LitRLError | None:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+    text = str(error)
+    if "selected an invalid" in text and _from_lightning(error):  # a word that no machine knows
+        return ConfigError(text)
+    if isinstance(error, RuntimeError) and "conditioned on metric" in text:  # EarlyStopping's own class of error
+        return ConfigError(text)
     if isinstance(error, MisconfigurationException):
-        text = str(error)
         away = ("accelerator", "GPU", "CUDA", "device", "precision", "backend", "deepspeed")
         if "monitor" not in text and any(word in text for word in away):
             return BackendError(text)
         return ConfigError(text)
     if isinstance(error, (ValueError, ModuleNotFoundError)) and _from_lightning(error):
-        return BackendError(str(error))
+        return BackendError(text)
     return None
 
 
 def _from_lightning(error: BaseException) -> bool:
     """Whether Lightning itself refused: its connectors raise ValueError for what the machine does not have."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "connectors" in frames[-1].filename and "lightning" in frames[-1].filename
+    where = frames[-1].filename if frames else ""
+    return "lightning" in where and ("connectors" in where or isinstance(error, ModuleNotFoundError))
 
 
 def _chain(error: BaseException) -> Iterable[BaseException]:

@@ -13,6 +13,8 @@ _NOT_OURS = (
     r".*was configured so 100%.*",
     r".*`isinstance\(treespec.*",
     r".*GPU available but not used.*",
+    r".*sync_dist=True.*",  # the module reduces by itself
+    r".*all_gather is deprecated.*",
     r"The dirpath has changed.*",
     r".*The total number of parameters detected may be inaccurate.*",
 )

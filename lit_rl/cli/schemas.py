@@ -111,6 +111,8 @@ def _field(parameter: inspect.Parameter, hint: Any) -> tuple[Any, Any]:
     default = parameter.default
     if (optional := _optional_dataclass(hint)) is not None:
         return optional, dataclasses.field(default_factory=optional)
+    if _optional_mapping(hint):
+        return dict[str, Any], dataclasses.field(default_factory=dict)  # so that `key.name=value` works
     if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
         return Any, dataclasses.field(default_factory=dict)  # a dataclass's field(default_factory=dict)
     if default is inspect.Parameter.empty or callable(default) or dataclasses.is_dataclass(default):
@@ -125,13 +127,19 @@ def _optional_dataclass(hint: Any) -> type | None:
     options = [option for option in typing.get_args(hint) if dataclasses.is_dataclass(option)]
     if len(options) != 1 or type(None) not in typing.get_args(hint):
         return None
-    (only,) = options
-    hints, path = _hints(only.__init__), f"{only.__module__}.{only.__qualname__}"  # pyright: ignore
+    only: Any = options[0]
+    hints, path = _hints(only.__init__), f"{only.__module__}.{only.__qualname__}"
     fields: list[Any] = [("_target_", str, dataclasses.field(default=path))]
     for f in dataclasses.fields(only):
         kind = hints[f.name] if hints[f.name] in _PLAIN else Any
         fields.append((f.name, Any if kind is Any else typing.Optional[kind], None))  # noqa: UP045
     return dataclasses.make_dataclass(f"Optional{only.__name__}", fields)
+
+
+def _optional_mapping(hint: Any) -> bool:
+    """`dict[...] | None`, where an empty one means None."""
+    options = typing.get_args(hint)
+    return len(options) == 2 and type(None) in options and any(typing.get_origin(o) is dict for o in options)
 
 
 def _type(hint: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_rl.callbacks.record import record_files
 from lit_rl.errors import ConfigError, StorageError
 
 _SECRET_KEY = re.compile(r"(^|_)(token|api_key|apikey|secret|password|passwd|credential)s?$", re.IGNORECASE)
@@ -82,6 +83,13 @@ class RunDir:
                 f"run_dir={self.path} cannot be written ({error.strerror}). Take another run_dir."
             ) from error
 
+    def clear_record(self) -> None:
+        """Remove what a run wrote that died before its first checkpoint: the next one starts from nothing."""
+        if self.path.is_dir() and not self.finished:
+            for path in record_files(self.path):
+                path.unlink()
+            self.summary.unlink(missing_ok=True)
+
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint that is whole; None where there is none."""
         by_step = sorted(self.checkpoints.glob("*.ckpt"), key=_step, reverse=True)
@@ -89,7 +97,7 @@ class RunDir:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint file can be read to its end. (A folder of a sharded strategy: whether its index is there.)"""
+    """Whether a checkpoint file can be read to its end. For a sharded folder: whether its index is there."""
     if path.is_dir():
         return (path / "meta.pt").exists() or (path / "latest").exists()
     return zipfile.is_zipfile(path)

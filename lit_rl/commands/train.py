@@ -48,7 +48,7 @@ def train(run: Run) -> int:
         if "before" not in summary and not _dry(run):
             summary["before"] = measure(run)
             _save(run, summary | {"status": "running"})
-        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path)
+        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
         summary["seconds"] = earlier + time.time() - started
         if stop.signum is not None:
             return _stopped(run, summary, stop.signum)
@@ -151,7 +151,7 @@ def _save_last_step(run: Run) -> None:
     """The last step as a checkpoint, where the saving interval did not hit it."""
     target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
     if run.trainer.checkpoint_callback is not None and not _dry(run) and not target.exists():
-        run.trainer.save_checkpoint(target)
+        run.trainer.save_checkpoint(target, weights_only=False)
 
 
 def _save(run: Run, summary: dict[str, Any]) -> None:

@@ -199,11 +199,8 @@ class RolloutDataModule(L.LightningDataModule):
         fraction = 0.0 if self.task is not None or val else self.val_fraction
         corpus = read_corpus(self._train_rows(), val, tokenizer, self.options, val_fraction=fraction, seed=self.seed)
         for name in corpus.val:
-            counts = corpus.report[set_key(name)]
-            if counts["overlap"]:
-                rank_zero_warn(
-                    f"{counts['overlap']} of {counts['kept']} rows of {set_key(name)} have a training prompt."
-                )
+            if overlap := corpus.report[set_key(name)]["overlap"]:
+                rank_zero_warn(f"{overlap} of {len(corpus.val[name])} rows of {set_key(name)} have a training prompt.")
         return corpus
 
     def _train_rows(self) -> list[Rows]:

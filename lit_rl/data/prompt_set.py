@@ -14,7 +14,7 @@ from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.sources import Rows
-from lit_rl.data.templates import check_template_kwargs, encode_prompt
+from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt
 from lit_rl.errors import DataError, LitRLError, did_you_mean, in_range
 from lit_rl.rollout import Prompt, PromptBatch
 
@@ -158,6 +158,7 @@ class _Reader:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> None:
         self.tokenizer = tokenizer
         self.options = options
+        self.control = control_tokens(tokenizer)
         self.kinds: dict[type, str] = {}
         self.columns: dict[str, None] = {}
 
@@ -173,7 +174,13 @@ class _Reader:
         if is_empty(prompt):
             return None
         prompt = add_system_prompt(prompt, options.system_prompt)
-        ids = encode_prompt(self.tokenizer, prompt, where=where, chat_template_kwargs=options.chat_template_kwargs)
+        ids = encode_prompt(
+            self.tokenizer,
+            prompt,
+            where=where,
+            chat_template_kwargs=options.chat_template_kwargs,
+            control=self.control,
+        )
         return Example(prompt, ids, columns, where)
 
     def check_whole(self) -> None:

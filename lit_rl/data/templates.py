@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.data.checks import excerpt
@@ -22,12 +22,16 @@ def encode_prompt(
     *,
     where: str = "prompt",
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    control: Sequence[str] | None = None,
 ) -> list[int]:
     """Token ids of a prompt.
 
     A text gets the special tokens that the tokenizer adds by itself, without an EOS at the end, and without a second
     BOS where the text already begins with one. Messages are rendered by the chat template up to the assistant's turn,
     and that text is tokenised as it stands.
+
+    Control tokens written in a text count, so that a prompt rendered elsewhere can be handed over; in a message they
+    are refused. `control` is what `control_tokens` gives, to be asked once where there are many prompts.
 
     Raises:
         DataError: no token comes out; or, for messages, there is no chat template, it refuses them, or a message holds
@@ -37,6 +41,8 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt)
     else:
+        require_chat_template(tokenizer, where)
+        _refuse_control_tokens(control_tokens(tokenizer) if control is None else control, prompt, where)
         ids = _encode_messages(tokenizer, prompt, where, chat_template_kwargs or {})
     if not ids:
         raise DataError(f"{where}: the tokenizer makes no token of this prompt: {excerpt(str(prompt))}")
@@ -78,9 +84,7 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
 ) -> list[int]:
-    require_chat_template(tokenizer, where)
     check_template_kwargs(kwargs)
-    _refuse_control_tokens(tokenizer, messages, where)
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
     except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
@@ -88,9 +92,8 @@ def _encode_messages(
     return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
 
-def _refuse_control_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str) -> None:
+def _refuse_control_tokens(control: Sequence[str], messages: list[Message], where: str) -> None:
     """Text that stands for a control token would become that token, and so could close a turn or open another role."""
-    control = control_tokens(tokenizer)
     for i, message in enumerate(messages):
         for token in control:
             if token in message["content"]:

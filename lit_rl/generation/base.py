@@ -199,7 +199,7 @@ def assemble(
     shape = (len(ids), max(part.ids.shape[1] for _, part in decoded))
     response_ids = torch.full(shape, prompts.pad_id, device=device)
     response_mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    logprobs = torch.zeros(shape, device=device)
+    logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
     ended = torch.zeros(shape[0], dtype=torch.bool, device=device)
     for rows, part in decoded:
         at, width = rows.to(device), part.ids.shape[1]

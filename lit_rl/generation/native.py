@@ -44,9 +44,7 @@ class NativeGenerator(InProcessGenerator):
         while True:
             tokens, logprobs = sampler(steps.logits, position)
             out.write(position, tokens, logprobs, alive)
-            done = ends(out.tail(position, ends.window), position, alive)
-            out.end(alive & done)
-            alive = alive & ~done
+            alive = alive & ~ends(out.tail(position, ends.window), position, alive)
             running = int(alive.sum())
             if running == 0 or position + 1 == sampling.max_new_tokens:
                 break
@@ -58,7 +56,7 @@ class NativeGenerator(InProcessGenerator):
                 tokens, alive = tokens[kept], alive[kept]
             steps.advance(tokens)
             position += 1
-        return out.decoded(position + 1)
+        return out.decoded(position + 1, alive)
 
 
 class _Responses:
@@ -68,8 +66,7 @@ class _Responses:
         shape = (max_new_tokens, n_rows)
         self.ids = torch.zeros(shape, dtype=torch.long, device=device)
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.logprobs = torch.zeros(shape, device=device)
-        self.ended = torch.zeros(n_rows, dtype=torch.bool, device=device)
+        self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
         self.rows: Tensor | slice = slice(None)
 
     def write(self, position: int, tokens: Tensor, logprobs: Tensor, alive: Tensor) -> None:
@@ -80,14 +77,13 @@ class _Responses:
     def tail(self, position: int, window: int) -> Tensor:
         return self.ids[max(position + 1 - window, 0) : position + 1, self.rows].T
 
-    def end(self, now: Tensor) -> None:
-        self.ended[self.rows] |= now
-
     def keep(self, kept: Tensor) -> None:
         self.rows = kept if isinstance(self.rows, slice) else self.rows[kept]
 
-    def decoded(self, length: int) -> Decoded:
-        return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, self.ended)
+    def decoded(self, length: int, alive: Tensor) -> Decoded:
+        ended = torch.ones_like(self.mask[0])
+        ended[self.rows] = ~alive
+        return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, ended)
 
 
 class _Steps:

@@ -50,8 +50,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
 def min_p(logits: Tensor, p: float) -> Tensor:
     """Keep tokens at least ``p`` times as likely as the likeliest one (2407.01082, eq. 2)."""
     probs = logits.softmax(-1)
-    best = probs.amax(-1, keepdim=True)
-    return ban(logits, (probs < p * best) & (probs < best))
+    return ban(logits, probs < p * probs.amax(-1, keepdim=True))
 
 
 def reshape(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -46,10 +46,8 @@ def load(model: LanguageModel) -> PreTrainedModel | PeftModel:
     elif model.adapter is not None:
         policy = _continue_adapter(base, model.adapter)
     if model.gradient_checkpointing:
+        # The reentrant kind would give a LoRA policy no gradient: the embedding that feeds its layers is frozen.
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if policy is not base:
-            # The embedding is frozen: without this no checkpointed layer would see an input that needs a gradient.
-            base.enable_input_require_grads()
     return policy.train()
 
 

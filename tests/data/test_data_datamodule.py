@@ -181,6 +181,18 @@ def test_columns_report_and_peek():
     assert batch.prompts == ["question 0", "question 1"]
     assert batch.columns == {"answer": ["0", "1"], "level": [None, None]}
     assert len(module.peek(1000)) == 41
+    assert module.longest_prompt == len("question 39")
+
+
+def test_the_counts_of_several_sources_are_one_sum(tmp_path):
+    first = write(tmp_path / "a.jsonl", [{"prompt": "much longer than the others"}, {"prompt": ""}, *make_rows(8)])
+    second = write(tmp_path / "b.jsonl", [{"prompt": " "}, *make_rows(8, 20)])
+    counts = prepared(sources=[{"path": first}, {"path": second}], prompts_per_rollout=4, val_fraction=0).report[
+        "train"
+    ]
+    assert {key: counts[key] for key in ("rows", "empty", "kept", "longest")} == dict(
+        rows=19, empty=2, kept=17, longest=len("much longer than the others")
+    )
 
 
 def test_looking_before_preparing_says_what_to_do():
@@ -361,8 +373,9 @@ def test_the_command_line_builds_it_from_its_signature(tmp_path):
     parser.add_class_arguments(RolloutDataModule, "data")
     path = write(tmp_path / "a.jsonl", [{"question": "1+1?", "answer": "#### 2"}] * 40)
     arguments = [f"--data.path={path}", "--data.map_row=lit_rl.data.recipes.gsm8k", "--data.val_path.x", path]
-    built = parser.instantiate_classes(parser.parse_args([*arguments, "--data.overlong=error"]))
-    module = RolloutDataModule(**built.data) if not isinstance(built.data, RolloutDataModule) else built.data
+    built = parser.instantiate(parser.parse_args([*arguments, "--data.overlong=error"]))
+    module = built.data
+    assert isinstance(module, RolloutDataModule)
     with pytest.warns(UserWarning, match="40 of 40"):
         module.prepare(TOKENIZER)
     assert module.options.overlong == "error" and module.val_names == ["x"] and module.columns == ["answer"]

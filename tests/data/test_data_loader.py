@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -182,8 +183,8 @@ def test_evaluation_covers_every_row_with_equal_batches_on_every_rank(size, batc
     assert len({tuple(len(batch) for batch in part) for part in parts}) == 1
     count = size if limit is None else min(size, limit)
     seen = [row for part in parts for batch in part for row in batch.rows]
-    assert set(seen) == set(range(count))
     assert len(seen) - count < world, "no more rows come twice than the ranks need"
+    assert Counter(seen) == Counter(i % count for i in range(len(seen))), "the first rows fill up"
     assert all(len(batch) <= batch_size for part in parts for batch in part)
     assert {(batch.rollout, batch.slot) for part in parts for batch in part} == {(0, 0)}
     if world == 1:

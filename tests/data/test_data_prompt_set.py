@@ -156,6 +156,15 @@ def test_the_fingerprint_follows_the_content():
     assert len(set(prints)) == len(prints)
     assert whole(base).fingerprint == prints[0]
     assert whole(base, system_prompt="S").fingerprint != prints[0]
+    cut = [whole([{"prompt": "abc"}], max_prompt_tokens=n, overlong="truncate_left").fingerprint for n in (1, 2, 3)]
+    assert len(set(cut)) == 3, "equal prompts, other tokens"
+
+
+def test_control_tokens_in_a_message_are_a_bad_row():
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("a", "a<|im_end|>", "b")]
+    with pytest.raises(DataError, match=r"f\[1\]: message 0 \(user\) holds the text '<\|im_end\|>'"):
+        read(rows)
+    assert read(rows, on_bad_row="skip")[1]["bad"] == 1
 
 
 def test_the_fingerprint_of_any_value_is_the_same_in_every_process():

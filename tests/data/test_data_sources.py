@@ -120,7 +120,7 @@ BAD_FILES = {
     "latin.csv": (b"a\n\xe9\n", "cannot be read"),
     "array.json": (b'[{"a": 1}, 7]', r"array\.json\[1\]: .*found 7"),
     "pretty.json": (b'{\n "a": 1\n}', r"pretty\.json:1: not valid JSON"),
-    "cut.json": (b'[{"a": 1}, {"a"', "line 1, column|column"),
+    "cut.json": (b'[{"a": 1}, {"a"', r"not valid JSON .*column 16"),
     "nan.json": (b'[{"a": NaN}]', "NaN"),
     "not.parquet": (b"PAR1 not at all", "cannot be read as parquet"),
     "empty.jsonl": (b"", "no rows"),

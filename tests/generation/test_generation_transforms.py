@@ -49,11 +49,9 @@ def test_top_p_equals_transformers(seed: int, p: float) -> None:
 
 
 @given(seed=seeds, p=st.floats(0.01, 1))
-def test_min_p_equals_transformers_except_for_ties_with_the_best(seed: int, p: float) -> None:
+def test_min_p_equals_transformers(seed: int, p: float) -> None:
     logits = random_logits(seed)
-    ours = transforms.min_p(logits, p)
-    theirs = peer.MinPLogitsWarper(p)(NO_IDS, logits)
-    equal_distributions(ours, torch.where(logits == logits.amax(-1, keepdim=True), logits, theirs))
+    equal_distributions(transforms.min_p(logits, p), peer.MinPLogitsWarper(p)(NO_IDS, logits))
 
 
 @given(seed=seeds, penalty=st.floats(0.5, 2))
@@ -84,6 +82,13 @@ def test_chain_equals_transformers_in_its_order(seed: int, temperature: float, k
     ):
         theirs = processor(NO_IDS, theirs)
     equal_distributions(transforms.reshape(logits, sampling), theirs)
+
+
+def test_the_hardest_settings_leave_the_likeliest_token() -> None:
+    logits = random_logits(3)
+    sampling = Sampling(temperature=1e-9, top_k=1, top_p=1e-9, min_p=1.0)
+    assert (transforms.reshape(logits, sampling).softmax(-1).amax(-1) > 0.3).all()
+    assert torch.equal(transforms.top_p(logits, 1e-9).isfinite().sum(-1), torch.ones(4))
 
 
 def test_transforms_that_are_off_leave_the_very_same_tensor() -> None:

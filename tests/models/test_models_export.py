@@ -158,8 +158,17 @@ def exported(make_model, tmp_path) -> tuple[LanguageModel, dict[str, torch.Tenso
     return model, full_state_dict(policy), tmp_path / "hf"
 
 
-@pytest.mark.parametrize("fault", ["missing", "changed", "extra", "shape", "dtype"])
-def test_verification_sees_every_kind_of_damage(make_model, tmp_path, fault):
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("missing", "lacks 1 weights"),
+        ("changed", r"up_proj\.weight differs by \d"),
+        ("extra", "also holds 1 weights"),
+        ("shape", "shapes"),
+        ("dtype", r"is torch\.float32 .* was torch\.bfloat16"),
+    ],
+)
+def test_verification_sees_every_kind_of_damage(make_model, tmp_path, fault, message):
     model, state, folder = exported(make_model, tmp_path)
     assert verify(folder, state, model.tokenizer) == 0.0
     stored = load_file(folder / "model.safetensors")
@@ -175,7 +184,7 @@ def test_verification_sees_every_kind_of_damage(make_model, tmp_path, fault):
     elif fault == "extra":
         del state[name]
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match=message):
         verify(folder, state, model.tokenizer)
 
 
@@ -198,13 +207,14 @@ def test_verification_sees_another_tokenizer(make_model, tmp_path, fault):
 
 
 def test_ids_agree_between_tokenizer_config_and_generation_config(make_model, tmp_path):
-    folder = make_model(generation={"eos_token_id": [259], "pad_token_id": 3}, eos_token_id=7)
+    folder = make_model(generation={"eos_token_id": [259], "pad_token_id": 3, "max_new_tokens": 77}, eos_token_id=7)
     model = LanguageModel(str(folder), pad_token="<|im_start|>")
     policy = model.load()
     out = export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card=CARD).folder
     config, generation = AutoModelForCausalLM.from_pretrained(out).config, GenerationConfig.from_pretrained(out)
     assert config.eos_token_id == generation.eos_token_id == [7, 258, 259]
     assert config.pad_token_id == generation.pad_token_id == AutoTokenizer.from_pretrained(out).pad_token_id == 257
+    assert generation.max_new_tokens == 77, "what the model recommends beside its ids stays"
     assert policy.config.pad_token_id is None, "the policy's own config must stay as it is"
     assert LanguageModel(str(out)).eos_ids == (7, 258, 259)
 

@@ -50,6 +50,15 @@ def test_dtypes(make_model):
     assert LanguageModel(str(folder), dtype="float16").load().dtype == torch.float16
 
 
+def test_an_attention_kernel_that_is_not_installed_or_unknown(make_model):
+    folder = str(make_model())
+    assert LanguageModel(folder, attn_implementation="eager").load().config._attn_implementation == "eager"
+    with pytest.raises(BackendError, match="not installed"):
+        LanguageModel(folder, attn_implementation="flash_attention_2").load()
+    with pytest.raises(ConfigError, match="sdpaa"):
+        LanguageModel(folder, attn_implementation="sdpaa").load()
+
+
 @pytest.mark.parametrize("damage", ["cut", "noise", "empty"])
 def test_damaged_weights_are_refused_by_file_name(make_model, damage):
     folder = make_model()
@@ -314,6 +323,7 @@ def test_an_adapter_is_continued_as_it_was_saved(make_model, make_completions, t
     }
 
 
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
 def test_an_adapter_that_does_not_fit_is_refused(make_model, tmp_path):
     folder = make_model()
     LanguageModel(str(folder), lora=Lora(r=2)).load().save_pretrained(tmp_path / "adapter")

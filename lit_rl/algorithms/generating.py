@@ -1,0 +1,135 @@
+"""A policy that writes and is scored: generation, rewards, and validation by generating."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_rl.algorithms.evaluation import Evaluation, EvaluationRows, prefixed
+from lit_rl.algorithms.policy_module import PolicyModule
+from lit_rl.algorithms.tables import sample_table
+from lit_rl.generation.base import Generator
+from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.sharding import unsharded
+from lit_rl.rewards.base import Rewards, Scores, TrainerState
+from lit_rl.rollout import Completions, PromptBatch, Sampling
+
+
+class GeneratingModule(PolicyModule):
+    """A `PolicyModule` with a generator and rewards. Every algorithm validates with it, whatever it learns from.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions; a single function is taken as `Rewards(function)`.
+        generator: Draws the completions. None is the in-process decode loop.
+        sampling: How training completions are drawn.
+        evaluation: How validation samples.
+        group_size: Completions a prompt in training.
+        shared: What every `PolicyModule` takes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward: Any,
+        *,
+        generator: Generator | None,
+        sampling: Sampling,
+        evaluation: Evaluation,
+        group_size: int,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, **shared)
+        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
+        self.generator: Generator = NativeGenerator() if generator is None else generator
+        self.sampling, self.evaluation, self.group_size = sampling, evaluation, group_size
+        self._seconds = {"generate": 0.0, "reward": 0.0}
+        self._evaluated: list[EvaluationRows] = []
+
+    def generate(
+        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
+    ) -> Completions:
+        """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
+        started = time.perf_counter()
+        completions = collect(
+            self.generator,
+            self.policy,
+            batch,
+            sampling=sampling or self.sampling,
+            group_size=group_size or self.group_size,
+            vocabulary=Vocabulary(self.model.eos_ids, self.model.pad_id, self.tokenizer.decode),
+            version=self.step,
+            seed=self.seed,
+        )
+        self._seconds["generate"] = time.perf_counter() - started
+        return replace(completions, group_id=completions.group_id + self.global_rank * len(batch))
+
+    def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
+        """What the reward functions say of each completion, special tokens left out of the text."""
+        started = time.perf_counter()
+        ids = response_ids(completions)
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        prompts, answers, columns = as_reward_input(batch, texts, len(completions) // len(batch))
+        trainer = self.trainer_or_none
+        now = TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
+        scores = self.reward_functions.score(prompts, answers, columns, completion_ids=ids, trainer_state=now)
+        self._seconds["reward"] = time.perf_counter() - started
+        return scores
+
+    @contextmanager
+    def rollout_context(self) -> Iterator[None]:
+        """No gradient, the Trainer's precision, and the policy's parameters gathered once if they are sharded."""
+        trainer = self.trainer_or_none
+        precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
+        with torch.no_grad(), precision, unsharded(self.policy):
+            yield
+
+    # ------------------------------------------------------------------ validate, test, predict
+
+    def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
+        """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
+        apart = replace(batch, rollout=-1 - dataloader_idx)
+        with self.rollout_context():
+            completions = self.generate(apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
+            return completions, self.reward(apart, completions)
+
+    def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
+        """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""
+        completions, scores = self.evaluate(batch, dataloader_idx)
+        texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        while len(self._evaluated) <= dataloader_idx:
+            self._evaluated.append(EvaluationRows())
+        self._evaluated[dataloader_idx].add(batch, completions, scores)
+        return sample_table(self.step, batch, texts, completions, scores, advantages=None)
+
+    validation_step = predict_step
+    test_step = predict_step
+
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated = []
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _log_evaluation(self, stage: str) -> None:
+        names = self.trainer.datamodule.val_names  # pyright: ignore
+        for name, rows in zip(names, self._evaluated, strict=True):
+            rows.gather()
+            metrics = prefixed(rows.metrics(), stage, name)
+            fitting = self.trainer.state.fn == TrainerFn.FITTING
+            if fitting and not self.trainer.sanity_checking:
+                for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
+                    logger.log_metrics(metrics, step=self.step)
+            self.log_dict(metrics, logger=not fitting, batch_size=1)

@@ -1,0 +1,231 @@
+"""`lit-rl fit|validate|test|predict`: the same classes and the same defaults through LightningCLI.
+
+The keys are those of the constructors: `--model` is the LightningModule (GRPO, RLOO) and `--model.model` its policy.
+Optimizer, schedule and reference stand at the top, as in the Hydra door: `--optimizer=AdamW --optimizer.lr=1e-5`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import inspect
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import yaml
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from lit_rl.algorithms import optimizers, schedules
+from lit_rl.algorithms.policy_module import PolicyModule
+from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop
+from lit_rl.cli import quiet
+from lit_rl.cli.build import ALLOWED
+from lit_rl.cli.lightning_messages import in_one_sentence
+from lit_rl.commands import evaluate
+from lit_rl.commands.run_dir import RunDir, redact
+from lit_rl.commands.train import Run
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Task
+from lit_rl.errors import INTERRUPTED, TERMINATED, ConfigError, did_you_mean
+from lit_rl.models import reference
+
+CONFIG_NAME = "lit_rl_config.yaml"
+
+FACTORIES = {
+    "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.ByPath),
+    "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant),
+    "reference": (reference.Auto, reference.FrozenCopy, reference.AdapterBase),
+}
+"""Slots of a module that are keys of their own, as they are groups of the Hydra door. Left inside the module,
+jsonargparse would read the protocol of a factory as "a class of what the call returns" and take the optimizers of torch
+for ours, with other defaults. It would refuse every reference, too: a context manager's signature is not the one of
+the function that it is made from."""
+
+
+def main(arguments: list[str]) -> int:
+    """Run `[command, --key=value, ...]`; returns the exit code."""
+    quiet.filter_warnings()
+    sys.argv = [sys.argv[0], *arguments]  # Lightning starts the processes of other ranks with it
+    cli = command_line(arguments)
+    stops = [c.signum for c in cli.trainer.callbacks if isinstance(c, GracefulStop) and c.signum]  # pyright: ignore
+    return 0 if not stops else INTERRUPTED if stops[0] == signal.SIGINT else TERMINATED
+
+
+def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
+    """Parse, check, build; then run the command that stands first, or with `run=False` (no command) leave it at that.
+
+    Raises:
+        LitRLError: as a constructor raised it; a ConfigError for what the parser refuses.
+    """
+    by_hand = _named_on_the_command_line(arguments)
+    settings: dict[str, Any] = {"exit_on_error": False, "dump_header": [f"lightning=={L.__version__}"]}
+    with _importing_only(by_hand):
+        return CommandLine(
+            PolicyModule,
+            RolloutDataModule,
+            subclass_mode_model=True,
+            save_config_callback=SaveConfig,
+            trainer_defaults=trainer_defaults(),
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            parser_kwargs=settings | {name: dict(settings) for name in CommandLine.subcommands()},
+            args=list(arguments),
+            run=run,
+        )
+
+
+def trainer_defaults() -> dict[str, Any]:
+    """Those of the Hydra door, from its own file: no default stands twice. Loggers and callbacks are the config's."""
+    file = importlib.resources.files("lit_rl.conf") / "trainer" / "default.yaml"
+    settings = yaml.safe_load(file.read_text())
+    return {name: value for name, value in settings.items() if name not in ("defaults", "logger", "callbacks")}
+
+
+class WithKeywords:
+    """A function of tensors with settings of its own, for configs: what Hydra makes with `_partial_`.
+
+    Args:
+        function: A loss, an advantage, a KL or a reduction, such as `lit_rl.ops.losses.clipped_policy_loss`.
+        keywords: Its keyword-only arguments, such as `{clip_high: 0.28}`.
+    """
+
+    def __init__(self, function: Callable, keywords: dict[str, Any]) -> None:
+        known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        for name in keywords:
+            if name not in known:
+                listed = f"It has: {', '.join(known) or 'none'}."
+                raise ConfigError(f"{name} is no setting of {function.__name__}.{did_you_mean(name, known)} {listed}")
+        self.func, self.keywords = function, dict(keywords)
+
+    def __call__(self, *tensors: Any) -> Any:
+        return self.func(*tensors, **self.keywords)
+
+
+class CommandLine(LightningCLI):
+    """LightningCLI with one more command-line habit: what it refuses, it refuses in one sentence."""
+
+    trainer: L.Trainer
+    model: Any
+    datamodule: Any
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        commands = LightningCLI.subcommands()
+        commands["predict"] |= {"return_predictions", "weights_only"}  # `predict` below decides them
+        return commands
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_lightning_class_args(L.Trainer, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+        parser.add_subclass_arguments(PolicyModule, "model", fail_untyped=False, required=True, skip=set(FACTORIES))
+        parser.add_class_arguments(RolloutDataModule, "data", fail_untyped=False, sub_configs=True, skip={"task"})
+        parser.add_argument(
+            "--data.task",
+            type=Task | None,  # pyright: ignore[reportArgumentType]  # jsonargparse takes any type expression
+            default=None,
+            help="An object whose `train()` and `val()` return rows, such as `lit_rl.data.tasks.Addition`.",
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for key, classes in FACTORIES.items():
+            parser.add_subclass_arguments(
+                classes, key, required=False, help=f"The module's {key}; null is its default."
+            )
+        parser.add_argument(
+            "--allow_targets",
+            type=list[str],
+            default=[],
+            help="Your own packages that a `class_path` may name, by hand on the command line: [my_package].",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        with in_one_sentence(FACTORIES):
+            self.config = parser.parse_args(args)
+        section = self.config.get(str(self.config.get("subcommand")), self.config)
+        extra = set(section.get("allow_targets") or []) - set(_named_on_the_command_line(args))
+        if extra:
+            raise ConfigError(
+                f"allow_targets={sorted(extra)} stands in a config file. It counts only where you type it: "
+                f"--allow_targets=[{','.join(sorted(extra))}]."
+            )
+
+    def instantiate_classes(self) -> None:
+        with in_one_sentence(FACTORIES):
+            super().instantiate_classes()
+        for key in FACTORIES:
+            if (chosen := self._get(self.config_init, key)) is not None:
+                setattr(self.model, key, chosen)
+
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        given = self._get(self.config_init, "trainer")["plugins"]
+        plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
+        return super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
+
+    def predict(self, model: Any, datamodule: Any, ckpt_path: str | None = None) -> None:
+        """Completions of the validation prompts, one JSON line each, in `predictions.jsonl`."""
+        run_dir = RunDir(_folder(self.trainer))
+        run_dir.path.mkdir(parents=True, exist_ok=True)
+        evaluate.predict(Run(model, datamodule, self.trainer, run_dir, ckpt_path, command="", dataset=""))
+
+
+class SaveConfig(SaveConfigCallback):
+    """The config of a `fit` beside its logs, without secrets. Another run's is never overwritten."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        folder = _folder(trainer)
+        path = folder / CONFIG_NAME
+        resumed = trainer.ckpt_path is not None and folder.resolve() in Path(trainer.ckpt_path).resolve().parents
+        if trainer.strategy.broadcast(path.exists() and not resumed):
+            raise ConfigError(
+                f"{path} belongs to another run. Give this one its own folder (trainer.default_root_dir, or "
+                "the logger's version), or go on with that one: --ckpt_path with a checkpoint in this folder."
+            )
+        if trainer.is_global_zero:
+            tree = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(yaml.safe_dump(redact(tree), sort_keys=False))
+
+
+def _folder(trainer: L.Trainer) -> Path:
+    """Where the run writes. A logger may have no folder (JsonlLogger); then it is the Trainer's."""
+    return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+# ---------------------------------------------------------------------- what a config may name
+
+
+def _named_on_the_command_line(arguments: Sequence[str]) -> list[str]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--allow_targets", "--allow_targets+", action="append", default=[])
+    given = ",".join(parser.parse_known_args(list(arguments))[0].allow_targets)
+    return [name for name in re.split(r"[\s,\[\]'\"]+", given) if name]
+
+
+@contextmanager
+def _importing_only(by_hand: Sequence[str]) -> Iterator[None]:
+    """jsonargparse imports what stands on the list of the Hydra door and what the user named, and nothing else.
+
+    It checks a path before it is imported, and again where the object really comes from.
+    """
+    allowed = [prefix.rstrip(".") for prefix in ALLOWED]
+    set_parsing_settings(
+        import_path_denylist=["*"],
+        import_path_allowlist=[*allowed, *by_hand],
+        instantiate_subclass_spec_in_any=False,
+        subclasses_enabled=[kind for kinds in FACTORIES.values() for kind in kinds],  # dataclasses are not, by default
+    )
+    try:
+        yield
+    finally:
+        if only_now := sorted(set(by_hand) - set(allowed)):
+            set_parsing_settings(import_path_denylist=only_now)

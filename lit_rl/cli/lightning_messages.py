@@ -1,0 +1,90 @@
+"""From jsonargparse's account of everything that it tried to one sentence: the key, what came, what is allowed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from jsonargparse import ArgumentError
+
+from lit_rl.cli.build import ALLOWED
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.errors import ConfigError, LitRLError, did_you_mean
+
+Factories = Mapping[str, Sequence[type]]
+"""Keys that take one of a few classes."""
+
+
+@contextmanager
+def in_one_sentence(factories: Factories) -> Iterator[None]:
+    """While open: what jsonargparse refuses is a ConfigError; what a constructor of ours raised comes out as it was."""
+    try:
+        yield
+    except (ArgumentError, ValueError) as error:
+        if (ours := _ours(error)) is not None:
+            raise ours from error
+        if "jsonargparse" not in traceback.extract_tb(error.__traceback__)[-1].filename:
+            raise  # Lightning's own: cli.messages knows them
+        raise _explained(str(error), factories) from error
+
+
+def _ours(error: BaseException | None) -> LitRLError | None:
+    """What a constructor of ours raised, before jsonargparse wrapped it in an account of what it tried."""
+    while error is not None and not isinstance(error, LitRLError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _explained(text: str, factories: Factories) -> ConfigError:
+    """From jsonargparse's account to the key and the reason."""
+    key = ".".join(re.findall(r'[Pp]arser key "([^"]+)"', text))
+    if denied := re.search(r"Importing '([^']+)' is not allowed", text):
+        target, listed = denied.group(1), ", ".join(f"{prefix}*" for prefix in ALLOWED)
+        return ConfigError(
+            f"{key}={target!r} is not on the list of what a config may build ({listed}). For a class of your own, "
+            f"allow its package on the command line: --allow_targets=[{target.split('.')[0]}]. A reward function needs "
+            "no such path: --model.reward=lit_rl.rewards.from_paths --model.reward.fn=package.module:name."
+        )
+    if unknown := re.search(_UNKNOWN, text):
+        option, whole, group, member = unknown.groups()
+        return _unknown(whole or (f"{group}.{member}" if group else f"{key}.{option}"), text, factories)
+    if name := re.search(r"Expected a dot import path string: (\w+)", text):
+        known = {"model": ["GRPO", "RLOO"]} | {
+            slot: [kind.__name__ for kind in kinds] for slot, kinds in factories.items()
+        }
+        choices = known.get(key, [])
+        listed = f" Allowed is {', '.join(choices)}, or a dotted path." if choices else " Allowed is a dotted path."
+        return ConfigError(f"{key}={name.group(1)} is not a class.{did_you_mean(name.group(1), choices)}{listed}")
+    lines = [re.sub(_ECHO, "", line).strip(" -") for line in text.splitlines()]
+    reasons = dict.fromkeys(line for line in lines if line)
+    return ConfigError(f"{key}: {'; '.join(reasons)}"[:1000] if key else "; ".join(reasons)[:1000])
+
+
+_UNKNOWN = (
+    r"Option '([^']+)' is not accepted|unrecognized arguments: --([\w.]+)"
+    r"|Group '([^']+)' does not accept option '([^']+)'"
+)
+_ECHO = (
+    r"[Pp]arser key \"[^\"]+\":|Problem with given class_path '[^']+':|Does not validate against any.*|Subtypes: .*"
+    r"|Errors:$|Expected a <class 'NoneType'>|Given value.*|Expected a path but .* either not accessible or invalid"
+)
+"""What jsonargparse says around a reason."""
+
+
+def _unknown(key: str, text: str, factories: Factories) -> ConfigError:
+    head, _, name = key.rpartition(".")
+    if head == "model" and name.split(".")[0] in factories:
+        return ConfigError(f"{key} is not a key: it stands at the top, --{name}=...")
+    owner: Any = {"trainer": L.Trainer, "data": RolloutDataModule}.get(head)
+    if built := re.findall(r"given class_path '([\w.]+)'", text):
+        module, _, last = built[-1].rpartition(".")
+        owner = getattr(sys.modules.get(module), last, None)
+    names = sorted(n for n in inspect.signature(owner).parameters if n not in factories) if owner else []
+    listed = f" {head} has: {', '.join(names)}." if names else ""
+    return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")

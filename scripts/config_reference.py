@@ -1,0 +1,172 @@
+"""Write the tables of docs/configuration.md from the YAML files of `conf/` and the docstrings of the classes.
+
+    python scripts/config_reference.py
+
+What stands above the marker in the document is written by hand and kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_rl.cli import schemas
+
+ROOT = Path(__file__).resolve().parents[1]
+CONF = ROOT / "conf"
+DOCUMENT = ROOT / "docs" / "configuration.md"
+MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand. -->\n"
+
+GROUPS = "algo algo/advantage algo/loss algo/kl algo/reduction model data reward reference sampling generator optimizer"
+GROUPS += " scheduler eval strategy logger callbacks experiment debug"
+
+KEYS = {
+    "algo": ["GRPO", "RLOO"],
+    "algo.loss": ["clipped_policy_loss", "sequence_clipped_loss"],
+    "algo.advantage": ["group_normalized", "batch_normalized"],
+    "model": ["LanguageModel"],
+    "model.lora": ["Lora"],
+    "data": ["RolloutDataModule"],
+    "data.task": ["Addition"],
+    "reward": ["from_paths"],
+    "sampling": ["Sampling"],
+    "generator": ["NativeGenerator", "HFGenerator"],
+    "optimizer": ["AdamW", "AdamW8bit", "ByPath"],
+    "scheduler": ["Linear", "Cosine", "Constant"],
+    "eval": ["Evaluation"],
+    "callbacks.samples": ["Samples"],
+    "callbacks.progress": ["Progress"],
+    "callbacks.histograms": ["Histograms"],
+}
+"""Where the settings of a class stand in a config, and the classes that may stand there."""
+
+SLOTS = {
+    **{name: name for name in ("model", "reward", "reference", "optimizer", "scheduler", "sampling", "generator")},
+    **{name: f"algo/{name}" for name in ("advantage", "loss", "kl", "reduction")},
+    "evaluation": "eval",
+    "lora": "model.lora",
+    "task": "data.task",
+}
+"""Constructor parameters that another group or table fills."""
+
+
+def tables() -> str:
+    """Everything below the marker."""
+    parts = [MARKER, "## The groups and their choices\n"]
+    parts += [f"{group_table(group)}\n" for group in GROUPS.split()]
+    parts += ["## Every key\n", "### Top level\n", f"{top_level()}\n"]
+    for prefix, names in KEYS.items():
+        parts += [f"### `{prefix}.*`\n", f"{key_table(prefix, names)}\n"]
+    for prefix, file in {"trainer": "trainer/default.yaml", "callbacks.checkpoint": "callbacks/default.yaml"}.items():
+        parts += [f"### `{prefix}.*`: where we depart from Lightning\n", f"{departures(prefix, CONF / file)}\n"]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def group_table(group: str) -> str:
+    """The choices of a group, each with the comment that opens its file."""
+    rows = [f"| `{path.stem}` | {first_comment(path)} |" for path in sorted((CONF / group).glob("*.yaml"))]
+    return "\n".join([f"| `{group}=` | |", "|---|---|", *rows])
+
+
+def first_comment(path: Path) -> str:
+    """The first comment that is not Hydra's own (`@package`)."""
+    comments = [line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#")]
+    return cell(next(comment for comment in comments if not comment.startswith("@package")))
+
+
+def top_level() -> str:
+    """The keys of `conf/config.yaml` that belong to no group."""
+    text = (CONF / "config.yaml").read_text().partition("_self_\n")[2].partition("\nhydra:")[0]
+    found = re.findall(r"^(\w+): (\S.*?)(?:\s+# (.*))?$", text, re.MULTILINE)
+    rows = [
+        f"| `{key}` | `{default}` | {cell(comment) or 'Of everything that is drawn.'} |"
+        for key, default, comment in found
+    ]
+    return "\n".join(["| key | default | |", "|---|---|---|", *rows])
+
+
+def key_table(prefix: str, names: list[str]) -> str:
+    """One line a setting; where several classes have it, the line of the first, with each other default."""
+    rows: dict[str, list[tuple[str, Any, str]]] = {}
+    for name in names:
+        for key, default, meaning in settings(name):
+            rows.setdefault(key, []).append((name, default, meaning))
+    lines = ["| key | default | |", "|---|---|---|"]
+    for key, found in rows.items():
+        only = "" if len(found) == len(names) else f" ({', '.join(name for name, _, _ in found)} only)"
+        lines.append(f"| `{prefix}.{key}` | {defaults(key, found)} | {cell(found[0][2])}{only} |")
+    return "\n".join(lines)
+
+
+def settings(name: str) -> Iterator[tuple[str, Any, str]]:
+    """`(parameter, default, meaning)` of what a schema names."""
+    path = {**schemas.TARGETS, **schemas.FUNCTIONS}[name]
+    target = schemas._load(path)
+    meanings = arguments(inspect.getdoc(target) or "")
+    for parameter in inspect.signature(target).parameters.values():
+        if name in schemas.FUNCTIONS and parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        yield parameter.name, parameter.default, meanings.get(parameter.name, f"See `{path}`.")
+
+
+def arguments(docstring: str) -> dict[str, str]:
+    """The `Args:` section of a Google-style docstring."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", docstring, re.MULTILINE)
+    if section is None:
+        return {}
+    entries = re.split(r"^(\w+): ", textwrap.dedent(section[1]), flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2])}
+
+
+def defaults(key: str, found: list[tuple[str, Any, str]]) -> str:
+    """One default, or one a class where they differ."""
+    if key in SLOTS:
+        slot = SLOTS[key]
+        return f"the keys of `{slot}`" if "." in slot else f"group `{slot}`"
+    values = {name: shown(default) for name, default, _ in found}
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def shown(default: Any) -> str:
+    """A default as YAML has it."""
+    if default is inspect.Parameter.empty:
+        return "required"
+    if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
+        return "`{}`"
+    if isinstance(default, tuple):
+        default = list(default)
+    if default is None or isinstance(default, bool):
+        return f"`{yaml.safe_dump(default).splitlines()[0]}`"
+    return f"`{default}`"
+
+
+def departures(prefix: str, path: Path) -> str:
+    """The settings that a YAML file makes, with the comment of their line."""
+    text = path.read_text()
+    if not prefix.startswith("trainer"):
+        text = textwrap.dedent(text.partition(f"\n{prefix.rpartition('.')[2]}:\n")[2])
+    found = re.findall(r"^(\w+): ([^\[\n]\S*)(?:\s+# (.*))?$", text, re.MULTILINE)
+    rows = [f"| `{prefix}.{key}` | `{value}` | {cell(comment)} |" for key, value, comment in found]
+    return "\n".join(["| key | value | why |", "|---|---|---|", *rows])
+
+
+def cell(text: str) -> str:
+    """Text that stands in one cell of a Markdown table."""
+    return text.replace("``", "`").replace("|", "\\|").replace("<", "&lt;").strip()
+
+
+def document() -> str:
+    """docs/configuration.md as it should be."""
+    return DOCUMENT.read_text().partition(MARKER)[0] + tables()
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document())

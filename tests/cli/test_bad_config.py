@@ -1,0 +1,330 @@
+"""Every bad setting ends with its exit code, names the key and what is allowed, and leaves nothing on the disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from conftest import MINUTE, Command, contents, refused
+
+from lit_rl.cli import build
+from lit_rl.errors import ConfigError
+
+ROWS: list[tuple[str, list[str], int, list[str]]] = [
+    # unknown keys: the nearest one, wherever it is, and those that stand there
+    ("key", ["algo.group_sise=4"], 2, ["algo.group_sise is not a key", "'group_size'", "minibatches"]),
+    ("key-elsewhere", ["algo.lrr=1"], 2, ["algo.lrr is not a key", "optimizer.lr"]),
+    ("key-of-trainer", ["trainer.max_step=3"], 2, ["trainer.max_step is not a key", "'max_steps'"]),
+    ("key-top", ["sede=1"], 2, ["sede is not a key", "'seed'"]),
+    ("key-group-name", ["algorithm=grpo"], 2, ["algorithm", "'algo'"]),
+    ("key-deep", ["model.lora.rank=4"], 2, ["model.lora.rank is not a key", "rslora"]),
+    ("key-added", ["+sampling.topp=0.9"], 2, ["sampling.topp is not a key", "'top_p'"]),
+    ("key-of-callback", ["callbacks.samples.evry=2"], 2, ["callbacks.samples.evry is not a key", "'every'"]),
+    ("key-of-loss", ["algo.loss.clip_hi=0.3"], 2, ["algo.loss.clip_hi is not a key", "'clip_high'"]),
+    # unknown choices: the list
+    ("choice", ["algo=grp"], 2, ["algo=grp is not a choice", "'grpo'", "dapo", "dr_grpo", "rloo"]),
+    ("choice-model", ["model=qwen05b"], 2, ["model=qwen05b is not a choice", "'qwen0.5b'", "tiny"]),
+    ("choice-nested", ["algo/loss=clip"], 2, ["algo/loss=clip is not a choice", "'clipped'"]),
+    ("choice-null", ["experiment=rlo"], 2, ["experiment=rlo is not a choice", "rloo_addition"]),
+    ("choice-task", ["task=fitt"], 2, ["task=fitt", "'fit'", "predict"]),
+    ("choice-dtype", ["model.dtype=float31"], 2, ["model.dtype='float31'", "'float32'", "bfloat16"]),
+    ("choice-overlong", ["data.overlong=cut"], 2, ["data.overlong='cut'", "drop, truncate_left, error"]),
+    # wrong types: key, type, value
+    ("type-int", ["algo.group_size=four"], 2, ["algo.group_size", "'four'", "Integer"]),
+    ("type-float", ["optimizer.lr=1e-6x"], 2, ["optimizer.lr", "'1e-6x'", "Float"]),
+    ("type-fraction", ["sampling.max_new_tokens=1.5"], 2, ["sampling.max_new_tokens", "1.5", "Integer"]),
+    ("type-bool", ["algo.mask_truncated=maybe"], 2, ["algo.mask_truncated", "'maybe'", "bool"]),
+    ("type-trainer", ["trainer.max_steps=many"], 2, ["trainer.max_steps", "'many'", "Integer"]),
+    ("type-null", ["algo.group_size=null"], 2, ["algo.group_size"]),
+    ("type-pair", ["optimizer.betas=0.9"], 2, ["AdamW", "betas=0.9"]),
+    ("type-pair-words", ["optimizer.betas=[a,b]"], 2, ["AdamW", "betas=['a', 'b']"]),
+    ("type-seed", ["seed=x"], 2, ["seed", "'x'", "Integer"]),
+    ("type-group", ["data=[addition,jsonl]"], 2, ["data"]),
+    # group size
+    *[(f"group_size{n}", [f"algo.group_size={n}"], 2, [f"algo.group_size={n}", "2 or more"]) for n in (1, 0, -1)],
+    ("group_size-rloo", ["algo=rloo", "algo.group_size=1"], 2, ["algo.group_size=1", "RLOO", "2 or more"]),
+    ("group_size-eval", ["eval.group_size=0"], 2, ["eval.group_size=0"]),
+    # numbers that cannot be learnt with
+    ("lr-zero", ["optimizer.lr=0"], 2, ["optimizer.lr=0", "(0, 1]"]),
+    ("lr-negative", ["optimizer.lr=-1e-6"], 2, ["optimizer.lr=-1e-06", "(0, 1]"]),
+    ("lr-nan", ["optimizer.lr=nan"], 2, ["optimizer.lr=nan", "(0, 1]"]),
+    ("lr-huge", ["optimizer.lr=1e3"], 2, ["optimizer.lr=1000", "(0, 1]"]),
+    ("clip-low", ["algo.loss.clip_low=0"], 2, ["algo.loss.clip_low=0", "(0, 1]"]),
+    ("clip-high", ["algo.loss.clip_high=-0.2"], 2, ["algo.loss.clip_high=-0.2", "(0, inf]"]),
+    ("clip-delta", ["algo.loss.delta=1.0"], 2, ["algo.loss.delta=1", "(1.2, inf]"]),
+    ("beta", ["algo.beta=-0.1"], 2, ["algo.beta=-0.1", "[0, inf]"]),
+    ("beta-rloo", ["algo=rloo", "algo.beta=-0.1"], 2, ["algo.beta=-0.1", "[0, inf]"]),
+    ("beta-nan", ["algo.beta=nan"], 2, ["algo.beta=nan"]),
+    ("temperature-zero", ["sampling.temperature=0"], 2, ["sampling.temperature=0", "every advantage is 0", "eval."]),
+    ("temperature-negative", ["sampling.temperature=-1"], 2, ["sampling.temperature=-1", "[0, inf]"]),
+    ("lora-r", ["model.lora.r=0"], 2, ["model.lora.r=0"]),
+    ("lora-and-adapter", ["model.lora.r=4", "model.adapter=x"], 2, ["model.lora", "model.adapter", "one of them"]),
+    ("quantised", ["model.quantization=nf4"], 2, ["model.quantization=nf4", "model.lora"]),
+    # truncated sampling and the importance ratio
+    ("top_p", ["sampling.top_p=0.9"], 2, ["sampling.top_p=0.9", "importance ratio", "eval.top_p"]),
+    ("top_k", ["sampling.top_k=20"], 2, ["sampling.top_k=20", "importance ratio"]),
+    ("top_p-zero", ["sampling.top_p=0"], 2, ["sampling.top_p=0", "(0, 1]"]),
+    ("top_k-negative", ["sampling.top_k=-5"], 2, ["sampling.top_k=-5", "[0, inf]"]),
+    ("top_p-eval", ["eval.top_p=0", "eval.temperature=1"], 2, ["top_p=0", "(0, 1]"]),
+    ("stop", ["sampling.stop=END"], 2, ["sampling.stop='END'", "['END']"]),
+    # lengths
+    ("no-tokens", ["sampling.max_new_tokens=0"], 2, ["sampling.max_new_tokens=0", "[1, inf]"]),
+    ("min-over-max", ["sampling.min_new_tokens=9"], 2, ["sampling.min_new_tokens=9", "6"]),
+    ("no-rollout", ["data.prompts_per_rollout=0"], 2, ["data.prompts_per_rollout=0", "[1, inf]"]),
+    ("val-fraction", ["data.val_fraction=1"], 2, ["data.val_fraction=1", "[0, 1)"]),
+    # endless
+    (
+        "endless",
+        ["trainer.max_steps=-1", "trainer.max_epochs=-1", "trainer.max_time=null"],
+        2,
+        ["trainer.max_steps", "trainer.max_epochs", "trainer.max_time"],
+    ),
+    # required values and references
+    ("no-path", ["data=jsonl"], 2, ["data.path", "data.sources", "came: none"]),
+    ("no-fn", ["reward=function"], 2, ["reward.fn", "needs one", "./file.py:name"]),
+    ("no-name", ["model=local"], 2, ["model.name=''", "hub id"]),
+    ("no-optimizer", ["optimizer=by_path"], 2, ["optimizer.path", "needs one", "torch.optim.SGD"]),
+    ("two-sources", ["+data.path=x.jsonl"], 2, ["data.path", "came: path, task"]),
+    ("interpolation", ["seed=${sampling.topp}"], 2, ["sampling.topp"]),
+    ("no-checkpoint", ["ckpt_path=gone.ckpt"], 2, ["ckpt_path=gone.ckpt", "`last`"]),
+    ("no-folder", ["model=local", "model.name=./gone"], 2, ["model.name='./gone'", "no such folder"]),
+    # code from the hub
+    (
+        "remote-code",
+        ["model=local", "model.name=owner/model", "model.trust_remote_code=true"],
+        2,
+        ["model.trust_remote_code=true", "can do anything that you can", "model.revision", "commit"],
+    ),
+    (
+        "remote-code-branch",
+        ["model=local", "model.name=owner/model", "model.trust_remote_code=true", "model.revision=main"],
+        2,
+        ["model.revision='main'", "40 hexadecimal digits"],
+    ),
+    # what this machine lacks
+    ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
+    ("fsdp-one-cpu", ["strategy=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"], 8, ["fsdp", "strategy=auto"]),
+    ("accelerator", ["trainer.accelerator=tpu"], 8, ["torch_xla"]),
+    ("accelerator-word", ["trainer.accelerator=gpuu"], 2, ["gpuu"]),
+]
+
+
+@pytest.mark.parametrize("arguments, code, words", [pytest.param(*row, id=name) for name, *row in ROWS])
+def test_a_bad_setting_is_refused_and_nothing_is_written(step: Command, cwd, arguments, code, words):
+    refused(step(*arguments), code, *words)
+    assert contents(cwd) == []
+
+
+# What only the data or the length of its prompts can show: known once the run directory is open, before any weight.
+LATER: list[tuple[str, list[str], list[str]]] = [
+    (
+        "indivisible",
+        ["data.prompts_per_rollout=7", "algo.minibatches=2"],
+        ["data.prompts_per_rollout=7", "algo.minibatches=2", "divisible"],
+    ),
+    ("minibatches", ["data.prompts_per_rollout=2", "algo.minibatches=4"], ["algo.minibatches=4", "divisible"]),
+    (
+        "accumulation",
+        ["data.prompts_per_rollout=2", "trainer.accumulate_grad_batches=4"],
+        ["trainer.accumulate_grad_batches=4", "Nearest settings"],
+    ),
+    ("slices", ["algo.split_groups=3"], ["algo.split_groups=3", "algo.group_size=2"]),
+    ("context", ["sampling.max_new_tokens=4000"], ["sampling.max_new_tokens=4000", "context", "holds"]),
+    ("optimizer-path", ["optimizer=by_path", "optimizer.path=torch.optim.SDG"], ["torch.optim.SDG", "'SGD'"]),
+]
+
+
+@pytest.mark.parametrize("arguments, words", [pytest.param(*row, id=name) for name, *row in LATER])
+def test_a_setting_that_does_not_fit_the_others_is_refused(step: Command, cwd, arguments, words):
+    refused(step(*arguments, "run_dir=run"), 2, *words)
+
+
+def test_a_word_that_is_no_command(command: Command, cwd):
+    refused(command("trian"), 2, "'trian'", "'train'", "key=value")
+    refused(command("seed=1", "trian"), 2, "'trian'")
+    assert contents(cwd) == []
+
+
+def test_the_three_nearest_batch_settings_work(step: Command):
+    outcome = step("data.prompts_per_rollout=7", "algo.minibatches=2", "run_dir=run")
+    advised = [line.split() for line in outcome.err.splitlines() if line.startswith("  data.prompts_per_rollout")]
+    assert len(advised) == 3 and len({tuple(line) for line in advised}) == 3
+    for number, line in enumerate(advised):
+        assert step(*line, f"run_dir=run{number}").code == 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_that_is_not_installed(step: Command, cwd, stage):
+    refused(step(f"strategy=deepspeed_{stage}"), 8, "lit-rl[deepspeed]", "strategy=fsdp")
+    assert contents(cwd) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_logger_that_is_not_installed(step: Command, cwd):
+    refused(step("logger=wandb"), 8, "wandb")
+    assert contents(cwd) == []
+
+
+class TestMonitor:
+    EVERY_STEP = (
+        "run_dir=run",
+        "trainer.max_steps=2",
+        "trainer.val_check_interval=1",
+        "callbacks.checkpoint.every_n_train_steps=1",
+    )
+
+    def test_checkpoint_of_what_is_never_logged(self, step: Command):
+        refused(step("callbacks.checkpoint.monitor=val/rewrd", *self.EVERY_STEP), 2, "val/rewrd", "val/reward")
+
+    def test_early_stopping_on_what_is_never_logged(self, step: Command):
+        stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/rewrd}"
+        refused(step(stopping, *self.EVERY_STEP), 2, "val/rewrd", "val/reward")
+
+    def test_what_is_logged_is_watched(self, step: Command, cwd):
+        stopping = "+callbacks.stop={_target_: lightning.pytorch.callbacks.EarlyStopping, monitor: val/reward}"
+        outcome = step("callbacks.checkpoint.monitor=val/reward", stopping, *self.EVERY_STEP)
+        assert outcome.code == 0, outcome.err
+        assert [name for name in contents(cwd) if name.endswith(".ckpt")]
+
+
+class TestRunDirectory:
+    def test_that_is_a_file(self, step: Command, cwd: Path):
+        (cwd / "taken").write_text("mine")
+        refused(step("run_dir=taken"), 7, "run_dir=taken", "is a file")
+        assert contents(cwd) == ["taken"] and (cwd / "taken").read_text() == "mine"
+
+    def test_below_a_file(self, step: Command, cwd: Path):
+        (cwd / "taken").write_text("mine")
+        refused(step("run_dir=taken/run"), 7, "run_dir=taken/run")
+        assert contents(cwd) == ["taken"]
+
+    def test_of_a_finished_run(self, step: Command, cwd: Path):
+        assert step("run_dir=run").code == 0
+        before = {path: path.stat().st_mtime_ns for path in (cwd / "run").rglob("*")}
+        refused(step("run_dir=run"), 2, "run_dir=run", "a finished run", "ckpt_path=last")
+        outcome = step("run_dir=run", "ckpt_path=last")
+        assert outcome.code == 0 and "nothing to do" in outcome.out
+        assert {path: path.stat().st_mtime_ns for path in (cwd / "run").rglob("*")} == before
+
+    def test_of_a_run_that_did_not_finish(self, step: Command, cwd: Path):
+        (cwd / "run").mkdir()
+        (cwd / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+        refused(step("run_dir=run"), 2, "did not finish", "ckpt_path=last")
+
+    @pytest.mark.parametrize("name", ["two words", "größe", "a=b", "it's", "x/../y"])
+    def test_with_an_odd_name(self, step: Command, cwd: Path, name):
+        quoted = name.replace("'", "\\'")
+        outcome = step(f"run_dir='{quoted}'")
+        assert outcome.code == 0, outcome.err
+        assert json.loads((cwd / name / "summary.json").read_text())["status"] == "finished"
+        assert (cwd / name / "hf" / "model.safetensors").is_file()
+
+
+YAMLS = {
+    "duplicate": ("seed: 1\nseed: 2\n", "seed"),
+    "duplicate-deep": ("algo:\n  beta: 0.1\n  beta: 0.2\n", "beta"),
+    "tab": ("algo:\n\tbeta: 0.1\n", "line 3"),
+    "object": ("seed: !!python/object/apply:os.system ['touch canary']\n", "python/object"),
+    "not-yaml": ("algo: [1, 2\n", "line"),
+    "alias": ("algo: {beta: *unknown}\n", "unknown"),
+    "list": ("- 1\n- 2\n", "mine"),
+}
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, command: Command):
+    """Runs with an experiment file of the user's: `--config-dir DIR experiment=mine`."""
+
+    def run(text: str, *arguments: str):
+        folder = tmp_path / "mine" / "experiment"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "mine.yaml").write_text("# @package _global_\n" + text)
+        return command("--config-dir", str(folder.parent), *MINUTE, "experiment=mine", *arguments)
+
+    return run
+
+
+@pytest.mark.parametrize("text, word", YAMLS.values(), ids=YAMLS)
+def test_a_file_that_is_not_plain_yaml(experiment, cwd, text, word):
+    refused(experiment(text), 2, word)
+    assert contents(cwd) == []
+
+
+def test_a_file_of_the_users_own_is_used(experiment, cwd):
+    outcome = experiment("algo: {beta: -1}\n")
+    refused(outcome, 2, "algo.beta=-1")
+
+
+TARGETS = {
+    "os.system": ("{_target_: os.system, command: touch canary}", "os.system"),
+    "builtins.eval": ('{_target_: builtins.eval, _args_: [\'open("canary", "w")\']}', "builtins.eval"),
+    "partial": ("{_target_: functools.partial, _args_: [{_target_: os.system, command: touch canary}]}", "functools"),
+    "partial-flag": ("{_target_: os.system, _partial_: true, command: touch canary}", "os.system"),
+    "get_method": ("{_target_: hydra.utils.get_method, path: os.system}", "os.system"),
+    "get_object": ("{_target_: hydra.utils.get_object, path: os.system}", "hydra.utils.get_object"),
+    "instantiate": (
+        "{_target_: hydra.utils.instantiate, config: {_target_: os.system, command: touch canary}}",
+        "hydra.utils.instantiate",
+    ),
+    "argument": (
+        "{_target_: lit_rl.callbacks.Samples, every: {_target_: os.system, command: touch canary}}",
+        "os.system",
+    ),
+    # a module of ours or of an allowed package imports os: the path begins as allowed and ends elsewhere
+    "through-ours": ("{_target_: lit_rl.commands.run_dir.os.system, command: touch canary}", "os.system"),
+    "through-lightning": (
+        "{_target_: lightning.pytorch.trainer.trainer.os.system, command: touch canary}",
+        "os.system",
+    ),
+    "through-torch": ("{_target_: torch.optim.optimizer.functools.partial, _args_: [os.system]}", "functools"),
+    "method-through-ours": (
+        "{_target_: hydra.utils.get_method, path: lit_rl.commands.run_dir.os.system}",
+        "os.system",
+    ),
+    "nothing-there": ("{_target_: lit_rl.callbacks.Sample}", "lit_rl.callbacks.Sample"),
+    "no-text": ("{_target_: [os, system]}", "_target_"),
+}
+
+
+@pytest.mark.parametrize("node, word", TARGETS.values(), ids=TARGETS)
+def test_a_target_outside_the_list_is_refused_and_not_run(experiment, cwd, node, word):
+    outcome = experiment(f"callbacks:\n  mine: {node}\n")
+    refused(outcome, 2, word, "callbacks.mine")
+    assert contents(cwd) == []
+
+
+@pytest.mark.parametrize("group", ["algo.advantage", "data.map_row", "trainer.profiler", "reward.functions.x"])
+def test_a_target_is_checked_wherever_it_stands(step: Command, cwd, group):
+    outcome = step(f"++{group}={{_target_: os.system}}")
+    refused(outcome, 2, "os.system", group)
+    assert contents(cwd) == []
+
+
+def test_a_package_that_the_user_allows_is_built(step: Command, cwd: Path, tmp_path: Path, monkeypatch):
+    (tmp_path / "my_package.py").write_text("from lightning import Callback\nclass Mine(Callback): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    mine = "+callbacks.mine={_target_: my_package.Mine}"
+    refused(step(mine), 2, "my_package.Mine", "allow_targets=[my_package]")
+    outcome = step(mine, "allow_targets=[my_package]", "run_dir=run")
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_package_is_no_prefix_of_a_name():
+    with pytest.raises(ConfigError, match="my_package_too"):
+        build.check_target("x", "my_package_too.run", ("my_package.",))
+
+
+HYDRA_NODES = {
+    "callback": ("callbacks: {evil: {_target_: os.system, command: touch canary}}", "os.system"),
+    "launcher": ("launcher: {_target_: os.system, command: touch canary}", "hydra.launcher"),
+    "logging": ("job_logging: {handlers: {evil: {(): os.system, command: touch canary}}}", "os.system"),
+}
+
+
+@pytest.mark.parametrize("node, word", HYDRA_NODES.values(), ids=HYDRA_NODES)
+def test_hydras_own_node_builds_nothing_of_a_users_file(experiment, cwd, node, word):
+    refused(experiment(f"hydra:\n  {node}\n"), 2, word)
+    assert contents(cwd) == []

@@ -1,0 +1,227 @@
+"""Every file of every group composes, resolves and builds; the presets set what their names say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+from conftest import Command, metrics, write_jsonl
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from small_models import save_model, save_tokenizer
+
+import lit_rl
+from lit_rl.algorithms import GRPO, RLOO
+from lit_rl.cli import schemas
+from lit_rl.cli.build import build, plain
+from lit_rl.errors import BackendError
+from lit_rl.models import LanguageModel
+from lit_rl.ops import advantages, losses, reductions
+
+CONF = Path(lit_rl.__file__).parents[1] / "conf"
+FILES = sorted(
+    path.relative_to(CONF).with_suffix("").as_posix()
+    for path in CONF.rglob("*.yaml")
+    if path.parent != CONF and "lightning" not in path.parts  # whole configs of LightningCLI: they have their own tests
+)
+VALUES = {  # what has no default
+    "data/jsonl": ["data.path=mine.jsonl"],
+    "model/local": ["model.name=tiny"],
+    "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
+    "reward/function": ["reward.fn=lit_rl.rewards:contains"],
+    "algo/loss/sequence_clipped": ["algo=rloo"],
+}
+PACKAGES = {"strategy/deepspeed_2": "deepspeed", "strategy/deepspeed_3": "deepspeed", "logger/wandb": "wandb"}
+"""What building needs beyond the package's own requirements."""
+
+Tree = dict[str, Any]
+
+
+@pytest.fixture
+def composed() -> Iterator[Callable[..., Tree]]:
+    """`composed("algo=rloo")` is the resolved config of `train.py algo=rloo`."""
+    schemas.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("lit_rl.conf", version_base="1.3"):
+        yield lambda *overrides: plain(compose("config", ["run_dir=run", "trainer.accelerator=cpu", *overrides]))
+    GlobalHydra.instance().clear()
+
+
+def parts(tree: Tree) -> list[Any]:
+    """Everything that the front door builds of a config, the Trainer last."""
+    nodes = [tree["algo"], tree["data"], *tree["callbacks"].values(), *tree["logger"].values()]
+    return [build(node) for node in (*nodes, tree["trainer"])]
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_composes_and_builds(composed, file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    group, _, choice = file.rpartition("/")
+    tree = composed(*VALUES.get(file, []), f"{group}={choice}")
+    package = PACKAGES.get(file)
+    if package and importlib.util.find_spec(package) is None:
+        with pytest.raises(BackendError, match=package):
+            parts(tree)
+        return
+    module, data, *_, trainer = parts(tree)
+    assert isinstance(module, L.LightningModule) and isinstance(data, L.LightningDataModule)
+    assert isinstance(trainer, L.Trainer)
+
+
+def test_the_files_that_need_a_package_are_there():
+    assert PACKAGES.keys() | VALUES.keys() <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_opens_with_a_line_that_says_what_it_is(file):
+    lines = (CONF / f"{file}.yaml").read_text().splitlines()
+    first = next(line for line in lines if line != "# @package _global_")
+    assert first.startswith("# ") and len(first) > 10
+    assert max(map(len, lines)) <= 140
+
+
+class TestPresets:
+    def test_grpo(self, composed):
+        module = build(composed("algo=grpo")["algo"])
+        assert type(module) is GRPO
+        assert module.advantage.func is advantages.group_normalized
+        assert module.policy_loss.func is losses.clipped_policy_loss
+        assert module.reduction.func is reductions.token_mean
+        assert (module.group_size, module.beta, module.minibatches, module.iterations) == (8, 0.0, 1, 1)
+        assert not module.mask_truncated and not module.needs_reference
+
+    def test_dapo(self, composed):
+        module = build(composed("algo=dapo")["algo"])
+        assert type(module) is GRPO
+        assert module.policy_loss.keywords["clip_low"] == 0.2 and module.policy_loss.keywords["clip_high"] == 0.28
+        assert module.mask_truncated and module.beta == 0.0
+        assert module.reduction.func is reductions.token_mean
+
+    def test_dr_grpo(self, composed):
+        module = build(composed("algo=dr_grpo", "sampling.max_new_tokens=77")["algo"])
+        assert type(module) is GRPO
+        assert module.advantage.func is advantages.centered
+        assert module.reduction.func is reductions.constant_mean
+        assert module.reduction.keywords["length"] == 77  # the longest response allowed, whatever it is set to
+
+    def test_rloo(self, composed):
+        module = build(composed("algo=rloo")["algo"])
+        assert type(module) is RLOO
+        assert module.advantage.func is advantages.leave_one_out
+        assert module.policy_loss.func is losses.sequence_clipped_loss
+
+    def test_the_command_line_beats_a_preset(self, composed):
+        tree = composed("algo=dapo", "algo.loss.clip_high=0.25", "algo.mask_truncated=false")
+        module = build(tree["algo"])
+        assert module.policy_loss.keywords["clip_high"] == 0.25 and not module.mask_truncated
+
+    def test_an_experiment_beats_the_groups_and_the_command_line_beats_it(self, composed):
+        tree = composed("experiment=rloo_addition")
+        assert tree["algo"]["_target_"] == "lit_rl.algorithms.RLOO"
+        assert (tree["algo"]["group_size"], tree["data"]["prompts_per_rollout"]) == (4, 64)
+        assert composed("experiment=rloo_addition", "algo.group_size=6")["algo"]["group_size"] == 6
+
+
+class TestTinysRecommendation:
+    def test_is_tinys(self, composed):
+        tree = composed()
+        assert tree["optimizer"]["lr"] > 1e-5
+        assert tree["sampling"]["max_new_tokens"] == 6 and tree["scheduler"]["warmup_steps"] == 20
+
+    @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("model/") and file != "model/tiny"])
+    def test_is_no_other_models(self, composed, file):
+        tree = composed(*VALUES.get(file, []), f"model={file.rpartition('/')[2]}")
+        assert tree["optimizer"]["lr"] == 1e-6
+        assert tree["sampling"]["max_new_tokens"] == 512 and tree["scheduler"]["warmup_steps"] == 0
+
+    def test_yields_to_the_command_line(self, composed):
+        assert composed("optimizer.lr=3e-4")["algo"]["optimizer"]["lr"] == 3e-4
+
+
+class TestModels:
+    HUB = {
+        "qwen0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+        "qwen1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
+        "qwen3_0.6b": "Qwen/Qwen3-0.6B",
+        "smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "llama3.2_1b": "meta-llama/Llama-3.2-1B-Instruct",
+    }
+
+    @pytest.mark.parametrize("choice, name", HUB.items())
+    def test_a_preset_names_its_repository_and_nothing_else(self, composed, choice, name):
+        model = build(composed(f"model={choice}")["model"])
+        assert model.name == name
+        plain_model = LanguageModel(name)
+        assert {k: v for k, v in vars(model).items()} == {k: v for k, v in vars(plain_model).items()}
+
+    def test_lora_is_there_once_one_of_its_settings_is(self, composed):
+        assert build(composed("model=qwen0.5b")["model"]).lora is None
+        lora = build(composed("model=qwen0.5b", "model.lora.r=4", "model.lora.rslora=true")["model"]).lora
+        assert (lora.r, lora.rslora, lora.targets) == (4, True, "all-linear")
+        assert build(composed("model.lora.targets=[q_proj]")["model"]).lora.r == 16
+
+    @pytest.mark.parametrize("extra", [[], ["model.lora.r=4", "algo.beta=0.1"]], ids=["full", "lora"])
+    def test_a_local_folder_trains(self, step: Command, cwd, tmp_path, extra):
+        folder = save_model(tmp_path / "small model")
+        outcome = step("model=local", f"model.name='{folder}'", "optimizer.lr=1e-3", "run_dir=run", *extra)
+        assert outcome.code == 0, outcome.err
+        assert json.loads((cwd / "run" / "summary.json").read_text())["status"] == "finished"
+        assert metrics(cwd / "run")["train/grad_norm"] >= 0
+        assert LanguageModel(str(cwd / "run" / "hf")).load() is not None
+
+
+GSM8K = [{"question": f"What is {n} and {n}?", "answer": f"{n}+{n}={2 * n}\n#### {2 * n}"} for n in range(8)]
+MATH = [{"problem": f"Double ${n}$.", "solution": f"So $\\boxed{{{2 * n}}}$.", "level": "Level 1"} for n in range(8)]
+
+
+@pytest.mark.parametrize("choice, rows", [("gsm8k", GSM8K), ("math", MATH)])
+class TestRecipes:
+    def test_from_local_files_of_the_same_schema(self, composed, tmp_path, choice, rows):
+        train, val = write_jsonl(tmp_path / "train.jsonl", rows[:6]), write_jsonl(tmp_path / "val.jsonl", rows[6:])
+        local = [f"data.path={train}", f"data.val_path={val}", "data.val_split=null"]
+        self.check(composed(f"data={choice}", *local, *self.WHOLE), 6, 2)
+
+    def test_from_a_local_folder_laid_out_as_the_hubs(self, composed, tmp_path, choice, rows, monkeypatch):
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+        folder = tmp_path / "set"
+        folder.mkdir()
+        write_jsonl(folder / "train.jsonl", rows[:6])
+        write_jsonl(folder / "test.jsonl", rows[6:])
+        self.check(composed(f"data={choice}", f"data.path={folder}", *self.WHOLE[1:]), 6, 2)
+
+    WHOLE = ("data.split=null", "data.name=null", "data.prompts_per_rollout=2", "data.max_prompt_tokens=1000")
+
+    def check(self, tree: Tree, train: int, val: int) -> None:
+        data, reward = build(tree["data"]), build(tree["reward"])
+        data.prepare(LanguageModel("tiny").tokenizer)
+        assert data.report["train"]["kept"] == train and data.report["val"]["kept"] == val
+        assert data.columns == ["answer"]
+        reward.bind(data.columns)
+        batch = data.peek(train)
+        assert all(prompt[0]["role"] == "system" and "\\boxed{}" in prompt[0]["content"] for prompt in batch.prompts)
+        answers = list(batch.columns["answer"])
+        right = [[{"role": "assistant", "content": f"so \\boxed{{{answer}}}"}] for answer in answers]
+        wrong = [[{"role": "assistant", "content": "so \\boxed{-1}"}] for _ in answers]
+        assert reward.score(batch.prompts, right, batch.columns).total.tolist() == [1.0] * train
+        assert reward.score(batch.prompts, wrong, batch.columns).total.tolist() == [0.0] * train
+
+
+def test_recipes_are_for_the_hub_unless_told_otherwise(composed):
+    tree = composed("data=gsm8k")
+    assert (tree["data"]["path"], tree["data"]["name"]) == ("openai/gsm8k", "main")
+    assert (tree["data"]["split"], tree["data"]["val_split"]) == ("train", "test")
+    assert tree["trainer"]["max_steps"] == -1 and tree["trainer"]["max_epochs"] == 3  # the additions' limit is theirs
+    assert composed("data=math")["reward"]["functions"].keys() == {"math_answer"}
+
+
+def test_a_tokenizer_alone_is_enough_to_look_at_the_data(composed, tmp_path):
+    folder = save_tokenizer(tmp_path / "no weights")
+    tree = composed("model=local", f"model.name='{folder}'")
+    data = build(tree["data"])
+    data.prepare(build(tree["model"]).tokenizer)
+    assert data.report["train"]["kept"] > 1000

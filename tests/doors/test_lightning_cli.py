@@ -1,0 +1,328 @@
+"""`lit-rl fit|validate|test|predict`: they run, what they refuse they refuse in one sentence, and nothing foreign runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+import yaml
+
+import lit_rl.cli
+from lit_rl.algorithms import GRPO, AdamW, Linear
+from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.errors import ConfigError
+from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+STEPS = 10
+SMALL = ["--data.prompts_per_rollout=4", "--data.task.val_rows=8", "--trainer.accelerator=cpu"]
+LEAST = ["--model=GRPO", "--model.model=tiny", "--data.task=lit_rl.data.tasks.Addition"]
+REWARD = "--model.reward=lit_rl.rewards.exact_match"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command line left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+CommandLine = Callable[..., Outcome]
+
+
+@pytest.fixture
+def lit_rl_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CommandLine:
+    """A command line in this process, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lit-rl"])
+
+    def run(*arguments: str) -> Outcome:
+        capfd.readouterr()
+        code = lit_rl.cli.run(list(arguments))
+        return Outcome(code, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def demo(root: Path) -> str:
+    return f"--config={root / 'conf' / 'lightning' / 'addition.yaml'}"
+
+
+@pytest.fixture(scope="session")
+def fitted(root: Path, demo: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """A short `lit-rl fit` in a process of its own: its folder and its outcome."""
+    folder = tmp_path_factory.mktemp("fit")
+    command = [sys.executable, "-c", "from lit_rl.cli import main; main()", "fit", demo, *SMALL]
+    command += [f"--trainer.max_steps={STEPS}", "--trainer.logger=false", "--trainer.default_root_dir=run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return folder / "run", Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def checkpoint(fitted: tuple[Path, Outcome]) -> Path:
+    (path,) = (fitted[0] / "checkpoints").glob("*.ckpt")
+    return path
+
+
+# ---------------------------------------------------------------------- the four commands
+
+
+def test_fit_ends_well_and_warns_of_nothing(fitted: tuple[Path, Outcome]) -> None:
+    _, outcome = fitted
+    assert outcome.code == 0, outcome.err
+    assert "Warning" not in outcome.err and "deprecated" not in outcome.err
+    assert "completions per rollout" in outcome.out
+
+
+def test_fit_trains_as_the_plain_constructors_do(
+    fitted: tuple[Path, Outcome], checkpoint: Path, tmp_path: Path
+) -> None:
+    """To the bit: the command line adds nothing and forgets nothing."""
+    saved = torch.load(checkpoint, weights_only=True)
+    module = GRPO(
+        "tiny",
+        exact_match,
+        sampling=Sampling(max_new_tokens=6),
+        optimizer=AdamW(lr=5e-4),
+        scheduler=Linear(warmup_steps=20),
+    )
+    module.configure_model()
+    untrained = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    trainer = L.Trainer(
+        max_steps=STEPS,
+        gradient_clip_val=1.0,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        inference_mode=False,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, datamodule=RolloutDataModule(task=Addition(val_rows=8), prompts_per_rollout=4))
+    assert saved["global_step"] == STEPS
+    for name, tensor in saved["state_dict"].items():
+        torch.testing.assert_close(tensor, module.state_dict()[name], rtol=0, atol=0)
+    assert any(not torch.equal(tensor, untrained[name]) for name, tensor in saved["state_dict"].items())
+
+
+def test_fit_leaves_its_config_and_the_config_runs_again(fitted: tuple[Path, Outcome], lit_rl_run: CommandLine) -> None:
+    saved = yaml.safe_load((fitted[0] / CONFIG_NAME).read_text())
+    assert saved["optimizer"]["init_args"]["lr"] == 5e-4 and saved["trainer"]["max_steps"] == STEPS
+    again = lit_rl_run("fit", f"--config={fitted[0] / CONFIG_NAME}", "--print_config")
+    assert again.code == 0, again.err
+    assert yaml.safe_load(again.out) == saved
+
+
+def test_a_folder_with_another_runs_config_is_refused_and_resuming_is_not(
+    fitted: tuple[Path, Outcome], demo: str, checkpoint: Path, lit_rl_run: CommandLine
+) -> None:
+    folder = fitted[0]
+    same = ["fit", demo, *SMALL, "--trainer.logger=false", f"--trainer.default_root_dir={folder}"]
+    before = (folder / CONFIG_NAME).read_bytes()
+    refused = lit_rl_run(*same, "--trainer.max_steps=1")
+    assert refused.code == 2 and str(folder / CONFIG_NAME) in refused.err and "another run" in refused.err
+    assert (folder / CONFIG_NAME).read_bytes() == before
+    more = ["--trainer.callbacks=null", f"--trainer.max_steps={STEPS + 1}", f"--ckpt_path={checkpoint}"]
+    resumed = lit_rl_run(*same, *more)
+    assert resumed.code == 0, resumed.err
+    assert yaml.safe_load((folder / CONFIG_NAME).read_text())["trainer"]["max_steps"] == STEPS + 1
+
+
+@pytest.mark.parametrize("command", ["validate", "test"])
+def test_validate_and_test_measure_a_checkpoint(
+    command: str, demo: str, checkpoint: Path, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    outcome = lit_rl_run(command, demo, *SMALL, "--trainer.logger=false", f"--ckpt_path={checkpoint}")
+    assert outcome.code == 0, outcome.err
+    assert f"{'val' if command == 'validate' else 'test'}/reward" in outcome.out
+    assert not list(tmp_path.rglob(CONFIG_NAME))
+
+
+def test_predict_writes_a_line_for_each_prompt(
+    demo: str, checkpoint: Path, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    arguments = ["--trainer.logger=false", "--trainer.default_root_dir=out", f"--ckpt_path={checkpoint}"]
+    outcome = lit_rl_run("predict", demo, *SMALL, *arguments)
+    assert outcome.code == 0, outcome.err
+    rows = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    held_out = Addition(val_rows=8).val()
+    assert [(row["prompt"], row["answer"]) for row in rows] == [(row["prompt"], row["answer"]) for row in held_out]
+    assert [row["reward"] for row in rows] == [float(row["completion"] == row["answer"]) for row in rows]
+
+
+def test_fast_dev_run_writes_nothing(demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.fast_dev_run=true")
+    assert outcome.code == 0, outcome.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+# ---------------------------------------------------------------------- help and configs
+
+
+def test_help_shows_the_docstrings(lit_rl_run: CommandLine) -> None:
+    text = " ".join(lit_rl_run("fit", "--help").out.split())
+    assert "Prompts of one rollout, all ranks together" in text
+    assert "--optimizer" in text and "--scheduler" in text and "--reference" in text and "--data.task" in text
+    text = " ".join(lit_rl_run("fit", "--model.help=GRPO").out.split())
+    assert "Completions a prompt, 2 or more. (type: int, default: 8)" in text
+    assert "Linear warm-up" not in text and "--model.optimizer" not in text
+
+
+def test_print_config_is_a_config(lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    first = lit_rl_run("fit", *LEAST, REWARD, "--model.beta=0.1", "--print_config")
+    assert first.code == 0, first.err
+    (tmp_path / "mine.yaml").write_text(first.out)
+    again = lit_rl_run("fit", "--config=mine.yaml", "--print_config")
+    assert yaml.safe_load(again.out) == yaml.safe_load(first.out)
+    assert yaml.safe_load(first.out)["model"]["init_args"]["beta"] == 0.1
+
+
+def test_a_reward_of_your_own_needs_no_permission(lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def score(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
+    reward = ["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=./mine.py:score"]
+    outcome = lit_rl_run(
+        "validate", *LEAST, *reward, *SMALL, "--model.sampling.max_new_tokens=4", "--trainer.logger=false"
+    )
+    assert outcome.code == 0, outcome.err
+    assert "val/rewards/score/mean" in outcome.out
+
+
+def test_with_keywords_is_the_function_with_its_settings() -> None:
+    wide = WithKeywords(clipped_policy_loss, {"clip_high": 0.5})
+    logprobs = torch.tensor([[0.4]], requires_grad=True)
+    arguments = (logprobs, torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
+    assert wide(*arguments)[0].item() == clipped_policy_loss(*arguments, clip_high=0.5)[0].item()
+    assert wide(*arguments)[0].item() != clipped_policy_loss(*arguments)[0].item()
+    with pytest.raises(ConfigError, match="clip_higg.*'clip_high'.*clip_low, clip_high, delta"):
+        WithKeywords(clipped_policy_loss, {"clip_higg": 0.5})
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+REFUSED = {
+    "unknown key of the Trainer": (["--trainer.max_stepss=1"], 2, ["trainer.max_stepss", "'max_steps'"]),
+    "unknown key of the algorithm": (["--model.group_sizee=1"], 2, ["model.group_sizee", "'group_size'"]),
+    "unknown key of the policy": (["--model.model=LanguageModel", "--model.model.nam=a"], 2, ["nam", "'name'"]),
+    "unknown key of the data": (["--data.shufle=true"], 2, ["data.shufle", "'shuffle'"]),
+    "unknown key of the optimizer": (["--optimizer=AdamW", "--optimizer.lrr=1"], 2, ["optimizer.lrr", "'lr'"]),
+    "key at its place in Python": (["--model.optimizer=AdamW"], 2, ["model.optimizer", "--optimizer"]),
+    "unknown algorithm": (["--model=GRPOO"], 2, ["model=GRPOO", "'GRPO'", "RLOO"]),
+    "unknown optimizer": (["--optimizer=AdamWW"], 2, ["optimizer=AdamWW", "'AdamW'"]),
+    "wrong type": (["--model.beta=abc"], 2, ["model.beta", "float", "abc"]),
+    "out of range": (["--model.beta=-1"], 2, ["beta=-1", "[0, inf]"]),
+    "out of range, nested": (["--model.sampling.top_p=2"], 2, ["sampling.top_p=2", "(0, 1]"]),
+    "no such config": (["--config=nope.yaml"], 2, ["nope.yaml"]),
+    "no such reward": (["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=lit_rl.rewards:exact"], 2, ["exact"]),
+    "no such file of data": (["--data.task=null", "--data.path=nope.jsonl"], 3, ["nope.jsonl"]),
+    "no such device": (["--trainer.accelerator=tpu"], 8, ["tpu"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_is_one_sentence_with_the_exit_code_of_its_kind(
+    case: str, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    arguments, code, words = REFUSED[case]
+    outcome = lit_rl_run("validate", *LEAST, REWARD, *arguments)
+    assert outcome.code == code, outcome.err
+    said = [line for line in outcome.err.splitlines() if "Error: " in line]
+    assert len(said) == 1 and "Traceback" not in outcome.err and "usage:" not in outcome.err
+    assert [word for word in words if word.lower() not in said[0].lower()] == []
+    assert not list(tmp_path.iterdir())
+
+
+PLACES = {
+    "model": "model: SPEC",
+    "reward": "model: {class_path: GRPO, init_args: {model: tiny, reward: SPEC}}",
+    "loss": "model: {class_path: GRPO, init_args: {model: tiny, reward: lit_rl.rewards.exact_match, loss: SPEC}}",
+    "generator": "model: {class_path: GRPO, init_args: {model: tiny, reward: lit_rl.rewards.exact_match, generator: SPEC}}",
+    "task": "data: {task: SPEC}",
+    "map_row": "data: {map_row: SPEC}",
+    "callback": "trainer: {callbacks: [SPEC]}",
+    "logger": "trainer: {logger: SPEC}",
+    "plugin": "trainer: {plugins: SPEC}",
+    "optimizer": "optimizer: SPEC",
+}
+FOREIGN = [
+    "os.system",
+    "subprocess.run",
+    "builtins.eval",
+    "functools.partial",
+    "lit_rl.rewards.paths.importlib.import_module",
+]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("spec", ["bare", "with arguments"])
+def test_a_config_cannot_name_a_function_of_any_package(
+    place: str, spec: str, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    written = {"bare": "os.system", "with arguments": "{class_path: os.system, init_args: {command: touch canary}}"}[
+        spec
+    ]
+    (tmp_path / "theirs.yaml").write_text(PLACES[place].replace("SPEC", written))
+    outcome = lit_rl_run("fit", *LEAST, REWARD, "--config=theirs.yaml", "--trainer.fast_dev_run=true")
+    assert outcome.code == 2
+    assert "os.system" in outcome.err and "--allow_targets=[os]" in outcome.err and "lit_rl.*" in outcome.err
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("target", FOREIGN)
+def test_what_is_refused_goes_by_where_it_really_comes_from(target: str, lit_rl_run: CommandLine) -> None:
+    outcome = lit_rl_run("validate", *LEAST, f"--model.reward={target}")
+    assert outcome.code == 2 and "is not on the list" in outcome.err
+
+
+def test_yaml_that_makes_objects_is_refused(lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text("seed_everything: !!python/object/apply:os.system [touch canary]\n")
+    outcome = lit_rl_run("fit", *LEAST, REWARD, "--config=theirs.yaml")
+    assert outcome.code == 2 and "python/object" in outcome.err
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package of the user's own; importing it leaves a trace."""
+    (tmp_path / "their_package.py").write_text(
+        "import pathlib\npathlib.Path('imported').touch()\ndef score(completions, **kwargs):\n    return [0.5] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "their_package"
+    sys.modules.pop("their_package", None)
+
+
+def test_a_package_is_imported_only_by_the_users_own_hand(
+    package: str, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    validate = ["validate", *LEAST, f"--model.reward={package}.score", *SMALL, "--trainer.logger=false"]
+    validate += ["--model.sampling.max_new_tokens=4"]
+    assert lit_rl_run(*validate).code == 2
+    (tmp_path / "theirs.yaml").write_text(f"allow_targets: [{package}]\n")
+    itself = lit_rl_run(*validate, "--config=theirs.yaml")
+    assert itself.code == 2 and not (tmp_path / "imported").exists()
+    allowed = lit_rl_run(*validate, f"--allow_targets=[{package}]")
+    assert allowed.code == 0, allowed.err
+    assert (tmp_path / "imported").exists()
+    assert lit_rl_run(*validate).code == 2  # a permission ends with its command
+    (tmp_path / "theirs.yaml").write_text("allow_targets: [os]\n")
+    theirs = lit_rl_run("validate", *LEAST, REWARD, "--config=theirs.yaml")
+    assert theirs.code == 2 and "stands in a config file" in theirs.err
