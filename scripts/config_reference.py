@@ -55,6 +55,12 @@ SLOTS = {
 }
 """Constructor parameters that another group or table fills."""
 
+DEPARTURES = [
+    ("trainer", "trainer/default.yaml", "Trainer"),
+    ("callbacks.checkpoint", "callbacks/default.yaml", "ModelCheckpoint"),
+]
+"""Lightning's own classes: key, file with our settings, schema."""
+
 
 def tables() -> str:
     """Everything below the marker."""
@@ -63,8 +69,8 @@ def tables() -> str:
     parts += ["## Every key\n", "### Top level\n", f"{top_level()}\n"]
     for prefix, names in KEYS.items():
         parts += [f"### `{prefix}.*`\n", f"{key_table(prefix, names)}\n"]
-    for prefix, file in {"trainer": "trainer/default.yaml", "callbacks.checkpoint": "callbacks/default.yaml"}.items():
-        parts += [f"### `{prefix}.*`: where we depart from Lightning\n", f"{departures(prefix, CONF / file)}\n"]
+    for prefix, file, schema in DEPARTURES:
+        parts += [f"### `{prefix}.*`: where we depart from Lightning\n", f"{departures(prefix, CONF / file, schema)}\n"]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -100,7 +106,10 @@ def key_table(prefix: str, names: list[str]) -> str:
     lines = ["| key | default | |", "|---|---|---|"]
     for key, found in rows.items():
         only = "" if len(found) == len(names) else f" ({', '.join(name for name, _, _ in found)} only)"
-        lines.append(f"| `{prefix}.{key}` | {defaults(key, found)} | {cell(found[0][2])}{only} |")
+        meanings = list(dict.fromkeys(meaning for _, _, meaning in found))
+        others = [f"{name}: {meaning}" for name, _, meaning in found[1:] if not meanings[0].startswith(meaning)]
+        text = cell(" ".join([meanings[0], *others]))
+        lines.append(f"| `{prefix}.{key}` | {defaults(key, found)} | {text}{only} |")
     return "\n".join(lines)
 
 
@@ -148,19 +157,22 @@ def shown(default: Any) -> str:
     return f"`{default}`"
 
 
-def departures(prefix: str, path: Path) -> str:
-    """The settings that a YAML file makes, with the comment of their line."""
+def departures(prefix: str, path: Path, schema: str) -> str:
+    """The settings that a YAML file makes and that are not the class's default, with the comment of their line."""
     text = path.read_text()
     if not prefix.startswith("trainer"):
         text = textwrap.dedent(text.partition(f"\n{prefix.rpartition('.')[2]}:\n")[2])
+    usual = {name: default for name, default, _ in settings(schema)}
     found = re.findall(r"^(\w+): ([^\[\n]\S*)(?:\s+# (.*))?$", text, re.MULTILINE)
+    found = [(key, value, comment) for key, value, comment in found if yaml.safe_load(value) != usual.get(key)]
     rows = [f"| `{prefix}.{key}` | `{value}` | {cell(comment)} |" for key, value, comment in found]
     return "\n".join(["| key | value | why |", "|---|---|---|", *rows])
 
 
 def cell(text: str) -> str:
     """Text that stands in one cell of a Markdown table."""
-    return text.replace("``", "`").replace("|", "\\|").replace("<", "&lt;").strip()
+    text = re.sub(r"\bNone\b", "null", text.replace("``", "`"))
+    return text.replace("|", "\\|").replace("<", "&lt;").strip()
 
 
 def document() -> str:

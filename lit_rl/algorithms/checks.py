@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.batching import BatchPlan
@@ -51,6 +52,11 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
     trainer, data = module.trainer, getattr(module.trainer, "datamodule", None)
     if data is None or not hasattr(data, "prompts_per_rollout"):
         raise ConfigError("Pass datamodule=RolloutDataModule(...) to the Trainer: other loaders do not know rollouts.")
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # pyright: ignore
+        raise ConfigError(
+            "GradientAccumulationScheduler changes the micro-batches of a step during the run, and a rollout would no "
+            "longer divide into them. Use one trainer.accumulate_grad_batches."
+        )
     if stage == "fit":
         module.reward_functions.bind(data.columns)
         _context(module, "sampling", data.longest_prompt, module.sampling.max_new_tokens)

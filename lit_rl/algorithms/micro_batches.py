@@ -16,10 +16,10 @@ from lit_rl.rollout import Completions, Rollout, select, trim
 def trimmed(completions: Completions) -> tuple[Completions, slice]:
     """Without the columns that are padding in every row, and the response columns that are left."""
     prompt, response = trim(completions)
-    changes: dict[str, Any] = {"prompt_ids": completions.prompt_ids[:, prompt], "prompt_mask": completions.prompt_mask[:, prompt]}
-    for name in ("response_ids", "response_mask", "sampler_logprobs", "attended", "turn"):
-        value = getattr(completions, name)
-        changes[name] = value if value is None else value[:, response]
+    columns: dict[str, slice] = {"prompt_ids": prompt, "prompt_mask": prompt}
+    columns |= dict.fromkeys(("response_ids", "response_mask", "sampler_logprobs", "attended", "turn"), response)
+    values: dict[str, Any] = {name: getattr(completions, name) for name in columns}
+    changes = {name: value if value is None else value[:, columns[name]] for name, value in values.items()}
     return dataclasses.replace(completions, **changes), response
 
 

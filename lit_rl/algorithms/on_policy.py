@@ -9,7 +9,7 @@ and `global_step` counts optimizer steps. Reading one algorithm's file shows eve
 from __future__ import annotations
 
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
-class OnPolicyModule(GeneratingModule):
+class OnPolicyModule(GeneratingModule, ABC):
     """Abstract. Subclasses are final: they say what an advantage and a loss are, and override nothing that has a body.
 
     Args:
@@ -207,7 +207,8 @@ class OnPolicyModule(GeneratingModule):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._tokens_seen = saved["tokens_seen"]
         if "rollout" in saved:
-            self.rollout = state.rollout_of(saved["rollout"], self.device)
+            device = self.trainer.strategy.root_device  # the module itself is moved there only later
+            self.rollout = state.rollout_of(saved["rollout"], device)
             self._slot, self._stats, self._seconds = saved["slot"], saved["stats"], saved["seconds"]
-            self._totals = saved["totals"].to(self.device)
-            self._averages.sums = state.to_device(saved["averages"], self.device)
+            self._totals = saved["totals"].to(device)
+            self._averages.sums = state.to_device(saved["averages"], device)

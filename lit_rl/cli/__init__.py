@@ -24,8 +24,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command line."""
-    # A terminal progress bar of a loader, and forked tokenizers' warnings, are not what anybody came for.
+    # Both are read when the libraries load. Forked tokenizers would warn at every start.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that wait sleep instead of spinning: on a shared machine spinning made a step several times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command = arguments[0] if arguments and arguments[0] in (*LIGHTNING, *HYDRA) else None
     if command in LIGHTNING:
         from lit_rl.cli import lightning_app

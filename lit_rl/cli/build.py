@@ -130,9 +130,7 @@ def build(tree: Any) -> Any:
         if isinstance(cause, LitRLError):
             raise cause from error
         if isinstance(cause, ImportError):
-            raise BackendError(
-                f"{tree.get('_target_', 'The config') if isinstance(tree, dict) else 'The config'} cannot be imported: {cause}"
-            ) from error
+            raise BackendError(f"What the config builds cannot be imported: {cause}") from error
         text = str(cause or error)
         if "deepspeed" in text.lower():
             raise BackendError(

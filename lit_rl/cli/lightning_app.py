@@ -184,8 +184,7 @@ class SaveConfig(SaveConfigCallback):
             return
         folder = _folder(trainer)
         path = folder / CONFIG_NAME
-        resumed = trainer.ckpt_path is not None and folder.resolve() in Path(trainer.ckpt_path).resolve().parents
-        if trainer.strategy.broadcast(path.exists() and not resumed):
+        if trainer.strategy.broadcast(path.exists() and not self._goes_on_in(folder)):
             raise ConfigError(
                 f"{path} belongs to another run. Give this one its own folder (trainer.default_root_dir, or "
                 "the logger's version), or go on with that one: --ckpt_path with a checkpoint in this folder."
@@ -194,6 +193,12 @@ class SaveConfig(SaveConfigCallback):
             tree = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(yaml.safe_dump(redact(tree), sort_keys=False))
+
+    def _goes_on_in(self, folder: Path) -> bool:
+        """Whether the checkpoint to resume lies in the folder. (`trainer.ckpt_path` is not known yet.)"""
+        given = self.config.get("ckpt_path")
+        own = ("last", "best", "hpc")  # Lightning looks for these in this run's own folder
+        return given is not None and (given in own or folder.resolve() in Path(given).resolve().parents)
 
 
 def _folder(trainer: L.Trainer) -> Path:

@@ -14,7 +14,7 @@ import typing
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 TARGETS = {
     "LanguageModel": "lit_rl.models.LanguageModel",
@@ -112,9 +112,9 @@ def _field(parameter: inspect.Parameter, hint: Any) -> tuple[Any, Any]:
     if (optional := _optional_dataclass(hint)) is not None:
         return optional, dataclasses.field(default_factory=optional)
     if _optional_mapping(hint):
-        return dict[str, Any], dataclasses.field(default_factory=dict)  # so that `key.name=value` works
-    if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
-        return Any, dataclasses.field(default_factory=dict)  # a dataclass's field(default_factory=dict)
+        return dict[str, Any], dataclasses.field(default_factory=_open_dict)
+    if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # a dataclass's field(default_factory=dict)
+        return dict[str, Any], dataclasses.field(default_factory=_open_dict)
     if default is inspect.Parameter.empty or callable(default) or dataclasses.is_dataclass(default):
         return Any, dataclasses.field(default=MISSING)  # an object: the YAML fills its slot
     if isinstance(default, (tuple, list, dict)):
@@ -134,6 +134,11 @@ def _optional_dataclass(hint: Any) -> type | None:
         kind = hints[f.name] if hints[f.name] in _PLAIN else Any
         fields.append((f.name, Any if kind is Any else typing.Optional[kind], None))  # noqa: UP045
     return dataclasses.make_dataclass(f"Optional{only.__name__}", fields)
+
+
+def _open_dict() -> Any:
+    """A dict whose keys are the user's: `key={name: value}` and `key.name=value` both work."""
+    return OmegaConf.create({}, flags={"struct": False})
 
 
 def _optional_mapping(hint: Any) -> bool:

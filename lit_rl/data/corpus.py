@@ -51,6 +51,8 @@ def read_corpus(
     held_out = {name: _examples(rows, tokenizer, options, report, set_key(name)) for name, rows in val.items()}
     report["train"]["held_out"] = 0
     if val_fraction > 0:
+        if not any(sources):
+            raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
         sources, held = hold_out(sources, val_fraction, seed)
         held_out[""] = held
         report["train"]["held_out"] = len(held)

@@ -2,48 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from cli_helpers import MINUTE, Command, Outcome
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.utilities.seed import isolate_rng
 
 import lit_rl.cli
-
-MINUTE = [
-    "trainer.accelerator=cpu",
-    "trainer.devices=1",
-    "trainer.max_steps=1",
-    "trainer.max_time=00:00:01:00",
-    "trainer.limit_val_batches=1",
-    "algo.group_size=2",
-    "sampling.max_new_tokens=6",
-    "data.prompts_per_rollout=2",
-    "logger=none",
-]
-"""One optimizer step of four completions, validated on one batch."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a command ended, and what it said."""
-
-    code: int
-    out: str
-    err: str
-
-    def __contains__(self, text: str) -> bool:
-        return text in self.err
-
-
-Command = Callable[..., Outcome]
 
 
 @pytest.fixture
@@ -93,27 +63,3 @@ def clean_logging() -> Iterator[None]:
 def step(command: Command) -> Command:
     """One optimizer step, quickly."""
     return lambda *arguments: command(*MINUTE, *arguments)
-
-
-def refused(outcome: Outcome, code: int, *words: str) -> None:
-    """The exit code, every word in the message, and no traceback."""
-    assert outcome.code == code, outcome.err
-    assert "Traceback" not in outcome.err
-    for word in words:
-        assert word in outcome.err, f"{word!r} is not in: {outcome.err}"
-
-
-def contents(folder: Path) -> list[str]:
-    """Everything below a folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def metrics(run_dir: Path) -> dict[str, Any]:
-    """The last value of everything that a run logged."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {key: value for row in rows for key, value in row.items()}

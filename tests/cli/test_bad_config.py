@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import MINUTE, Command, contents, refused
+from cli_helpers import MINUTE, Command, contents, refused
 
 from lit_rl.cli import build
 from lit_rl.errors import ConfigError

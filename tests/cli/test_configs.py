@@ -10,7 +10,7 @@ from typing import Any
 
 import lightning as L
 import pytest
-from conftest import Command, metrics, write_jsonl
+from cli_helpers import Command, metrics, write_jsonl
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from small_models import save_model, save_tokenizer
@@ -82,7 +82,7 @@ def test_every_file_opens_with_a_line_that_says_what_it_is(file):
     lines = (CONF / f"{file}.yaml").read_text().splitlines()
     first = next(line for line in lines if line != "# @package _global_")
     assert first.startswith("# ") and len(first) > 10
-    assert max(map(len, lines)) <= 140
+    assert max(map(len, lines)) <= 120
 
 
 class TestPresets:
@@ -141,6 +141,20 @@ class TestTinysRecommendation:
 
     def test_yields_to_the_command_line(self, composed):
         assert composed("optimizer.lr=3e-4")["algo"]["optimizer"]["lr"] == 3e-4
+
+
+@pytest.mark.parametrize(
+    "overrides, group, key",
+    [
+        (["data.rename={name: value}"], "data", "rename"),
+        (["data.rename.name=value"], "data", "rename"),
+        (["model.init_kwargs.name=value"], "model", "init_kwargs"),
+        (["optimizer=by_path", "optimizer.path=torch.optim.SGD", "optimizer.kwargs.name=value"], "optimizer", "kwargs"),
+        (["data.chat_template_kwargs={name: value}"], "data", "chat_template_kwargs"),
+    ],
+)
+def test_keys_of_the_users_own_need_no_plus(composed, overrides, group, key):
+    assert composed(*overrides)[group][key] == {"name": "value"}
 
 
 class TestModels:

@@ -1,9 +1,10 @@
-"""`lit-rl fit|validate|test|predict`: they run, what they refuse they refuse in one sentence, and nothing foreign runs."""
+"""`lit-rl fit|validate|test|predict`: they run; what they refuse takes one sentence; and nothing foreign runs."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -52,7 +53,8 @@ def lit_rl_run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
     def run(*arguments: str) -> Outcome:
         capfd.readouterr()
         code = lit_rl.cli.run(list(arguments))
-        return Outcome(code, *capfd.readouterr())
+        written = capfd.readouterr()
+        return Outcome(code, str(written.out), str(written.err))
 
     return run
 
@@ -132,9 +134,10 @@ def test_fit_leaves_its_config_and_the_config_runs_again(fitted: tuple[Path, Out
 
 
 def test_a_folder_with_another_runs_config_is_refused_and_resuming_is_not(
-    fitted: tuple[Path, Outcome], demo: str, checkpoint: Path, lit_rl_run: CommandLine
+    fitted: tuple[Path, Outcome], demo: str, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:
-    folder = fitted[0]
+    folder = Path(shutil.copytree(fitted[0], tmp_path / "run"))
+    (checkpoint,) = (folder / "checkpoints").glob("*.ckpt")
     same = ["fit", demo, *SMALL, "--trainer.logger=false", f"--trainer.default_root_dir={folder}"]
     before = (folder / CONFIG_NAME).read_bytes()
     refused = lit_rl_run(*same, "--trainer.max_steps=1")
@@ -211,7 +214,7 @@ def test_with_keywords_is_the_function_with_its_settings() -> None:
     arguments = (logprobs, torch.zeros(1, 1), torch.ones(1), torch.ones(1, 1, dtype=torch.bool))
     assert wide(*arguments)[0].item() == clipped_policy_loss(*arguments, clip_high=0.5)[0].item()
     assert wide(*arguments)[0].item() != clipped_policy_loss(*arguments)[0].item()
-    with pytest.raises(ConfigError, match="clip_higg.*'clip_high'.*clip_low, clip_high, delta"):
+    with pytest.raises(ConfigError, match=r"clip_higg.*'clip_high'.*clip_low, clip_high, delta"):
         WithKeywords(clipped_policy_loss, {"clip_higg": 0.5})
 
 
@@ -231,9 +234,9 @@ REFUSED = {
     "out of range": (["--model.beta=-1"], 2, ["beta=-1", "[0, inf]"]),
     "out of range, nested": (["--model.sampling.top_p=2"], 2, ["sampling.top_p=2", "(0, 1]"]),
     "no such config": (["--config=nope.yaml"], 2, ["nope.yaml"]),
-    "no such reward": (["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=lit_rl.rewards:exact"], 2, ["exact"]),
-    "no such file of data": (["--data.task=null", "--data.path=nope.jsonl"], 3, ["nope.jsonl"]),
-    "no such device": (["--trainer.accelerator=tpu"], 8, ["tpu"]),
+    "no such reward": (["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=math:sqr"], 2, ["math:sqr"]),
+    "no such file of data": (["--data.task=null", "--data.path=no.jsonl", "--trainer.logger=false"], 3, ["no.jsonl"]),
+    "no such device": (["--trainer.accelerator=cudaa"], 2, ["cudaa", "cpu"]),
 }  # fmt: skip
 
 
@@ -253,8 +256,8 @@ def test_a_mistake_is_one_sentence_with_the_exit_code_of_its_kind(
 PLACES = {
     "model": "model: SPEC",
     "reward": "model: {class_path: GRPO, init_args: {model: tiny, reward: SPEC}}",
-    "loss": "model: {class_path: GRPO, init_args: {model: tiny, reward: lit_rl.rewards.exact_match, loss: SPEC}}",
-    "generator": "model: {class_path: GRPO, init_args: {model: tiny, reward: lit_rl.rewards.exact_match, generator: SPEC}}",
+    "loss": "model: {class_path: GRPO, init_args: {model: tiny, reward: REWARD, loss: SPEC}}",
+    "generator": "model: {class_path: GRPO, init_args: {model: tiny, reward: REWARD, generator: SPEC}}",
     "task": "data: {task: SPEC}",
     "map_row": "data: {map_row: SPEC}",
     "callback": "trainer: {callbacks: [SPEC]}",
@@ -279,7 +282,9 @@ def test_a_config_cannot_name_a_function_of_any_package(
     written = {"bare": "os.system", "with arguments": "{class_path: os.system, init_args: {command: touch canary}}"}[
         spec
     ]
-    (tmp_path / "theirs.yaml").write_text(PLACES[place].replace("SPEC", written))
+    (tmp_path / "theirs.yaml").write_text(
+        PLACES[place].replace("SPEC", written).replace("REWARD", "lit_rl.rewards.exact_match")
+    )
     outcome = lit_rl_run("fit", *LEAST, REWARD, "--config=theirs.yaml", "--trainer.fast_dev_run=true")
     assert outcome.code == 2
     assert "os.system" in outcome.err and "--allow_targets=[os]" in outcome.err and "lit_rl.*" in outcome.err
@@ -303,7 +308,8 @@ def test_yaml_that_makes_objects_is_refused(lit_rl_run: CommandLine, tmp_path: P
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package of the user's own; importing it leaves a trace."""
     (tmp_path / "their_package.py").write_text(
-        "import pathlib\npathlib.Path('imported').touch()\ndef score(completions, **kwargs):\n    return [0.5] * len(completions)\n"
+        "import pathlib\npathlib.Path('imported').touch()\n"
+        "def score(completions, **kwargs):\n    return [0.5] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield "their_package"

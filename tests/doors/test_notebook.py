@@ -106,7 +106,7 @@ def test_runs_in_time_and_the_policy_learns(passes: list, which: int) -> None:
         float(re.search(rf"^{name}\s+(\d\.\d+)", printed(cells), re.M).group(1))  # pyright: ignore
         for name in ("before", "after")
     )
-    assert after > before + 0.05
+    assert after > before + 0.1
     assert seconds < SECONDS
 
 

@@ -120,7 +120,6 @@ def of_trainer(trainer: L.Trainer) -> dict[str, Any]:
         "strategy": type(trainer.strategy).__name__,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "detect_anomaly": trainer._detect_anomaly,
-        "reload": trainer.reload_dataloaders_every_n_epochs,
     }
 
 

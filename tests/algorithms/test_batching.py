@@ -1,0 +1,133 @@
+"""Batch arithmetic: whole groups everywhere, nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rl.algorithms.batching import BatchPlan, Slot, micro_rows, minibatch_rows
+from lit_rl.errors import ConfigError
+
+
+def plan(**changes) -> BatchPlan:
+    return BatchPlan(
+        **{
+            "prompts_per_rollout": 8,
+            "group_size": 4,
+            "minibatches": 1,
+            "iterations": 1,
+            "accumulate": 1,
+            "world_size": 1,
+            **changes,
+        }
+    )
+
+
+@given(
+    groups=st.integers(1, 4),
+    group_size=st.sampled_from([2, 4, 6]),
+    minibatches=st.integers(1, 3),
+    iterations=st.integers(1, 2),
+    accumulate=st.integers(1, 3),
+    split=st.sampled_from([1, 2]),
+    data=st.data(),
+)
+def test_every_pass_takes_every_row_once_in_whole_groups(
+    groups, group_size, minibatches, iterations, accumulate, split, data
+):
+    prompts = groups * minibatches * accumulate
+    p = plan(
+        prompts_per_rollout=prompts,
+        group_size=group_size,
+        minibatches=minibatches,
+        iterations=iterations,
+        accumulate=accumulate,
+        split_groups=split,
+    )
+    group_id = torch.arange(prompts).repeat_interleave(group_size)
+    lengths = torch.tensor(data.draw(st.lists(st.integers(0, 9), min_size=len(group_id), max_size=len(group_id))))
+    for iteration in range(iterations):
+        taken = []
+        for rows in minibatch_rows(group_id, p, seed=3, rollout=5, iteration=iteration):
+            ids, counts = group_id[rows].unique(return_counts=True)
+            assert set(counts.tolist()) == {group_size} and len(ids) == prompts // minibatches
+            parts = micro_rows(rows, group_id, lengths, p)
+            assert len(parts) == accumulate and {len(part) for part in parts} == {len(rows) // accumulate}
+            assert sorted(torch.cat(parts).tolist()) == rows.tolist()
+            if split == 1:
+                for part in parts:
+                    assert set(group_id[part].unique(return_counts=True)[1].tolist()) == {group_size}
+            taken += rows.tolist()
+        assert sorted(taken) == list(range(len(group_id)))
+
+
+def test_each_pass_of_each_rollout_has_its_own_order_and_the_seed_decides():
+    p, group_id = plan(minibatches=4), torch.arange(8).repeat_interleave(4)
+
+    def order(seed, rollout, iteration):
+        return torch.cat(minibatch_rows(group_id, p, seed, rollout, iteration)).tolist()
+
+    assert order(0, 0, 0) == order(0, 0, 0)
+    assert len({tuple(order(*key)) for key in [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]}) == 4
+
+
+def test_micro_batches_are_balanced_by_tokens():
+    group_id = torch.arange(8).repeat_interleave(2)
+    lengths = torch.tensor([100, 100, 90, 90, 80, 80, 70, 70, 4, 4, 3, 3, 2, 2, 1, 1])
+    parts = micro_rows(torch.arange(16), group_id, lengths, plan(group_size=2, accumulate=2))
+    assert [int(lengths[part].sum()) for part in parts] == [350, 350]
+
+
+def test_slots_run_through_passes_minibatches_and_micro_batches_in_this_order():
+    p = plan(minibatches=2, iterations=2, accumulate=2)
+    assert p.slots == 8 and p.steps_per_rollout == 4
+    at = [Slot.of(slot, p) for slot in range(8)]
+    assert [(s.iteration, s.minibatch, s.micro) for s in at] == [
+        (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompts_per_rollout": 7, "accumulate": 2},
+        {"prompts_per_rollout": 2, "minibatches": 4},
+        {"prompts_per_rollout": 9, "world_size": 2},
+        {"prompts_per_rollout": 32, "minibatches": 3, "accumulate": 5, "world_size": 2},
+    ],
+)
+def test_what_does_not_divide_is_refused_with_three_settings_that_work(changes):
+    with pytest.raises(ConfigError) as caught:
+        plan(**changes)
+    text = str(caught.value)
+    for key in ("data.prompts_per_rollout", "algo.minibatches", "trainer.accumulate_grad_batches", "world size"):
+        assert key in text
+    found = re.findall(
+        r"prompts_per_rollout=(\d+) algo.minibatches=(\d+) trainer.accumulate_grad_batches=(\d+)\n?", text
+    )
+    assert len(found) == 3
+    for prompts, minibatches, accumulate in found:
+        plan(
+            **{
+                **changes,
+                "prompts_per_rollout": int(prompts),
+                "minibatches": int(minibatches),
+                "accumulate": int(accumulate),
+            }
+        )
+
+
+@pytest.mark.parametrize("key", ["prompts_per_rollout", "minibatches", "iterations", "accumulate", "split_groups"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_counts_below_one_are_refused(key, value):
+    with pytest.raises(ConfigError, match="out of range"):
+        plan(**{key: value})
+
+
+def test_a_group_is_split_only_into_equal_slices():
+    with pytest.raises(ConfigError, match="split_groups=3"):
+        plan(split_groups=3)

@@ -1,0 +1,127 @@
+"""The gradient of an optimizer step does not depend on how the step is cut into micro-batches."""
+
+from __future__ import annotations
+
+import functools
+
+import lightning as L
+import pytest
+import torch
+
+from lit_rl.algorithms import GRPO, RLOO, Constant, Evaluation
+from lit_rl.algorithms.optimizers import ByPath
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.lora import Lora
+from lit_rl.ops.advantages import batch_normalized, centered
+from lit_rl.ops.reductions import constant_mean, sequence_mean
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+ALGORITHMS = {
+    "grpo": (GRPO, {}),
+    "grpo-kl": (GRPO, {"beta": 0.3}),
+    "grpo-sequence": (GRPO, {"reduction": sequence_mean, "beta": 0.3}),
+    "dr-grpo": (GRPO, {"reduction": functools.partial(constant_mean, length=6), "advantage": centered}),
+    "grpo-batch": (GRPO, {"advantage": batch_normalized}),
+    "masked": (GRPO, {"mask_truncated": True, "sampling": Sampling(max_new_tokens=3)}),
+    "rloo": (RLOO, {"group_size": 4}),
+}
+
+
+def change_of_weights(tmp_path, algorithm, settings, *, accumulate=1, split_groups=1) -> dict[str, torch.Tensor]:
+    """One plain SGD step: the change of a weight is minus its gradient times the learning rate."""
+    module = algorithm(
+        "tiny",
+        exact_match,
+        **{
+            "group_size": 4,
+            "sampling": Sampling(max_new_tokens=6),
+            "optimizer": ByPath("torch.optim.SGD", lr=1.0),
+            "scheduler": Constant(),
+            "evaluation": Evaluation(limit=1),
+            **settings,
+            "split_groups": split_groups,
+        },
+    )
+    module.configure_model()
+    before = {name: weight.detach().clone() for name, weight in module.policy.named_parameters()}
+    data = RolloutDataModule(task=Addition(), prompts_per_rollout=8)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, accumulate_grad_batches=accumulate, default_root_dir=tmp_path, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    return {name: weight.detach() - before[name] for name, weight in module.policy.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_accumulation_changes_nothing(name, tmp_path):
+    whole = change_of_weights(tmp_path, *ALGORITHMS[name])
+    assert max(change.abs().max() for change in whole.values()) > 1e-4
+    for accumulate, split in [(2, 1), (8, 1), (8, 2)]:
+        cut = change_of_weights(tmp_path, *ALGORITHMS[name], accumulate=accumulate, split_groups=split)
+        for key, change in whole.items():
+            assert (change - cut[key]).norm() <= 2e-5 * change.norm() + 1e-7, (key, accumulate, split)
+
+
+def test_grpo_at_ratio_one_is_reinforce_with_group_baselines(tmp_path):
+    """Hand-made: mean over tokens of -A log pi, on the same rollout."""
+    change = change_of_weights(tmp_path, GRPO, {})
+    module = GRPO("tiny", exact_match, group_size=4, sampling=Sampling(max_new_tokens=6))
+    module.configure_model()
+    data = RolloutDataModule(task=Addition(), prompts_per_rollout=8)
+    data.prepare(module.tokenizer)
+    batch = data._prepared().train.batch(data._order(True).epoch(0)[:8])
+    with module.rollout_context():
+        completions = module.generate(batch)
+        scores = module.reward(batch, completions)
+    advantages = torch.cat([(g - g.mean()) / (g.std() + 1e-4) for g in scores.total.split(4)])
+    module.policy.train()
+    loss, tokens = torch.zeros(()), int(completions.response_mask.sum())
+    for i in range(32):
+        length = int(completions.lengths[i])
+        prompt = completions.prompt_ids[i][completions.prompt_mask[i]]
+        ids = torch.cat([prompt, completions.response_ids[i, :length]])
+        logprobs = module.policy(input_ids=ids[None]).logits[0].log_softmax(-1)
+        taken = logprobs[len(prompt) - 1 : -1].gather(1, ids[len(prompt) :, None]).sum()
+        loss = loss - advantages[i] * taken / tokens
+    loss.backward()
+    for name, weight in module.policy.named_parameters():
+        gradient = weight.grad if weight.grad is not None else torch.zeros_like(weight)
+        # gradient_clip_val is off in the Trainer above, so the step is the gradient
+        assert (change[name] + gradient).norm() <= 2e-4 * gradient.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("lora", [None, Lora(r=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("algorithm", [GRPO, RLOO])
+def test_at_the_first_step_ratio_is_one_and_kl_is_zero(algorithm, lora, tmp_path):
+    module = algorithm(
+        LanguageModel("tiny", lora=lora), exact_match, beta=0.1, iterations=2, group_size=4,
+        sampling=Sampling(max_new_tokens=6, temperature=0.7), evaluation=Evaluation(limit=1),
+    )  # fmt: skip
+    seen = []
+
+    class First(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            seen.append({name: (num / den).item() for name, (num, den) in pl_module._averages.sums.items()})
+            trainer.should_stop = True
+
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, callbacks=[First()],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=RolloutDataModule(task=Addition(), prompts_per_rollout=8))
+    assert seen[0]["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert seen[0]["approx_kl"] == pytest.approx(0.0, abs=1e-8)
+    assert seen[0]["kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_no_reference_is_loaded_without_a_term_that_needs_it():
+    module = GRPO("tiny", exact_match)
+    module.configure_model()
+    assert module.reference_policy is None
+    module = GRPO("tiny", exact_match, beta=0.1)
+    module.configure_model()
+    assert module.reference_policy is not None

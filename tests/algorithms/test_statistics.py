@@ -1,0 +1,99 @@
+"""Intervals, pass@k and averages against their definitions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rl.algorithms.evaluation import EvaluationRows
+from lit_rl.algorithms.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
+from lit_rl.rewards.base import Scores
+
+
+@given(n=st.integers(1, 7), data=st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(n, data):
+    right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    marks = [1] * right + [0] * (n - right)
+    subsets = list(itertools.combinations(range(n), k))
+    expected = sum(any(marks[i] for i in subset) for subset in subsets) / len(subsets)
+    assert pass_at_k(right, n, k) == pytest.approx(expected)
+
+
+def test_pass_at_k_outside_its_range():
+    with pytest.raises(ValueError, match="outside"):
+        pass_at_k(1, 2, 3)
+
+
+def test_wilson_interval_of_seven_in_ten():
+    """Newcombe (1998), the score method without continuity correction."""
+    mean, low, high = mean_with_interval(torch.tensor([1.0] * 7 + [0.0] * 3))
+    assert (mean, low, high) == pytest.approx((0.7, 0.3968, 0.8922), abs=1e-4)
+
+
+@given(st.integers(1, 40), st.data())
+def test_intervals_hold_the_mean_and_stay_between_zero_and_one(n, data):
+    x = torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=n, max_size=n)))
+    mean, low, high = mean_with_interval(x)
+    assert 0 <= low <= mean + 1e-12 and mean - 1e-12 <= high <= 1
+
+
+def test_interval_covers_about_95_in_100():
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for _ in range(400):
+        _, low, high = mean_with_interval(torch.randn(50, generator=generator) + 2)
+        hits += low <= 2 <= high
+    assert 0.92 <= hits / 400 <= 0.98
+
+
+def test_interval_of_nothing_is_nan():
+    assert all(math.isnan(value) for value in mean_with_interval(torch.zeros(0)))
+
+
+def test_averages_are_sums_over_sums():
+    averages = Averages()
+    averages.add({"x": (torch.tensor(6.0), torch.tensor(2.0))})
+    averages.add({"x": (torch.tensor(1.0), torch.tensor(8.0)), "empty": (torch.tensor(0.0), torch.tensor(0.0))})
+    result = averages.reduce(torch.device("cpu"))
+    assert result["x"] == pytest.approx(0.7) and math.isnan(result["empty"])
+    assert averages.reduce(torch.device("cpu")) == {}
+
+
+def test_rollout_metrics_by_hand():
+    metrics = rollout_metrics(
+        ["a", "b"],
+        values=torch.tensor([[1.0, 0.0], [0.0, math.nan], [1.0, 1.0], [math.nan, math.nan]]),
+        rewards=torch.tensor([1.0, 0.0, 2.0, math.nan]),
+        group_id=torch.tensor([7, 7, 3, 3]),
+        lengths=torch.tensor([2, 4, 6, 8]),
+        ended=torch.tensor([True, True, True, False]),
+    )
+    assert metrics["reward"] == 1.0
+    assert metrics["reward_std"] == pytest.approx((2 * math.sqrt(0.5) + 0) / 3)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
+    assert metrics["completions/unscored"] == 1
+    assert metrics["completions/clipped_ratio"] == 0.25
+    assert (metrics["completions/mean_length"], metrics["completions/mean_terminated_length"]) == (5, 4)
+    assert metrics["rewards/b/mean"] == 0.5 and metrics["rewards/a/std"] == pytest.approx(math.sqrt(1 / 3))
+
+
+class _Row:
+    def __init__(self, lengths, ended):
+        self.lengths, self.ended = torch.tensor(lengths), torch.tensor(ended)
+
+
+def test_a_row_that_two_ranks_saw_counts_once():
+    from lit_rl.rollout import PromptBatch
+
+    rows = EvaluationRows()
+    for indices, totals in [([0, 1], [1.0, 0.0]), ([1, 2], [0.0, 0.0])]:
+        batch = PromptBatch(["p"] * 2, [[1]] * 2, {}, indices, [0, 0])
+        scores = Scores(("f",), torch.tensor(totals)[:, None], torch.tensor(totals))
+        rows.add(batch, _Row([3, 3], [True, True]), scores)  # type: ignore[arg-type]
+    metrics = rows.metrics()
+    assert metrics["prompts"] == 3 and metrics["reward"] == pytest.approx(1 / 3)

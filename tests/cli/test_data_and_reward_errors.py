@@ -1,0 +1,339 @@
+"""What is wrong with a tokenizer, a data set or a reward ends the run with its exit code and a message.
+
+Where it can be known before weights are read, the model is a folder without weights: reaching them would be exit 7.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_helpers import Command, Outcome, metrics, refused, write_jsonl
+from safetensors.torch import load_file
+from small_models import SPECIAL, save_model, save_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
+CHAT = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in range(8)]
+
+Trial = Callable[..., Outcome]
+
+
+@pytest.fixture
+def weightless(tmp_path: Path) -> Path:
+    """A model of which everything is there but the weights."""
+    return save_tokenizer(tmp_path / "weightless")
+
+
+@pytest.fixture
+def look(step: Command, cwd: Path, weightless: Path) -> Trial:
+    """`look(rows or text, *overrides)`: a run on that file with the model that has no weights."""
+
+    def run(content: list[dict[str, Any]] | str | bytes, *overrides: str, name: str = "mine.jsonl") -> Outcome:
+        path = cwd / name
+        if isinstance(content, list):
+            write_jsonl(path, content)
+        else:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        model = ["model=local", f"model.name={weightless}"]
+        return step(*model, "data=jsonl", f"data.path={name}", "run_dir=run", *overrides)
+
+    return run
+
+
+def reaches_the_weights(outcome: Outcome) -> None:
+    """The data and the reward were accepted."""
+    refused(outcome, 7, "safetensors")
+
+
+def report(step: Command, *overrides: str) -> dict[str, Any]:
+    """The counts of the data in the summary of a run with the shipped policy."""
+    outcome = step("data=jsonl", "data.path=mine.jsonl", "run_dir=counted", *overrides)
+    assert outcome.code == 0, outcome.err
+    return json.loads(Path("counted/summary.json").read_text())["data"]
+
+
+class TestTokenizer:
+    def test_without_a_pad_token_one_is_chosen_and_exported(self, step: Command, cwd, tmp_path):
+        folder = save_model(tmp_path / "model", pad=None)
+        outcome = step("model=local", f"model.name={folder}", "run_dir=run")
+        assert outcome.code == 0, outcome.err
+        tokenizer, hf = AutoTokenizer.from_pretrained(cwd / "run" / "hf"), cwd / "run" / "hf"
+        assert tokenizer.pad_token == "<pad>"
+        assert GenerationConfig.from_pretrained(hf).pad_token_id == tokenizer.pad_token_id
+
+    def test_without_an_end_nothing_could_stop(self, step: Command, cwd, tmp_path):
+        save_tokenizer(tmp_path / "weightless", eos=None)
+        model = ["model=local", f"model.name={tmp_path / 'weightless'}"]
+        refused(step(*model), 2, "no EOS token", "model.eos_token", "<|im_end|>")
+        refused(step(*model, "model.eos_token='<|imend|>'"), 2, "model.eos_token='<|imend|>'", "'<|im_end|>'")
+        reaches_the_weights(step(*model, "model.eos_token='<|im_end|>'"))
+
+    def test_every_end_is_an_end(self, step: Command, cwd, tmp_path):
+        every = list(range(264))  # whatever is sampled first ends the response
+        folder = save_model(tmp_path / "model", generation={"eos_token_id": every})
+        outcome = step("model=local", f"model.name={folder}", "run_dir=run")
+        assert outcome.code == 0, outcome.err
+        logged = metrics(cwd / "run")
+        assert logged["train/completions/mean_length"] == 1 and logged["train/completions/clipped_ratio"] == 0
+        assert sorted(GenerationConfig.from_pretrained(cwd / "run" / "hf").eos_token_id) == every
+
+    def test_messages_without_a_chat_template(self, step: Command, cwd, tmp_path):
+        folder = save_tokenizer(tmp_path / "weightless", template=None)
+        write_jsonl(cwd / "mine.jsonl", CHAT)
+        data = ["model=local", f"model.name={folder}", "data=jsonl", "data.path=mine.jsonl"]
+        refused(step(*data), 3, "mine.jsonl:1", "no chat template", "Instruct", "model.chat_template", "plain strings")
+        template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        (cwd / "template.jinja").write_text(template)
+        reaches_the_weights(step(*data, "model.chat_template=template.jinja"))
+
+
+GOOD = json.dumps(ROWS[0])
+BAD_FILES: dict[str, tuple[Any, list[str], list[str]]] = {
+    "no-prompt-column": ([{"promt": "1", "answer": "1"}], [], ["mine.jsonl:1", "'prompt'", "promt", "data.prompt_key"]),
+    "no-file": ([], ["data.path=mien.jsonl"], ["data.path=mien.jsonl", "no such file", "'mine.jsonl'"]),
+    "no-rows": ("", [], ["mine.jsonl", "no rows"]),
+    "blank-lines-only": ("\n\n\r\n", [], ["mine.jsonl", "no rows"]),
+    "all-filtered": ([{"prompt": " ", "answer": "1"}] * 3, [], ["No row is left", "rows 3", "empty 3"]),
+    "all-overlong": (ROWS, ["data.max_prompt_tokens=2"], ["No row is left", "overlong 8"]),
+    "less-than-a-rollout": (ROWS, ["data.prompts_per_rollout=64"], ["data.prompts_per_rollout=64", "held_out"]),
+    "broken-line": (f'{GOOD}\n{{"prompt": "x"\n', [], ["mine.jsonl:2", "not valid JSON", '{"prompt": "x"']),
+    "trailing-comma": (f'{GOOD}\n{{"prompt": "x",}}\n', [], ["mine.jsonl:2", "not valid JSON"]),
+    "nan": (f'{GOOD}\n{{"prompt": "x", "answer": NaN}}\n', [], ["mine.jsonl:2", "NaN"]),
+    "array-line": (f"{GOOD}\n[1, 2]\n", [], ["mine.jsonl:2", "an array"]),
+    "not-utf8": (GOOD.encode() + b'\n{"prompt": "\xff"}\n', [], ["mine.jsonl:2", "UTF-8"]),
+    "long-bad-line": ("x" * 100_000 + "\n", [], ["mine.jsonl:1"]),
+    "two-kinds-of-prompt": ([*ROWS[:2], *CHAT[:2]], [], ["mine.jsonl:1", "mine.jsonl:3", "string", "messages"]),
+    "two-kinds-of-answer": (
+        [*ROWS[:2], {"prompt": "x", "answer": ["1"]}],
+        ["data.val_fraction=0"],
+        ["'answer'", "text in mine.jsonl:1", "list in mine.jsonl:3"],
+    ),
+    "number-prompt": ([{"prompt": 7, "answer": "1"}], [], ["mine.jsonl:1", "7 (int)"]),
+    "role": ([{"prompt": [{"role": "usr", "content": "x"}]}], [], ["mine.jsonl:1", "message 0", "'usr'", "'user'"]),
+    "content": ([{"prompt": [{"role": "user", "content": None}]}], [], ["mine.jsonl:1", "message 0", "None"]),
+    "assistant-last": (
+        [{"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}],
+        [],
+        ["mine.jsonl:1", "assistant"],
+    ),
+    "no-messages": ([{"prompt": []}], [], ["mine.jsonl:1", "empty list"]),
+    "too-long": (
+        ROWS,
+        ["data.max_prompt_tokens=2", "data.overlong=error"],
+        ["mine.jsonl:1", "data.max_prompt_tokens=2"],
+    ),
+    "nul": ([{"prompt": "a\0b"}], [], ["mine.jsonl:1", "NUL"]),
+    "control-token": (
+        [{"prompt": [{"role": "user", "content": "<|im_end|>"}]}],
+        [],
+        ["mine.jsonl:1", "'<|im_end|>'", "control token"],
+    ),
+    "split-of-a-file": (ROWS, ["data.split=train"], ["data.split='train'", "remove"]),
+    "source-key": (ROWS, ["data.path=null", "data.sources=[{pth: x}]"], ["data.sources[0]", "path"]),
+    "rename": (ROWS, ["data.rename.anser=answer"], ["data.rename", "'anser'", "'answer'"]),
+}
+SETTINGS = {"split-of-a-file", "source-key"}
+"""Faults of the settings, not of the data: exit 2."""
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_data_set_is_refused_before_any_weight_is_read(look: Trial, case):
+    content, overrides, words = BAD_FILES[case]
+    outcome = look(content, *overrides)
+    refused(outcome, 2 if case in SETTINGS else 3, *words)
+    assert len(outcome.err) < 1500
+
+
+def test_a_kind_of_file_that_is_not_read(look: Trial):
+    refused(look(ROWS, name="mine.xls"), 3, "mine.xls", "'.xls'", ".jsonl", ".parquet")
+
+
+def test_what_editors_and_spreadsheets_leave_in_a_file_is_read(look: Trial):
+    lines = "\r\n\r\n".join(map(json.dumps, ROWS))
+    reaches_the_weights(look(b"\xef\xbb\xbf" + lines.encode()))
+
+
+def test_numbers_and_texts_in_one_column_become_texts(look: Trial):
+    reaches_the_weights(look([*ROWS, {"prompt": "1+1=", "answer": 2}]))
+
+
+class TestCounts:
+    """Whatever is left out is in the summary."""
+
+    def test_bad_lines(self, step: Command, cwd: Path):
+        write_jsonl(cwd / "mine.jsonl", ROWS)
+        with (cwd / "mine.jsonl").open("a") as file:
+            file.write('{"prompt": \n[1]\n')
+        refused(step("data=jsonl", "data.path=mine.jsonl"), 3, "mine.jsonl:9", "data.on_bad_row=skip")
+        counts = report(step, "data.on_bad_row=skip", "data.val_fraction=0")["train"]
+        assert (counts["rows"], counts["bad"], counts["kept"]) == (10, 2, 8)
+
+    def test_empty_prompts(self, step: Command, cwd: Path):
+        write_jsonl(cwd / "mine.jsonl", [*ROWS, {"prompt": "", "answer": "1"}, {"prompt": " \n", "answer": "1"}])
+        counts = report(step, "data.val_fraction=0")["train"]
+        assert (counts["rows"], counts["empty"], counts["kept"]) == (10, 2, 8)
+
+    def test_long_prompts(self, step: Command, cwd: Path):
+        write_jsonl(cwd / "mine.jsonl", [*ROWS, {"prompt": "1" * 30 + "+1=", "answer": "1"}])
+        counts = report(step, "data.val_fraction=0", "data.max_prompt_tokens=10")["train"]
+        assert (counts["overlong"], counts["longest"], counts["kept"]) == (1, 33, 8)
+
+
+@pytest.fixture
+def score(cwd: Path, step: Command) -> Trial:
+    """`score(body, *overrides)`: one step with a reward whose function body that is."""
+
+    def run(body: str, *overrides: str, signature: str = "prompts, completions, **columns") -> Outcome:
+        (cwd / "my_reward.py").write_text(f"import math\ndef score({signature}):\n    {body}\n")
+        write_jsonl(cwd / "mine.jsonl", ROWS)
+        data = ["data=jsonl", "data.path=mine.jsonl", "data.val_fraction=0"]
+        return step(*data, "reward=function", "reward.fn=./my_reward.py:score", "run_dir=run", *overrides)
+
+    return run
+
+
+class TestSignature:
+    @pytest.mark.parametrize(
+        "signature, words",
+        [
+            ("completions, anwser", ["'score'", "'anwser'", "Columns: answer", "'answer'"]),
+            ("completions, /", ["'completions'", "'/'"]),
+            ("completions, solution", ["'solution'", "data.rename"]),
+        ],
+    )
+    def test_that_does_not_fit_the_columns(self, score: Trial, weightless, signature, words):
+        model = ["model=local", f"model.name={weightless}"]
+        refused(score("return [1.0 for _ in completions]", *model, signature=signature), 4, *words)
+
+    def test_that_fits(self, score: Trial, weightless):
+        model = ["model=local", f"model.name={weightless}"]
+        reaches_the_weights(score("return [1.0]", *model, signature="completions, answer, trainer_state"))
+
+    def test_that_misses_a_column_of_a_validation_set(self, score: Trial, weightless, cwd):
+        write_jsonl(cwd / "val.jsonl", [{"prompt": "1+1="}])
+        model = ["model=local", f"model.name={weightless}", "data.val_path=val.jsonl"]
+        outcome = score("return [1.0]", *model, signature="completions, answer")
+        refused(outcome, 4, "'answer'", "validation set")
+
+    @pytest.mark.parametrize(
+        "fn, code, words",
+        [
+            ("./my_rewrad.py:score", 2, ["my_rewrad.py", "'my_reward.py'"]),
+            ("./my_reward.py:scor", 2, ["'scor'", "'score'"]),
+            ("./my_reward.py", 2, ["./my_reward.py", "file.py:name"]),
+            ("no.such.module:score", 2, ["no module 'no'", "package.module:name"]),
+            ("./my_reward.py:math", 4, ["./my_reward.py:math", "cannot be called"]),
+        ],
+    )
+    def test_that_is_not_found(self, score: Trial, weightless, fn, code, words):
+        model = ["model=local", f"model.name={weightless}", f"reward.fn='{fn}'"]
+        refused(score("return [1.0]", *model), code, *words)
+
+    def test_of_a_file_that_does_not_run(self, score: Trial, weightless):
+        outcome = score("return [1.0\n", "model=local", f"model.name={weightless}")
+        refused(outcome, 4, "my_reward.py", "SyntaxError")
+
+
+BAD_RETURNS = {
+    "one-too-few": ("return [1.0] * (len(completions) - 1)", ["'score'", "a list of 3 values", "4 numbers"]),
+    "one-too-many": ("return [1.0] * (len(completions) + 1)", ["a list of 5 values"]),
+    "number": ("return 1.0", ["'score'", "1.0 (float)", "a list of 4 numbers"]),
+    "none": ("return None", ["None", "a list of 4 numbers"]),
+    "generator": ("return (1.0 for _ in completions)", ["generator", "list(...)"]),
+    "two-dimensional": ("import torch; return torch.ones(len(completions), 1)", ["shape (4, 1)", ".reshape(-1)"]),
+    "dict": ("return dict(score=1.0)", ["dict", "log_extra"]),
+    "nan": ("return [math.nan for _ in completions]", ["nan", "completion 0", "not finite", "None"]),
+    "infinite": ("return [1.0, -math.inf, 0.0, 0.0]", ["-inf", "completion 1", "The completion starts"]),
+    "text": ("return ['1.0' for _ in completions]", ["'1.0'", "completion 0", "str"]),
+    "raises": ("return [1 / 0 for _ in completions]", ["'score'", "ZeroDivisionError", "line 3", "my_reward.py"]),
+    "leaves": ("raise SystemExit(0)", ["'score'", "SystemExit"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RETURNS)
+def test_a_bad_return_value_is_refused(score: Trial, case):
+    body, words = BAD_RETURNS[case]
+    refused(score(body), 4, *words)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return [len(c) > 2 for c in completions]",
+        "return tuple(1 for _ in completions)",
+        "import numpy; return numpy.ones(len(completions), dtype=numpy.float16)",
+        "import torch; return torch.ones(len(completions), requires_grad=True)",
+        "return [1e30 * i for i, _ in enumerate(completions)]",
+    ],
+    ids=["bool", "tuple", "numpy", "tensor", "huge"],
+)
+def test_numbers_of_any_make_are_scores(score: Trial, body):
+    outcome = score(body)
+    assert outcome.code == 0, outcome.err
+
+
+def finite(logged: dict[str, Any]) -> dict[str, float]:
+    """All that was logged in training is a number; a mean of nothing is not logged, or null."""
+    assert not [key for key, value in logged.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {key: value for key, value in logged.items() if value is not None}
+
+
+def unchanged(run_dir: Path, model: Path) -> bool:
+    after, before = load_file(run_dir / "hf" / "model.safetensors"), load_file(model / "model.safetensors")
+    return all(torch.equal(after[name], before[name]) for name in after)
+
+
+class TestNothingToLearnFrom:
+    def test_no_reward_for_the_whole_batch(self, score: Trial, cwd, tiny_dir):
+        outcome = score("return [None for _ in completions]")
+        assert outcome.code == 0, outcome.err
+        logged = finite(metrics(cwd / "run"))
+        assert logged["train/loss"] == 0 and logged["train/grad_norm"] == 0
+        assert unchanged(cwd / "run", tiny_dir)
+
+    def test_no_reward_for_one_group(self, score: Trial, cwd, tiny_dir):
+        outcome = score("return [float(i) if p == prompts[0] else None for i, p in enumerate(prompts)]")
+        assert outcome.code == 0, outcome.err
+        logged = finite(metrics(cwd / "run"))
+        assert logged["train/grad_norm"] > 0 and logged["train/reward"] == 0.5
+        assert not unchanged(cwd / "run", tiny_dir)
+
+    def test_every_completion_cut_and_masked(self, score: Trial, cwd, tiny_dir):
+        cut = ["sampling.max_new_tokens=1", "algo.mask_truncated=true"]
+        outcome = score("return [float(i) for i, _ in enumerate(completions)]", *cut)
+        assert outcome.code == 0, outcome.err
+        logged = finite(metrics(cwd / "run"))
+        assert logged["train/completions/clipped_ratio"] == 1 and logged["train/loss"] == 0
+        assert unchanged(cwd / "run", tiny_dir)
+
+    @pytest.mark.parametrize("algo", ["grpo", "rloo", "dr_grpo"])
+    @pytest.mark.parametrize("token", ["<|im_end|>", "<|im_start|>"])
+    def test_completions_without_a_word(self, score: Trial, cwd, tmp_path, algo, token):
+        folder = always(save_model(tmp_path / "model"), 256 + SPECIAL.index(token))
+        body = "assert completions == [''] * len(completions); return [float(i) for i, _ in enumerate(completions)]"
+        outcome = score(body, "model=local", f"model.name={folder}", f"algo={algo}")
+        assert outcome.code == 0, outcome.err
+        logged = finite(metrics(cwd / "run"))
+        length = 1 if token == "<|im_end|>" else 6
+        assert logged["train/completions/mean_length"] == length
+        assert logged["train/completions/clipped_ratio"] == (length > 1)
+
+
+def always(folder: Path, token: int) -> Path:
+    """The model made to say one token whatever the prompt: one hidden unit is always large, and feeds its logit."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 10
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[token, 0] = 100
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,53 @@
+"""docs/metrics.md has every name that is logged, and no other."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doc_blocks import table_rows
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+Train = Callable[..., int]
+
+COMMON = ["data.prompts_per_rollout=2", "algo.group_size=2", "callbacks=none", "trainer.max_steps=3", "eval.limit=4"]
+
+
+def documented(root: Path) -> dict[str, re.Pattern[str]]:
+    """The first column of every table, as patterns: `<fn>` stands for one part of a name."""
+    names = [row[0].strip("`") for row in table_rows(root / "docs" / "metrics.md")]
+    assert len(names) == len(set(names))
+    return {name: re.compile(re.sub(r"<\w+>", "[^/]+", name)) for name in names}
+
+
+def logged(run_dir: Path) -> set[str]:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {name for row in rows for name in row} - {"step"}
+
+
+@pytest.fixture
+def names(train: Train, cwd: Path) -> set[str]:
+    """What three small runs log: GRPO with KL, RLOO with a named validation set, and a test."""
+    rows = cwd / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(8)))
+    own = ["data=jsonl", f"data.path={rows}", f"data.val_path={{easy: {rows}}}", "eval.group_size=2"]
+    histograms = ["+schemas@callbacks.histograms=Histograms", "callbacks.histograms.every=1", "logger=tensorboard"]
+    assert train("algo.beta=0.01", "run_dir=grpo", *COMMON, *histograms) == 0
+    assert train("algo=rloo", "run_dir=rloo", "logger=none", "eval.temperature=1", *COMMON, *own) == 0
+    assert train("task=test", "run_dir=test", "logger=none", *COMMON) == 0
+    (tested,) = (cwd / "test").glob("test_*")
+    (events,) = {path.parent for path in (cwd / "grpo").glob("events.*")}
+    board = EventAccumulator(str(events))
+    board.Reload()
+    found = logged(cwd / "grpo") | logged(cwd / "rloo") | logged(tested) | set(board.Tags()["histograms"])
+    assert "val/easy/reward" in found and "test/reward" in found
+    return {re.sub(r"^(val/easy|test)/", "val/", name) for name in found}
+
+
+def test_every_name_is_documented_and_every_documented_name_is_logged(names: set[str], root: Path) -> None:
+    patterns = documented(root)
+    assert not {name for name in names if not any(p.fullmatch(name) for p in patterns.values())}
+    assert not {told for told, p in patterns.items() if not any(p.fullmatch(name) for name in names)}

@@ -1,0 +1,120 @@
+"""What README.md and docs/ tell people to type works: files are written, commands run in one small step, in order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doc_blocks import Block, blocks, table_rows
+from doc_runs import SMALL, left_as_found
+from hydra import compose, initialize_config_module
+
+from lit_rl import errors
+from lit_rl.cli import schemas
+from lit_rl.cli.build import plain
+
+Train = Callable[..., int]
+
+OTHER_COMMANDS = ("make", "source", "tensorboard")
+PROCESSES = ("strategy=ddp", "strategy=fsdp")
+"""Runs of several processes are composed here; tests/runs/test_dist.py runs them."""
+
+
+def documents(root: Path) -> list[Path]:
+    return [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
+
+
+def shipped_models(root: Path) -> set[str]:
+    """Choices of `model=` that are on the hub and so not at hand."""
+    return {f"model={path.stem}" for path in (root / "conf" / "model").glob("*.yaml")} - {"model=tiny", "model=local"}
+
+
+def prepare(cwd: Path, found: list[Block], root: Path) -> None:
+    """The files of a document, the repository's conf, and a model where the examples say that one is."""
+    for block in found:
+        if block.file is not None:
+            target = cwd / block.file
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(block.text)
+    (cwd / "conf").symlink_to(root / "conf")
+    (cwd / "path" / "to" / "a").mkdir(parents=True)
+    (cwd / "path" / "to" / "a" / "model").symlink_to(root / "lit_rl" / "models" / "tiny")
+
+
+def small(words: list[str], number: int) -> list[str]:
+    """The same command with few steps and its own folder, where it names none."""
+    if {"--help", "--cfg"} & set(words):
+        return words
+    more = list(SMALL)
+    if not any(word.startswith("run_dir=") for word in words):
+        more.append(f"run_dir=run_{number}")
+    if not any(word.startswith("logger=") for word in words):
+        more.append("logger=none")
+    if any(word.endswith("=val/reward") for word in words):
+        more.append("trainer.val_check_interval=1")  # what is monitored has to be measured
+    return [*words, *more]
+
+
+def composes(overrides: list[str]) -> None:
+    """The config is sound, as far as it can be known without a network or a second process."""
+    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
+        schemas.register()
+        plain(compose("config", overrides=overrides))
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/rewards.md", "docs/data.md", "docs/configuration.md"])
+def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train: Train) -> None:
+    found = blocks(root / name)
+    prepare(cwd, found, root)
+    away, ran = shipped_models(root), 0
+    for number, words in enumerate(words for block in found for words in block.commands):
+        line = " ".join(words)
+        match words:
+            case ["python", "train.py", *overrides] if away & set(words) or set(PROCESSES) & set(words):
+                composes(overrides)
+            case ["python", "train.py", *overrides]:
+                assert train(*small(overrides, number)) == 0, line
+                ran += 1
+            case ["lit-rl", "fit", *arguments]:
+                assert train("fit", *arguments, "--trainer.max_steps=1", "--trainer.limit_val_batches=1") == 0, line
+            case [command, *_]:
+                assert command in OTHER_COMMANDS, f"{name} has a command that no test knows: {line}"
+    assert ran > 0
+
+
+def test_the_python_of_the_readme_runs(root: Path, cwd: Path) -> None:
+    scripts = [block.text for block in blocks(root / "README.md") if block.language == "python" and not block.file]
+    assert scripts
+    for text in scripts:
+        shorter, changed = re.subn(r"max_steps=\d+", "max_steps=1, limit_val_batches=1", text)
+        assert changed == 1
+        with left_as_found():
+            names: dict = {}
+            exec(shorter, names)
+            assert names["trainer"].global_step == 1
+
+
+def test_every_make_target_that_is_named_exists(root: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
+    named = {target for path in documents(root) for target in re.findall(r"\bmake ([a-z-]+)\b", path.read_text())}
+    commands = {
+        words[1] for path in documents(root) for block in blocks(path) for words in block.commands if words[0] == "make"
+    }
+    assert commands <= targets
+    assert {"demo", "test", "setup", "format", "test-slow"} <= named & targets
+
+
+def test_links_between_documents_lead_somewhere(root: Path) -> None:
+    for path in documents(root):
+        for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+            if not target.startswith("http") and not target.endswith(".png"):
+                assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_the_exit_codes_are_those_of_the_errors(root: Path) -> None:
+    rows = [row[0] for row in table_rows(root / "README.md") if re.fullmatch(r"[\d, ]+", row[0])]
+    told = {int(code) for cell in rows for code in cell.split(",")}
+    kinds = errors.LitRLError.__subclasses__()
+    assert told == {0, errors.INTERRUPTED, errors.TERMINATED, *(kind.exit_code for kind in kinds)}

@@ -1,0 +1,106 @@
+"""Documents that are made from the code, or that compute, are up to date."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from doc_blocks import table_rows
+from doc_runs import left_as_found
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from lit_rl.cli import schemas
+
+
+def script(root: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, root / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
+    reference = script(root, "config_reference")
+    assert reference.DOCUMENT.read_text() == reference.document(), "run: python scripts/config_reference.py"
+
+
+def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
+    """The places of the classes are written by hand in the script: the composed configs must have these keys."""
+    keys: set[str] = set()
+    variants = [
+        [],
+        ["algo=rloo", "optimizer=adamw_8bit", "scheduler=cosine", "generator=hf"],
+        ["optimizer=by_path", "reward=function"],
+    ]
+    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
+        schemas.register()
+        for overrides in variants:
+            tree = OmegaConf.to_container(compose("config", overrides=overrides), resolve=False)
+            keys |= set(paths(tree))
+    told = [row[0].strip("`") for row in table_rows(root / "docs" / "configuration.md", "Every key")]
+    assert len(told) > 80
+    assert not set(told) - keys
+
+
+def paths(tree: object, head: str = "") -> list[str]:
+    if not isinstance(tree, dict):
+        return []
+    here = [f"{head}{name}" for name in tree]
+    return here + [path for name, node in tree.items() for path in paths(node, f"{head}{name}.")]
+
+
+def test_the_batch_arithmetic_is_right(root: Path) -> None:
+    failed, ran = doctest.testfile(
+        str(root / "docs" / "batch-arithmetic.md"), module_relative=False, optionflags=doctest.NORMALIZE_WHITESPACE
+    )
+    assert ran >= 7 and not failed
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_the_learning_curve_is_drawn(root: Path, tmp_path: Path, sampled: bool) -> None:
+    """With and without a summary; the first validation at a step is the one that is drawn."""
+    pytest.importorskip("matplotlib")
+    plot_run = script(root, "plot_run")
+    interval = {"reward_low": 0.4, "reward_high": 0.6}
+    rows: list[dict] = [
+        {"step": 0, "val/reward": mean, "val/reward_low": 0.4, "val/reward_high": 0.6} for mean in (0.5, 0.1)
+    ]
+    rows += [
+        {"step": n, "train/reward": 0.5, "train/frac_reward_zero_std": 0.1, "train/completions/mean_length": None}
+        for n in range(1, 9)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    if sampled:
+        both = {"": {"greedy": {"reward": 0.5, **interval}, "sampled at 1": {"reward": 0.45, **interval}}}
+        (tmp_path / "summary.json").write_text(json.dumps({"before": both, "after": both}))
+    assert [row["val/reward"] for row in plot_run.validations(rows, "val/reward")] == [0.5]
+    plot_run.plot(tmp_path, tmp_path / "curve.png")
+    assert re.match(rb"\x89PNG", (tmp_path / "curve.png").read_bytes())
+
+
+def test_every_module_has_its_line_in_the_architecture(root: Path) -> None:
+    """A module is named in the table of its folder, and no module is named that is not there."""
+    text = (root / "docs" / "architecture.md").read_text().partition("### Every module")[2].partition("\n## ")[0]
+    told: dict[str, set[str]] = {}
+    for table in text.split("\n\n| "):
+        folders = re.findall(r"`(\w+)/`", table.splitlines()[0])
+        for line in table.splitlines()[2:]:
+            folder = folders[0] if folders else ""
+            for name in re.findall(r"`([\w/]+)`", line.split("|")[1]):
+                folder, _, module = name.rpartition("/") if "/" in name.rstrip("/") else (folder, "", name.rstrip("/"))
+                told.setdefault(folder, set()).add(module)
+    there: dict[str, set[str]] = {}
+    for path in (root / "lit_rl").glob("*/*.py"):
+        if path.stem != "__init__":
+            there.setdefault(path.parent.name, set()).add(path.stem)
+    told["models"] -= {"tiny"}
+    assert told == there
