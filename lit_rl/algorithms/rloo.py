@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-import torch
 from torch import Tensor
 
 from lit_rl.algorithms import checks
@@ -131,9 +130,8 @@ class RLOO(OnPolicyModule):
 
         per_sequence, metrics = self.policy_loss(logprobs, old_logprobs, rollout.advantages, mask)
         if rollout.ref_logprobs is not None:
-            # TRL's `kl`: the penalty's own size, a mean over sequences of the sum over tokens.
             kl = masked_sum(k1(old_logprobs, rollout.ref_logprobs, old_logprobs), mask)
-            metrics = {**metrics, "kl": (kl, torch.ones_like(kl) * len(rollout))}
+            metrics = {**metrics, "kl": (kl, mask.sum())}
 
         metrics = {**metrics, "entropy": (masked_sum(entropy, mask), mask.sum())}
         return sequence_mean(per_sequence[:, None], mask.any(1, keepdim=True), totals), metrics

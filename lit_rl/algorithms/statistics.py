@@ -54,7 +54,7 @@ def rollout_metrics(
     std = group_std(rewards.float(), group_id)
     metrics = {
         "reward": _mean(rewards[scored]),
-        "reward_std": _mean(std[scored]),
+        "reward_std": _std(rewards[scored]),
         "frac_reward_zero_std": _mean((std[scored] == 0).double()),
         "completions/mean_length": _mean(lengths),
         "completions/min_length": _extreme(lengths, torch.min),
@@ -68,12 +68,16 @@ def rollout_metrics(
     for i, name in enumerate(names):
         column = values[:, i][~values[:, i].isnan()]
         metrics[f"rewards/{name}/mean"] = _mean(column)
-        metrics[f"rewards/{name}/std"] = float(column.double().std()) if len(column) > 1 else 0.0
+        metrics[f"rewards/{name}/std"] = _std(column)
     return metrics
 
 
 def _mean(x: Tensor) -> float:
     return float(x.double().mean()) if len(x) else math.nan
+
+
+def _std(x: Tensor) -> float:
+    return float(x.double().std()) if len(x) > 1 else 0.0
 
 
 def _extreme(x: Tensor, which) -> float:

@@ -54,6 +54,9 @@ def main() -> int:
 def run(config: DictConfig) -> int:
     """One job."""
     quiet.filter_warnings()
+    typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
+    if config.allow_targets and not typed:
+        raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.task not in TASKS:
         raise ConfigError(f"task={config.task}: allowed is {', '.join(TASKS)}.{did_you_mean(config.task, TASKS)}")
     run_dir = RunDir(_resolve_run_dir(config))
@@ -165,7 +168,8 @@ def _dataset(data: dict[str, Any]) -> str:
 
 
 def _command(run_dir: RunDir) -> str:
-    overrides = [o for o in HydraConfig.get().overrides.task if not o.startswith(("ckpt_path=", "run_dir="))]
+    ours = ("ckpt_path=", "run_dir=", "hydra.mode=")
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith(ours)]
     return shlex.join(["python", "train.py", *overrides, f"run_dir={run_dir.path}"])
 
 

@@ -20,12 +20,19 @@ _NOT_OURS = (
 )
 
 
+_BANNERS = ("GPU available", "TPU available", "HPU available", "💡 Tip", "`Trainer", "Restor", "Loaded model weights")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of Lightning's is not one that it writes at every start."""
+    return not record.getMessage().startswith(_BANNERS)
+
+
 def filter_warnings() -> None:
     """Silence them, and the banners that Lightning and transformers write at every start."""
     for pattern in _NOT_OURS:
         warnings.filterwarnings("ignore", message=pattern)
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_news)
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()

@@ -74,7 +74,7 @@ def test_rollout_metrics_by_hand():
         ended=torch.tensor([True, True, True, False]),
     )
     assert metrics["reward"] == 1.0
-    assert metrics["reward_std"] == pytest.approx((2 * math.sqrt(0.5) + 0) / 3)
+    assert metrics["reward_std"] == 1.0
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 / 3)
     assert metrics["completions/unscored"] == 1
     assert metrics["completions/clipped_ratio"] == 0.25

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MINUTE = [
+QUICK = [
     "trainer.accelerator=cpu",
     "trainer.devices=1",
     "trainer.max_steps=1",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cli_helpers import MINUTE, Command, Outcome
+from cli_helpers import QUICK, Command, Outcome
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.utilities.seed import isolate_rng
 
@@ -62,4 +62,4 @@ def clean_logging() -> Iterator[None]:
 @pytest.fixture
 def step(command: Command) -> Command:
     """One optimizer step, quickly."""
-    return lambda *arguments: command(*MINUTE, *arguments)
+    return lambda *arguments: command(*QUICK, *arguments)

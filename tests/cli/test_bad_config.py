@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_helpers import MINUTE, Command, contents, refused
+from cli_helpers import QUICK, Command, contents, refused
 
 from lit_rl.cli import build
 from lit_rl.errors import ConfigError
@@ -242,7 +242,7 @@ def experiment(tmp_path: Path, command: Command):
         folder = tmp_path / "mine" / "experiment"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "mine.yaml").write_text("# @package _global_\n" + text)
-        return command("--config-dir", str(folder.parent), *MINUTE, "experiment=mine", *arguments)
+        return command("--config-dir", str(folder.parent), *QUICK, "experiment=mine", *arguments)
 
     return run
 

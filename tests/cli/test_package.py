@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from cli_helpers import MINUTE, Command, metrics
+from cli_helpers import QUICK, Command, metrics
 
 import lit_rl
 from lit_rl.cli.help import page
@@ -80,7 +80,7 @@ def test_the_wheel_alone_trains_from_another_directory(wheel, tmp_path):
     here.mkdir()
     zipfile.ZipFile(wheel).extractall(site)  # what `pip install --target` does with a pure wheel
     lines = "import sys, lit_rl; sys.stderr.write(lit_rl.__file__); from lit_rl.cli import main; main()"
-    done = python("-c", lines, "train", "debug=fdr", *MINUTE, cwd=here, PYTHONPATH=str(site))
+    done = python("-c", lines, "train", "debug=fdr", *QUICK, cwd=here, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stderr  # not the checkout
     assert list(here.iterdir()) == []  # fast_dev_run writes nothing
@@ -134,7 +134,7 @@ class TestConfigOnTheScreen:
 
 class TestSweep:
     def test_makes_one_folder_a_job_under_one_folder(self, command: Command, cwd):
-        outcome = command("-m", *MINUTE, "algo.group_size=8", "seed=1,2")
+        outcome = command("-m", *QUICK, "algo.group_size=8", "seed=1,2")
         assert outcome.code == 0, outcome.err
         (sweep,) = (cwd / "runs").iterdir()
         jobs = [sweep / "0", sweep / "1"]
@@ -145,12 +145,12 @@ class TestSweep:
         assert metrics(jobs[0])["train/grad_norm"] != metrics(jobs[1])["train/grad_norm"]
 
     def test_goes_into_the_folder_that_the_user_names(self, command: Command, cwd):
-        outcome = command("-m", *MINUTE, "run_dir=mine", "algo.group_size=2,4")
+        outcome = command("-m", *QUICK, "run_dir=mine", "algo.group_size=2,4")
         assert outcome.code == 0, outcome.err
         assert [(cwd / "mine" / name / "hf").is_dir() for name in ("0", "1")] == [True, True]
 
     def test_goes_on_after_a_job_that_fails_and_says_so_at_the_end(self, command: Command, cwd):
-        outcome = command("-m", *MINUTE, "run_dir=mine", "algo.group_size=1,2")
+        outcome = command("-m", *QUICK, "run_dir=mine", "algo.group_size=1,2")
         assert outcome.code == 2 and "algo.group_size=1" in outcome.err
         assert not (cwd / "mine" / "0").exists()
         assert json.loads((cwd / "mine" / "1" / "summary.json").read_text())["status"] == "finished"

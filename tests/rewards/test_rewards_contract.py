@@ -242,7 +242,11 @@ class AsyncJudge:
 async def async_reward(completions): ...
 
 
-@pytest.mark.parametrize("function", [async_reward, AsyncJudge(), functools.partial(async_reward)], ids=repr)
+@pytest.mark.parametrize(
+    "function",
+    [async_reward, AsyncJudge(), functools.partial(async_reward)],
+    ids=["function", "object", "partial"],
+)
 def test_async_functions_are_refused_at_once(function):
     with pytest.raises(RewardError, match="Async rewards are not available yet"):
         Rewards(function)
