@@ -61,6 +61,9 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
         module.reward_functions.bind(data.columns)
         _context(module, "sampling", data.longest_prompt, module.sampling.max_new_tokens)
         _limits(module)
+    if longest := data.longest_val_prompt:
+        own = module.evaluation.max_new_tokens
+        _context(module, "sampling" if own is None else "eval", longest, own or module.sampling.max_new_tokens)
     for name, columns in data.val_columns.items():
         try:
             module.reward_functions.bind(columns)

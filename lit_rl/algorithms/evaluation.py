@@ -110,13 +110,19 @@ class EvaluationRows:
         return metrics | self._pass_at_k(totals)
 
     def _pass_at_k(self, totals: torch.Tensor) -> dict[str, float]:
-        """pass@k for k = 1, 2, 4, ... up to the group size; a completion passes with a total of 1 or more."""
+        """pass@k for k = 1, 2, 4, ... up to the group size; a completion passes with a total of 1 or more.
+
+        An unscored completion is no sample: a prompt counts for the k that its scored ones reach.
+        """
         n = totals.shape[1]
         if n < 2:
             return {}
-        right = (totals >= 1).sum(1).tolist()
-        ks = [2**i for i in range(int(math.log2(n)) + 1)]
-        return {f"pass@{k}": sum(pass_at_k(r, n, k) for r in right) / max(1, len(right)) for k in sorted({*ks, n})}
+        counts = [(int((row >= 1).sum()), int((~row.isnan()).sum())) for row in totals]
+        metrics = {}
+        for k in sorted({*(2**i for i in range(int(math.log2(n)) + 1)), n}):
+            chances = [pass_at_k(right, scored, k) for right, scored in counts if scored >= k]
+            metrics[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
+        return metrics
 
 
 def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ from lit_rl.algorithms.generating import GeneratingModule
 from lit_rl.algorithms.micro_batches import frozen_logprobs, micro_batch, step_totals
 from lit_rl.algorithms.statistics import Averages, Metric, rollout_metrics
 from lit_rl.algorithms.tables import sample_table
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, RewardError
 from lit_rl.generation.collect import response_ids
 from lit_rl.models.forward import token_logprobs
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
+
+MAX_UNSCORED = 8
+"""Rollouts in a row without any reward after which a run ends."""
 
 
 class OnPolicyModule(GeneratingModule, ABC):
@@ -62,7 +66,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The last rollout as a table of text and numbers, for callbacks; empty after a resume until the next one."""
         self._slot, self._totals, self._tokens_seen = -1, torch.zeros(0), 0
         self._averages, self._stats = Averages(), {}
-        self._opened = time.perf_counter()
+        self._opened, self._unscored = time.perf_counter(), 0
 
     # ------------------------------------------------------------------ what an algorithm is
 
@@ -155,6 +159,7 @@ class OnPolicyModule(GeneratingModule, ABC):
                 "ended": completions.ended,
             }.items()
         }
+        self._count_unscored(everyone["rewards"])
         tokens = int(everyone["lengths"].sum())
         self._tokens_seen += tokens
         self._stats = rollout_metrics(scores.names, **everyone) | scores.metrics
@@ -163,13 +168,32 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.samples = sample_table(self.step, batch, texts, completions, scores, rollout.advantages)
         self._opened = time.perf_counter()
 
+    def _count_unscored(self, rewards: Tensor) -> None:
+        """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""
+        self._unscored = self._unscored + 1 if bool(rewards.isnan().all()) else 0
+        if self._unscored == MAX_UNSCORED:
+            names = ", ".join(self.reward_functions.names)
+            raise RewardError(
+                f"{names} returned None for every completion of {MAX_UNSCORED} rollouts in a row, so there is nothing "
+                "to learn from. Look at samples/ and at the columns that the functions decide by."
+            )
+
     def _everyones(self, column: Tensor) -> Tensor:
         column = column.to(self.device)
         return self.all_gather(column).flatten(0, 1) if self.world_size > 1 else column  # pyright: ignore
 
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
         """One optimizer step; after a rollout's last one, its metrics are logged, before any callback can save."""
-        super().optimizer_step(*args, **kwargs)
+
+        def without_gradient() -> Any:
+            """Nothing to learn from: no moment and no weight decay may move a weight either."""
+            result = optimizer_closure() if optimizer_closure else None
+            optimizer.zero_grad()
+            return result
+
+        super().optimizer_step(epoch, batch_idx, optimizer, without_gradient if self._unscored else optimizer_closure)
         self._averages.add({"grad_norm": (self.grad_norm, torch.ones_like(self.grad_norm))})
         if self.plan is not None and self._slot == self.plan.slots - 1:
             self._close(self.step + 1)
@@ -192,10 +216,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
 
     def rank_state(self) -> dict[str, Any]:
+        counts = {"tokens_seen": self._tokens_seen, "unscored": self._unscored}
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
-            return {"tokens_seen": self._tokens_seen}  # between two rollouts there is nothing half-used
-        return {
-            "tokens_seen": self._tokens_seen,
+            return counts  # between two rollouts there is nothing half-used
+        return counts | {
             "rollout": state.to_plain(self.rollout),
             "slot": self._slot,
             "totals": state.to_plain(self._totals),
@@ -205,7 +229,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         }
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
-        self._tokens_seen = saved["tokens_seen"]
+        self._tokens_seen, self._unscored = saved["tokens_seen"], saved["unscored"]
         if "rollout" in saved:
             device = self.trainer.strategy.root_device  # the module itself is moved there only later
             self.rollout = state.rollout_of(saved["rollout"], device)

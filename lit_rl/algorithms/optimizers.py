@@ -1,7 +1,7 @@
 """Optimizers as values: what a config, a notebook and LightningCLI hand to an algorithm.
 
 Each is called with the parameter groups once the policy exists. The default learning rate, 1e-6, is for full
-fine-tuning of pretrained models; LoRA wants about ten times that, the shipped tiny policy a thousand times.
+fine-tuning of pretrained models; LoRA wants about ten times that, the shipped tiny policy five hundred times.
 """
 
 from __future__ import annotations

@@ -92,6 +92,8 @@ class PolicyModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.policy.parameters() if p.requires_grad]
         optimizer = self.optimizer([{"params": trained, "name": "policy"}])
+        # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
+        optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = self.scheduler(optimizer, self.total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -120,15 +122,15 @@ class PolicyModule(L.LightningModule):
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
             return  # its engine clips, with the Trainer's setting
-        if gradient_clip_algorithm == "value":
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-            return
-        limit = gradient_clip_val or math.inf
+        by_value = gradient_clip_algorithm == "value"
+        limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
             norm = self.trainer.model.clip_grad_norm_(limit)  # pyright: ignore
         else:
             norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], limit)
         self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
+        if by_value:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_fit_start(self) -> None:
         self.policy.train()  # from_pretrained gives evaluation mode, where gradient checkpointing is silently off

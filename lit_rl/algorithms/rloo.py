@@ -9,7 +9,7 @@ For G completions of one prompt, each with a reward:
 
 With one optimizer step a rollout the ratio is 1 and this is the paper's estimator.
 
-Left out here: reward clipping.
+Left out here: reward clipping, and other averages than over sequences (the ratio is the sequence's).
 """
 
 from __future__ import annotations

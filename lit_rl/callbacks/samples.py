@@ -55,6 +55,10 @@ class Samples(L.Callback):
             suffix = f"_{name}" if name else ""
             self._write(trainer, table, f"val_{trainer.global_step:08d}{temperature}{suffix}")
 
+    on_test_epoch_start = on_validation_epoch_start
+    on_test_batch_end = on_validation_batch_end
+    on_test_epoch_end = on_validation_epoch_end
+
     def _folder(self, trainer: L.Trainer) -> Path:
         folder = Path(trainer.default_root_dir) / "samples"
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +103,12 @@ class Samples(L.Callback):
 
 def _storable(values: list[Any]) -> list[Any]:
     """A column of one type: numbers as they are, everything else as text (messages as JSON)."""
-    if all(value is None or isinstance(value, (bool, int, float)) for value in values):
-        return values
-    if all(value is None or isinstance(value, str) for value in values):
-        return values
-    return [json.dumps(value, default=str, ensure_ascii=False) for value in values]
+    import pyarrow
+
+    try:
+        kind = pyarrow.array(values).type
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):
+        kind = None  # mixed kinds, a number of more than 64 bits, half a surrogate pair
+    if kind is None or pyarrow.types.is_nested(kind):
+        return [json.dumps(value, default=str) for value in values]
+    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 import unicodedata
 from collections.abc import Sequence
 from typing import Any
@@ -29,10 +30,15 @@ def printable(value: Any, longest: int = LONGEST) -> str:
     return text
 
 
+def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
+    """Over the rows that were scored; NaN marks the others."""
+    scored = [row["reward"] for row in rows if not math.isnan(row["reward"])]
+    return sum(scored) / len(scored) if scored else math.nan
+
+
 def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
     """One line a row, green above and red below the mean reward of the rows shown."""
-    rewards = [row["reward"] for row in rows]
-    middle = sum(rewards) / len(rewards)
+    middle = _mean_reward(rows)
     table = Table(title=title, title_justify="left", show_lines=len(rows) < 3)
     for name in rows[0]:
         number = isinstance(rows[0][name], float)
@@ -63,7 +69,7 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def html_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as an HTML table for a notebook, cells escaped; a row's colour is its `reward` against the mean."""
-    middle = sum(row["reward"] for row in rows) / len(rows)
+    middle = _mean_reward(rows)
     head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
     body = []
     for row in rows:

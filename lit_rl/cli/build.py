@@ -20,7 +20,9 @@ from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean
 ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
 """Prefixes that `_target_` may have. `allow_targets=[my_package]` adds the user's own, by their own hand."""
 
-_CLASSES_ONLY = ("lightning.", "torch.")
+_CLASSES_ONLY = ("lightning.", "torch.", "lit_rl.")
+_FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.")
+"""Where a config may name functions too."""
 
 OPTIONAL = {"lit_rl.models.lora.Lora"}
 """Objects that are there only if one of their settings is."""
@@ -87,7 +89,7 @@ def check_target(key: str, target: str, allowed: Sequence[str]) -> None:
     # A module's imports are its attributes too: `lit_rl.x.os.system` begins as allowed and is not.
     if not f"{home}.".startswith(tuple(allowed)):
         raise ConfigError(f"{key}={target!r} leads into {home}, which is not on the list of what a config may build.")
-    if target.startswith(_CLASSES_ONLY) and not isinstance(found, type):
+    if target.startswith(_CLASSES_ONLY) and not target.startswith(_FUNCTIONS) and not isinstance(found, type):
         raise ConfigError(f"{key}={target!r} is no class; of {target.split('.')[0]} a config may build classes only.")
 
 

@@ -22,7 +22,7 @@ from lit_rl.cli.messages import reported
 from lit_rl.commands import evaluate, train
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.errors import ConfigError, StorageError, did_you_mean
 
 TASKS = {
     "fit": train.train,
@@ -31,8 +31,8 @@ TASKS = {
     "test": evaluate.test,
     "predict": evaluate.predict,
 }
-_RUN_DIR = "LIT_RL_RUN_DIR"
-_LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR)
+_RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
+_LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)
 
 
 def main() -> int:
@@ -59,18 +59,34 @@ def run(config: DictConfig) -> int:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.task not in TASKS:
         raise ConfigError(f"task={config.task}: allowed is {', '.join(TASKS)}.{did_you_mean(config.task, TASKS)}")
-    run_dir = RunDir(_resolve_run_dir(config))
-    if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
-        sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
-        return 0
-    asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
-    if asked == "last" and config.ckpt_path is None and config.task == "fit":
-        run_dir.clear_record()
-    if config.task != "fit" and config.run_dir:
-        run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
+    if not _is_main() and _RUN_DIR in os.environ:
+        run_dir, resume = RunDir(Path(os.environ[_RUN_DIR])), True
+        config.ckpt_path = os.environ[_CKPT] or None
+    else:
+        run_dir = RunDir(_resolve_run_dir(config))
+        if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
+            sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
+            return 0
+        asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
+        anew = asked == "last" and config.ckpt_path is None
+        if anew and _is_main():
+            run_dir.clear_record()
+        resume = anew or _is_inside(config.ckpt_path, run_dir.path)
+        if config.task != "fit" and config.run_dir:
+            run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
+        # Processes that Lightning starts for other ranks are told, so that all agree.
+        os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
     config.run_dir = str(run_dir.path)
-    job = assemble(config, run_dir, resume=asked is not None)
-    return TASKS[config.task](job)
+    return TASKS[config.task](assemble(config, run_dir, resume=resume or not _is_main()))
+
+
+def _is_main() -> bool:
+    """Whether this process is rank 0, by what launchers set. (Before a strategy is there to ask.)"""
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def _is_inside(path: str | None, folder: Path) -> bool:
+    return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
 def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
@@ -80,7 +96,7 @@ def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
     module, data = build(tree["algo"]), build(tree["data"])
     trainer = _trainer(tree, run_dir, dry)
     if not dry:
-        run_dir.open(resume=resume or "LOCAL_RANK" in os.environ)
+        run_dir.open(resume=resume)
         if trainer.is_global_zero:
             run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]))
@@ -125,9 +141,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _resolve_run_dir(config: DictConfig) -> Path:
-    """The run's folder. Processes that Lightning starts for other ranks are told it, so that all agree."""
-    if _RUN_DIR in os.environ and "LOCAL_RANK" in os.environ:
-        return Path(os.environ[_RUN_DIR])
+    """The run's folder: the user's, or one named by time, algorithm and model."""
     hydra_config = HydraConfig.get()
     if str(hydra_config.mode) == "RunMode.MULTIRUN":
         base = Path(config.run_dir) if config.run_dir else Path(hydra_config.sweep.dir)
@@ -138,7 +152,6 @@ def _resolve_run_dir(config: DictConfig) -> Path:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
         path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
-    os.environ[_RUN_DIR] = str(path.absolute())
     return path
 
 
@@ -157,6 +170,11 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
             raise ConfigError(f"ckpt_path={config.ckpt_path} does not exist. Allowed is a checkpoint, or `last`.")
         return str(config.ckpt_path)
     last = run_dir.last_checkpoint()
+    if last is None and config.task != "fit":
+        raise StorageError(
+            f"ckpt_path=last: there is no whole checkpoint in {run_dir.checkpoints}. Set run_dir to the run that is "
+            "meant, or ckpt_path to a file."
+        )
     if last is None:
         sys.stdout.write(f"No whole checkpoint in {run_dir.checkpoints}: starting anew.\n")
     return str(last) if last else None
@@ -170,7 +188,8 @@ def _dataset(data: dict[str, Any]) -> str:
 def _command(run_dir: RunDir) -> str:
     ours = ("ckpt_path=", "run_dir=", "hydra.mode=")
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith(ours)]
-    return shlex.join(["python", "train.py", *overrides, f"run_dir={run_dir.path}"])
+    entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
+    return shlex.join([*entry, *overrides, f"run_dir={run_dir.path}"])
 
 
 @contextlib.contextmanager

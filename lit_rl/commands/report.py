@@ -43,7 +43,7 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
 def closing_table(summary: dict[str, Any]) -> None:
     """Accuracy before and after, and where the time went."""
     console = Console()
-    table = Table(title="Held-out reward, mean and 95 % interval", title_justify="left")
+    table = Table(title="Held-out reward (accuracy where it is 0 or 1), mean and 95 % interval", title_justify="left")
     for column in ("set", "decoding", "before", "after"):
         table.add_column(column, no_wrap=True)
     for name, decodings in summary.get("after", {}).items():
@@ -62,7 +62,7 @@ def closing_table(summary: dict[str, Any]) -> None:
 
 
 def _interval(numbers: dict[str, float] | None) -> str:
-    if numbers is None:
+    if numbers is None or any(value is None or math.isnan(value) for value in numbers.values()):
         return "-"
     return f"{numbers['reward']:.3f}  [{numbers['reward_low']:.3f}, {numbers['reward_high']:.3f}]"
 

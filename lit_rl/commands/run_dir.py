@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import zipfile
@@ -50,7 +51,7 @@ class RunDir:
             raise StorageError(f"{self.summary} is not JSON ({error}): remove it to go on.") from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        _replace(self.summary, json.dumps(summary, indent=2) + "\n")
+        _replace(self.summary, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
 
     def write_config(self, text: str) -> None:
         _replace(self.path / "config.yaml", text)
@@ -100,7 +101,20 @@ def is_whole(path: Path) -> bool:
     """Whether a checkpoint file can be read to its end. For a sharded folder: whether its index is there."""
     if path.is_dir():
         return (path / "meta.pt").exists() or (path / "latest").exists()
-    return zipfile.is_zipfile(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, OSError):
+        return False
+
+
+def _finite(node: Any) -> Any:
+    """The tree with NaN and infinity, which JSON has not, as null."""
+    if isinstance(node, dict):
+        return {key: _finite(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_finite(value) for value in node]
+    return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
 def _step(path: Path) -> tuple[int, float]:

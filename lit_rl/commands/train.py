@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
 from lit_rl.algorithms.on_policy import OnPolicyModule
@@ -37,6 +38,11 @@ class Run:
     """What the user typed, so that the printed commands can repeat it."""
     dataset: str
 
+    @property
+    def dry(self) -> bool:
+        """`fast_dev_run`: nothing is written."""
+        return bool(self.trainer.fast_dev_run)  # pyright: ignore
+
 
 def train(run: Run) -> int:
     """Fit, with a validation before and after; returns the exit code."""
@@ -45,7 +51,7 @@ def train(run: Run) -> int:
     earlier = summary.get("seconds", 0.0)
     with _signals(run) as stop:
         _announce(run)
-        if "before" not in summary and not _dry(run):
+        if "before" not in summary and not run.dry:
             summary["before"] = measure(run)
             _save(run, summary | {"status": "running"})
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
@@ -53,7 +59,7 @@ def train(run: Run) -> int:
         if stop.signum is not None:
             return _stopped(run, summary, stop.signum)
     _save_last_step(run)
-    if _dry(run):
+    if run.dry:
         return 0
     after = measure(run)
     exported = export(run, after)
@@ -69,7 +75,7 @@ def train(run: Run) -> int:
     _save(run, summary)
     if run.trainer.is_global_zero:
         report.closing_table(summary)
-        logged = any(type(logger).__name__ == "TensorBoardLogger" for logger in run.trainer.loggers)
+        logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
         for line in report.closing_lines(run.run_dir.path, run.command, exported, logged):
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
     return 0
@@ -84,16 +90,17 @@ def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     results: dict[str, dict[str, dict[str, float]]] = {}
     if not _has_validation(run):
         return results
-    temperatures = dict.fromkeys((configured.temperature, module.sampling.temperature))
-    for temperature in temperatures:
+    for temperature in dict.fromkeys((configured.temperature, module.sampling.temperature)):
         module.evaluation = dataclasses.replace(configured, temperature=temperature)
-        run.trainer.validate(module, datamodule=run.data, verbose=False)
+        try:
+            run.trainer.validate(module, datamodule=run.data, verbose=False)
+        finally:
+            module.evaluation = configured
         name = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
         for key, value in run.trainer.callback_metrics.items():
             head, _, leaf = key.rpartition("/")
             if leaf in ("reward", "reward_low", "reward_high") and (head == "val" or head.startswith("val/")):
                 results.setdefault(head[4:], {}).setdefault(name, {})[leaf] = float(value)
-    module.evaluation = configured
     return results
 
 
@@ -125,7 +132,7 @@ def export(run: Run, after: dict[str, Any]) -> str | None:
 def _announce(run: Run) -> None:
     if not run.trainer.is_global_zero:
         return
-    where = "nothing is written" if _dry(run) else str(run.run_dir.path)
+    where = "nothing is written" if run.dry else str(run.run_dir.path)
     device = (
         f"{run.trainer.world_size} x {run.trainer.accelerator.name()}"
         if hasattr(run.trainer.accelerator, "name")
@@ -138,10 +145,6 @@ def _announce(run: Run) -> None:
         Console().print(f"resuming {run.ckpt_path}", soft_wrap=True, highlight=False)
 
 
-def _dry(run: Run) -> bool:
-    return bool(run.trainer.fast_dev_run)  # pyright: ignore
-
-
 def _has_validation(run: Run) -> bool:
     run.data.prepare(run.module.tokenizer)  # pyright: ignore
     return bool(run.data.val_names) and run.trainer.limit_val_batches != 0  # pyright: ignore
@@ -150,7 +153,7 @@ def _has_validation(run: Run) -> bool:
 def _save_last_step(run: Run) -> None:
     """The last step as a checkpoint, where the saving interval did not hit it."""
     target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
-    if run.trainer.checkpoint_callback is not None and not _dry(run) and not target.exists():
+    if run.trainer.checkpoint_callback is not None and not run.dry and not target.exists():
         run.trainer.save_checkpoint(target, weights_only=False)
 
 
@@ -163,7 +166,7 @@ def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
     """A signal came: everything is saved, so say how to go on."""
     import signal
 
-    if run.trainer.is_global_zero and not _dry(run):
+    if run.trainer.is_global_zero and not run.dry:
         _save(run, summary | {"status": "stopped", "steps": run.trainer.global_step})
         line = f"Stopped at step {run.trainer.global_step}, saved. Go on with:\n  {run.command} ckpt_path=last"
         Console().print(line, soft_wrap=True, markup=False, highlight=False)

@@ -158,6 +158,11 @@ class RolloutDataModule(L.LightningDataModule):
         """Tokens of the longest training prompt that is left."""
         return max(map(len, self._prepared().train.prompt_ids))
 
+    @property
+    def longest_val_prompt(self) -> int:
+        """Tokens of the longest validation prompt of any set; 0 where there is none."""
+        return max((len(ids) for rows in self._prepared().val.values() for ids in rows.prompt_ids), default=0)
+
     def peek(self, count: int) -> PromptBatch:
         """The first training rows, in the order of the data."""
         data = self._prepared().train

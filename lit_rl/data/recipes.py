@@ -63,10 +63,11 @@ def _braced(text: str) -> str | None:
     """The inside of the braces that the text opens with; None where it does not, or they are never closed."""
     if not text.startswith("{"):
         return None
-    depth = 0
+    depth, escaped = 0, False
     for i, character in enumerate(text):
-        # An escaped brace is a character of the answer: \{1, 2\}.
-        if i and text[i - 1] == "\\":
+        # An escaped brace is a character of the answer, \{1, 2\}; one after an escaped backslash (a line break) is not.
+        was_escaped, escaped = escaped, character == "\\" and not escaped
+        if was_escaped:
             continue
         depth += (character == "{") - (character == "}")
         if depth == 0:

@@ -1,0 +1,70 @@
+"""Whole runs, in this process or in real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from lit_rl import cli
+
+
+@contextlib.contextmanager
+def _left_as_found() -> Iterator[None]:
+    """Hydra's singletons, `sys.argv` and the environment as they were."""
+    argv, environment = sys.argv, dict(os.environ)
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+        GlobalHydra.instance().clear()
+
+
+@pytest.fixture
+def train() -> Callable[..., int]:
+    """`train(*overrides)` runs the Hydra door in this process and returns its exit code."""
+
+    def run(*overrides: str) -> int:
+        with _left_as_found():
+            sys.argv = ["train.py"]
+            return cli.run(list(overrides))
+
+    return run
+
+
+def _processes(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    started: list[subprocess.Popen] = []
+
+    def start(*overrides: str, **kwargs: Any) -> subprocess.Popen:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(root / "train.py"), *overrides]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        started.append(subprocess.Popen(command, env=env, start_new_session=True, **{**pipes, **kwargs}))
+        return started[-1]
+
+    yield start
+    for child in started:
+        if child.poll() is None:
+            child.kill()
+            child.wait()
+
+
+@pytest.fixture
+def process(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """`process(*overrides)` starts a real `python train.py`, in a session of its own, one thread."""
+    yield from _processes(root)
+
+
+@pytest.fixture(scope="module")
+def module_process(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """`process` for fixtures that a module shares."""
+    yield from _processes(root)

@@ -1,0 +1,72 @@
+"""Comparing whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import torch
+
+SMALL = [
+    "data.task.max_operand=5",
+    "data.task.val_rows=4",
+    "data.prompts_per_rollout=4",
+    "algo.group_size=4",
+    "trainer.max_steps=12",
+    "callbacks.samples.print=0",
+    "logger=none",
+    "eval.limit=2",
+]
+"""A run of a few seconds: 32 training prompts, 4 of them a rollout."""
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl less what measures time."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {
+            name: value
+            for name, value in json.loads(line).items()
+            if not name.startswith("time/") and name != "tokens_per_second"
+        }
+        for line in lines
+    ]
+
+
+def newest(run_dir: Path) -> dict[str, Any]:
+    """The newest checkpoint, loaded the safe way."""
+    path = max((run_dir / "checkpoints").glob("*.ckpt"), key=lambda p: int(p.stem.rpartition("_")[2]))
+    return torch.load(path, weights_only=True)
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    """Equal, bit for bit, through dicts and lists."""
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b)):
+            assert_same(x, y, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b, (where, a, b)
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Weights, optimizer, schedule, metrics less times, and samples."""
+    first, second = newest(a), newest(b)
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+        assert_same(first[part], second[part], part)
+    assert rows(a) == rows(b)
+    names = sorted(p.name for p in (a / "samples").iterdir())
+    assert names == sorted(p.name for p in (b / "samples").iterdir())
+    for name in names:
+        assert pyarrow.parquet.read_table(a / "samples" / name) == pyarrow.parquet.read_table(b / "samples" / name), (
+            name
+        )

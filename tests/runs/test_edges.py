@@ -1,0 +1,153 @@
+"""What goes wrong around a run, and must not go wrong silently."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import lightning as L
+import pyarrow.parquet
+import pytest
+import torch
+from runs_helpers import SMALL, newest, rows
+from safetensors.torch import load_file
+
+from lit_rl.algorithms.evaluation import EvaluationRows
+from lit_rl.callbacks.samples import Samples, _storable
+from lit_rl.callbacks.text import console_table, html_table, printable
+
+
+@pytest.fixture
+def nothing(tmp_path):
+    (tmp_path / "nothing.py").write_text(
+        "def never(prompts, completions, **columns):\n    return [None] * len(completions)\n"
+    )
+    return ["reward=function", f"reward.fn={tmp_path}/nothing.py:never"]
+
+
+def test_rollouts_without_any_reward_move_no_weight_and_are_counted(nothing, train, tmp_path, tiny_dir):
+    run = tmp_path / "run"
+    assert train(*SMALL, *nothing, "trainer.max_steps=3", "optimizer.weight_decay=0.1", f"run_dir={run}") == 0
+    trained, shipped = load_file(run / "hf" / "model.safetensors"), load_file(tiny_dir / "model.safetensors")
+    assert all(torch.equal(trained[name], shipped[name]) for name in trained)
+    assert [row["train/completions/unscored"] for row in rows(run) if "train/reward" in row] == [16.0] * 3
+    assert "NaN" not in (run / "summary.json").read_text()  # which JSON has not
+
+
+def test_many_rollouts_without_any_reward_end_the_run(nothing, train, tmp_path, capsys):
+    assert train(*SMALL, *nothing, f"run_dir={tmp_path / 'run'}") == 4
+    assert "never returned None for every completion of 8 rollouts" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_run_is_never_mixed_into_a_finished_one(train, tmp_path, capsys):
+    for name in ("a", "b"):
+        assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / name}") == 0
+    before = (tmp_path / "a" / "metrics.jsonl").read_text()
+    theirs = tmp_path / "b" / "checkpoints" / "step_00000001.ckpt"
+    assert train(*SMALL, "trainer.max_steps=2", f"run_dir={tmp_path / 'a'}", f"ckpt_path={theirs}") == 2
+    assert "holds a finished run" in capsys.readouterr().err
+    assert (tmp_path / "a" / "metrics.jsonl").read_text() == before
+    # into a folder of its own it goes on from there
+    assert train(*SMALL, "trainer.max_steps=2", f"run_dir={tmp_path / 'c'}", f"ckpt_path={theirs}") == 0
+    assert newest(tmp_path / "c")["global_step"] == 2 and (tmp_path / "a" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("task", ["eval", "test", "predict"])
+def test_last_without_a_checkpoint_is_no_evaluation_of_something_else(task, train, tmp_path, capsys):
+    assert train(*SMALL, f"task={task}", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 7
+    assert "no whole checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["eval", "test", "predict"])
+def test_tasks_write_beside_the_run_and_nothing_when_dry(task, train, tmp_path):
+    run = tmp_path / "run"
+    assert train(*SMALL, "trainer.max_steps=1", f"run_dir={run}") == 0
+    before = (run / "metrics.jsonl").read_text(), (run / "summary.json").read_text()
+    assert train(*SMALL, f"task={task}", f"run_dir={run}", "ckpt_path=last", "trainer.fast_dev_run=true") == 0
+    assert not list(run.glob(f"{task}_*"))
+    assert train(*SMALL, f"task={task}", f"run_dir={run}", "ckpt_path=last") == 0
+    (folder,) = run.glob(f"{task}_*")
+    if task == "predict":
+        lines = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+        assert len(lines) == 2 and {"prompt", "completion", "reward", "answer"} <= lines[0].keys()
+    else:
+        summary = json.loads((folder / "summary.json").read_text())
+        assert any(name.endswith("/reward") for name in summary["metrics"]) and list((folder / "samples").iterdir())
+    assert before == ((run / "metrics.jsonl").read_text(), (run / "summary.json").read_text())
+
+
+def test_evaluation_lengths_are_checked_before_weights_are_loaded(train, tmp_path, capsys, tiny_dir):
+    weightless = tmp_path / "weightless"
+    shutil.copytree(tiny_dir, weightless)
+    (weightless / "model.safetensors").unlink()
+    assert train(*SMALL, f"model.name={weightless}", "eval.max_new_tokens=100000", f"run_dir={tmp_path / 'run'}") == 2
+    error = capsys.readouterr().err
+    assert "eval.max_new_tokens=100000" in error and "512" in error
+
+
+def test_value_clipping_still_reports_the_norm(train, tmp_path):
+    run = tmp_path / "run"
+    clip = ["trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.001", "algo.group_size=8"]
+    assert train(*SMALL, *clip, "trainer.max_steps=4", f"run_dir={run}") == 0
+    assert max(row["train/grad_norm"] for row in rows(run) if "train/reward" in row) > 0.1
+
+
+def test_an_unscored_completion_is_no_failure_in_pass_at_k():
+    totals = torch.tensor([[1.0, float("nan")], [0.0, 1.0], [float("nan"), float("nan")]], dtype=torch.float64)
+    assert EvaluationRows()._pass_at_k(totals) == {"pass@1": 0.75, "pass@2": 1.0}
+
+
+@pytest.mark.parametrize(
+    "values", [[10**30, 1], ["\ud800", "a"], [True, 0.5], [1, "a"], [{"role": "user"}], [[1, 2], [3]], [None, None]]
+)
+def test_any_column_of_samples_can_be_written(values, tmp_path):
+    stored = _storable(values)
+    pyarrow.parquet.write_table(pyarrow.table({"column": stored}), tmp_path / "a.parquet")
+    assert pyarrow.parquet.read_table(tmp_path / "a.parquet").to_pydict()["column"] == stored
+
+
+def test_plain_columns_are_stored_as_they_are():
+    for values in ([1, 2, None], [0.5, 1.5], ["a", None], [True, False]):
+        assert _storable(values) is values
+
+
+class FakeTableLogger(L.pytorch.loggers.logger.Logger):
+    """Stands for W&B's, which needs an account or its own server process: it keeps what `log_table` is given."""
+
+    name, version = "fake", 0
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+
+    def log_metrics(self, metrics, step=None): ...
+
+    def log_hyperparams(self, params, *args, **kwargs): ...
+
+    def log_table(self, key, columns, data):
+        self.tables[key] = (columns, data)
+
+
+def test_loggers_that_take_tables_get_one(capsys):
+    table = {
+        "prompt": ["a", "a", "b"],
+        "completion": ["\x1b[31mred", "x", "y"],
+        "reward": [1.0, 0.0, float("nan")],
+        "advantage": [1.0, -1.0, 0.0],
+    }
+    logger = FakeTableLogger()
+    Samples(print=5)._show(SimpleNamespace(loggers=[logger]), table, "title", step=7)
+    columns, data = logger.tables["samples/step_7"]
+    assert columns == ["prompt", "completion", "reward", "advantage"] and len(data) == 2  # one a prompt
+    assert "\x1b" not in data[0][1] and "\x1b[31mred" not in capsys.readouterr().out
+
+
+def test_tables_escape_what_a_model_wrote_and_live_with_unscored_rows(capsys):
+    table = [
+        {"prompt": "p", "completion": "<script>[bold]\x07", "reward": r, "advantage": 0.0} for r in (1.0, float("nan"))
+    ]
+    html = html_table(table)
+    assert "<script>" not in html and "&lt;script&gt;" in html
+    console_table("title", table)
+    assert "[bold]" in capsys.readouterr().out and printable("a\x00b") == "a\\x00b"

@@ -1,0 +1,89 @@
+"""Real signals to real processes: whenever a run dies, the continued run equals the uninterrupted one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs_helpers import SMALL, assert_same_run
+
+pytestmark = pytest.mark.faults
+
+RUN = [
+    *SMALL,
+    "trainer.max_steps=60",
+    "algo.minibatches=2",
+    "trainer.accumulate_grad_batches=2",
+    "callbacks.checkpoint.every_n_train_steps=3",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, module_process) -> Path:
+    """The run that nothing interrupts."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    child = module_process(*RUN, f"run_dir={run_dir}")
+    output, _ = child.communicate(timeout=300)
+    assert child.returncode == 0, output
+    return run_dir
+
+
+def wait_for(condition, child, seconds=120.0):
+    """Until the condition holds, or the process ended."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the run never came to that point"
+        if child.poll() is not None:
+            return
+        time.sleep(0.002)
+
+
+def rollouts(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().count("train/reward") if path.exists() else 0
+
+
+def finish(process, run_dir: Path) -> None:
+    child = process(*RUN, f"run_dir={run_dir}", "ckpt_path=last")
+    output, _ = child.communicate(timeout=300)
+    assert child.returncode == 0, output
+
+
+def test_sigkill_between_any_two_moments(process, tmp_path, whole):
+    run_dir = tmp_path / "run"
+    for rollout in (2, 7, 16):
+        child = process(*RUN, f"run_dir={run_dir}", "ckpt_path=last")
+        wait_for(lambda at=rollout: rollouts(run_dir) >= at, child)
+        os.killpg(child.pid, signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    finish(process, run_dir)
+    assert_same_run(whole, run_dir)
+
+
+def test_sigkill_while_a_checkpoint_is_written(process, tmp_path, whole):
+    run_dir = tmp_path / "run"
+    child = process(*RUN, f"run_dir={run_dir}")
+    partial = lambda: any((run_dir / "checkpoints").glob("*.partial-*"))  # noqa: E731
+    wait_for(lambda: rollouts(run_dir) >= 4 and partial(), child)
+    os.killpg(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    finish(process, run_dir)
+    assert_same_run(whole, run_dir)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves_with_its_code(process, tmp_path, whole, number, code):
+    run_dir = tmp_path / "run"
+    child = process(*RUN, f"run_dir={run_dir}")
+    wait_for(lambda: rollouts(run_dir) >= 5, child)
+    child.send_signal(number)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == code, output
+    assert "ckpt_path=last" in output
+    stopped_at = rollouts(run_dir)
+    assert 5 <= stopped_at < 30
+    finish(process, run_dir)
+    assert_same_run(whole, run_dir)

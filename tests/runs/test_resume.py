@@ -1,0 +1,120 @@
+"""A resumed run equals the uninterrupted one bit for bit, from any optimizer step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from runs_helpers import SMALL, assert_same_run, newest, rows
+
+EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
+SHAPES = {
+    # one rollout a step; 8 rollouts an epoch, so step 8 is an epoch's last batch
+    "on-policy": [],
+    # 4 optimizer steps a rollout, each of 2 micro-batches; checkpoints fall inside rollouts
+    "mid-rollout": [
+        "algo.minibatches=2",
+        "algo.iterations=2",
+        "trainer.accumulate_grad_batches=2",
+        "algo.beta=0.1",
+        "data.task.max_operand=3",
+    ],
+    # dropout draws from the global generator
+    "dropout": ["+model.init_kwargs.attention_dropout=0.1", "algo.minibatches=2"],
+    "rloo": ["algo=rloo", "algo.minibatches=2", "scheduler=cosine"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory):
+    return {}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_path):
+    whole = tmp_path / "whole"
+    overrides = [*SMALL, *EVERY_STEP, *SHAPES[shape]]
+    assert train(*overrides, f"run_dir={whole}") == 0
+    steps = sorted(int(p.stem[5:]) for p in (whole / "checkpoints").glob("*.ckpt"))
+    assert steps == list(range(1, 13))
+
+    for step in (1, 3, 6, 8, 11):
+        again = tmp_path / f"from_{step}"
+        shutil.copytree(whole, again)
+        shutil.rmtree(again / "hf")
+        for path in (again / "checkpoints").glob("*.ckpt"):
+            if int(path.stem[5:]) > step:
+                path.unlink()
+        summary = json.loads((again / "summary.json").read_text())
+        (again / "summary.json").write_text(
+            json.dumps({"status": "running", "before": summary["before"], "seconds": 1.0})
+        )
+        assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+        assert_same_run(whole, again)
+
+
+def test_the_comparison_can_fail(train, tmp_path):
+    """Another seed is another run: weights and metrics differ."""
+    overrides = [*SMALL, "trainer.max_steps=2"]
+    train(*overrides, f"run_dir={tmp_path / 'a'}")
+    train(*overrides, f"run_dir={tmp_path / 'b'}", "seed=1")
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_finished_run_returns_at_once(train, tmp_path, capsys):
+    run_dir = f"run_dir={tmp_path / 'run'}"
+    assert train(*SMALL, "trainer.max_steps=2", run_dir) == 0
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+    assert train(*SMALL, "trainer.max_steps=2", run_dir, "ckpt_path=last") == 0
+    assert "finished" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+
+
+def test_last_without_a_checkpoint_starts_anew_and_says_so(train, tmp_path, capsys):
+    assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 0
+    assert "starting anew" in capsys.readouterr().out
+
+
+def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(train, tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    overrides = [*SMALL, *EVERY_STEP]
+    assert train(*overrides, f"run_dir={whole}") == 0
+    shutil.copytree(whole, again)
+    (again / "summary.json").unlink()
+    last = again / "checkpoints" / "step_00000012.ckpt"
+    last.write_bytes(last.read_bytes()[: last.stat().st_size // 2])
+    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same_weights(whole, again)
+
+
+def assert_same_weights(a, b):
+    first, second = newest(a)["state_dict"], newest(b)["state_dict"]
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
+    run_dir = f"run_dir={tmp_path / 'run'}"
+    train(*SMALL, "trainer.max_steps=1", run_dir)
+    (tmp_path / "run" / "summary.json").unlink()
+    code = train(*SMALL, "trainer.max_steps=2", run_dir, "ckpt_path=last", "model.lora.r=4")
+    assert code == 7
+    assert "not of this model" in capsys.readouterr().err
+
+
+def test_a_checkpoint_holds_what_is_trained_and_no_reference(train, tmp_path):
+    assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'full'}", "algo.beta=0.1") == 0
+    assert all(name.startswith("policy.") for name in newest(tmp_path / "full")["state_dict"])
+    assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'lora'}", "model.lora.r=4") == 0
+    assert all("lora_" in name for name in newest(tmp_path / "lora")["state_dict"])
+
+
+def test_metrics_are_one_row_a_rollout_and_one_a_validation(train, tmp_path):
+    assert train(*SMALL, f"run_dir={tmp_path / 'run'}") == 0
+    table = rows(tmp_path / "run")
+    assert [row["step"] for row in table if "train/reward" in row] == list(range(1, 13))
+    # before (greedy, sampled), after the first epoch of 8 rollouts, after (greedy, sampled)
+    assert [row["step"] for row in table if "val/reward" in row] == [0, 0, 8, 12, 12]

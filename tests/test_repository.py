@@ -1,0 +1,37 @@
+"""The repository itself: what is written is tracked, small, and knows nothing of the machine it was written on."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def tracked(root):
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [root / name for name in listed.stdout.split("\0") if name]
+
+
+def test_every_test_and_module_is_tracked(root, tracked):
+    """An ignore pattern that is not anchored once hid a whole folder of tests."""
+    ignored = subprocess.run(
+        ["git", "ls-files", "--others", "--ignored", "--exclude-standard", "-z", "tests", "lit_rl", "conf", "scripts"],
+        cwd=root, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lost = [name for name in ignored.stdout.split("\0") if name.endswith((".py", ".yaml"))]
+    assert lost == []
+
+
+def test_modules_stay_small(root):
+    long = {p.name: n for p in (root / "lit_rl").rglob("*.py") if (n := p.read_text().count("\n")) > 260}
+    assert long == {}
+
+
+def test_no_file_names_a_path_of_a_machine(tracked):
+    pattern = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
+    texts = [p for p in tracked if p.suffix in {".py", ".md", ".yaml", ".toml", ".ipynb", ".txt"} and p.is_file()]
+    assert [str(p) for p in texts if p.name != "test_repository.py" and pattern.search(p.read_text())] == []
