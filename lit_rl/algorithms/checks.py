@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.errors import ConfigError, did_you_mean, in_range
 from lit_rl.rollout import Sampling
 
 if TYPE_CHECKING:
@@ -82,6 +83,18 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
         split_groups=module.split_groups,
         max_new_tokens=module.sampling.max_new_tokens,
     )
+
+
+def monitors(trainer: Any, logged: Collection[str]) -> None:
+    """At the end of a validation every metric has been logged once: a monitor of any other would wait for ever."""
+    known = {*trainer.callback_metrics, *logged, "step", "epoch"}
+    for callback in trainer.callbacks:
+        monitor = getattr(callback, "monitor", None)
+        if monitor is not None and monitor not in known:
+            raise ConfigError(
+                f"{type(callback).__name__}(monitor={monitor!r}) watches a metric that is never logged."
+                f"{did_you_mean(monitor, known)} Logged are: {', '.join(sorted(known))}."
+            )
 
 
 def _context(module: OnPolicyModule, group: str, longest: int, new_tokens: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lit_rl.algorithms import checks
 from lit_rl.algorithms.evaluation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.policy_module import PolicyModule
 from lit_rl.algorithms.tables import sample_table
@@ -125,11 +126,15 @@ class GeneratingModule(PolicyModule):
 
     def _log_evaluation(self, stage: str) -> None:
         names = self.trainer.datamodule.val_names  # pyright: ignore
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        logged: set[str] = set()
         for name, rows in zip(names, self._evaluated, strict=True):
             rows.gather()
             metrics = prefixed(rows.metrics(), stage, name)
-            fitting = self.trainer.state.fn == TrainerFn.FITTING
+            logged |= metrics.keys()
             if fitting and not self.trainer.sanity_checking:
                 for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
                     logger.log_metrics(metrics, step=self.step)
             self.log_dict(metrics, logger=not fitting, batch_size=1)
+        if fitting and not self.trainer.sanity_checking:
+            checks.monitors(self.trainer, logged)

@@ -32,7 +32,8 @@ class GracefulStop(L.Callback):
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
         if self.signum is not None:
             self._restore()
-            raise KeyboardInterrupt
+            signal.raise_signal(number)  # for whoever was there before us
+            return
         self.signum = number
         launcher = trainer.strategy.launcher
         if launcher is not None:

@@ -26,7 +26,7 @@ from lit_rl.algorithms import optimizers, schedules
 from lit_rl.algorithms.policy_module import PolicyModule
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop
 from lit_rl.cli import quiet
-from lit_rl.cli.build import ALLOWED
+from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.commands import evaluate
 from lit_rl.commands.run_dir import RunDir, redact
@@ -115,6 +115,10 @@ class CommandLine(LightningCLI):
     trainer: L.Trainer
     model: Any
     datamodule: Any
+
+    def before_fit(self) -> None:
+        """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
+        check_trainer(self.trainer)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

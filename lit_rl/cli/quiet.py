@@ -14,6 +14,7 @@ _NOT_OURS = (
     r".*`isinstance\(treespec.*",
     r".*GPU available but not used.*",
     r".*sync_dist=True.*",  # the module reduces by itself
+    r".*have no logger configured.*",
     r".*all_gather is deprecated.*",
     r"The dirpath has changed.*",
     r".*The total number of parameters detected may be inaccurate.*",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import INTERRUPTED, TERMINATED
 from lit_rl.models.export import export_policy, model_card
 from lit_rl.models.sharding import full_state_dict
+
+_EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
 @dataclass(frozen=True)
@@ -55,30 +59,28 @@ def train(run: Run) -> int:
             summary["before"] = measure(run)
             _save(run, summary | {"status": "running"})
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
-        summary["seconds"] = earlier + time.time() - started
+        summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
         if stop.signum is not None:
             return _stopped(run, summary, stop.signum)
-    _save_last_step(run)
-    if run.dry:
-        return 0
-    after = measure(run)
-    exported = export(run, after)
-    summary |= {
-        "status": "finished",
-        "steps": run.trainer.global_step,
-        "seconds": earlier + time.time() - started,
-        "after": after,
-        "data": run.data.report,  # pyright: ignore
-        "phases": report.phase_totals(run.run_dir.metrics),
-        "export": exported,
-    }
+        if not run.dry:
+            _save_last_step(run)
+            _finish(run, summary, earlier, started)
+    return 0
+
+
+def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
+    """Measure, export, sum up and say where everything is."""
+    summary["after"] = measure(run)
+    summary["export"] = export(run, summary["after"])
+    summary["data"] = run.data.report  # pyright: ignore
+    summary["phases"] = report.phase_totals(run.run_dir.metrics)
+    summary |= {"status": "finished", "seconds": earlier + time.time() - started}
     _save(run, summary)
     if run.trainer.is_global_zero:
         report.closing_table(summary)
         logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
-        for line in report.closing_lines(run.run_dir.path, run.command, exported, logged):
+        for line in report.closing_lines(run.run_dir.path, run.command, summary["export"], logged):
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
-    return 0
 
 
 def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
@@ -153,7 +155,7 @@ def _has_validation(run: Run) -> bool:
 def _save_last_step(run: Run) -> None:
     """The last step as a checkpoint, where the saving interval did not hit it."""
     target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
-    if run.trainer.checkpoint_callback is not None and not run.dry and not target.exists():
+    if run.trainer.checkpoint_callback is not None and not target.exists():
         run.trainer.save_checkpoint(target, weights_only=False)
 
 
@@ -163,18 +165,33 @@ def _save(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
-    """A signal came: everything is saved, so say how to go on."""
-    import signal
-
+    """A signal came while it trained: everything is saved, so say how to go on."""
     if run.trainer.is_global_zero and not run.dry:
-        _save(run, summary | {"status": "stopped", "steps": run.trainer.global_step})
-        line = f"Stopped at step {run.trainer.global_step}, saved. Go on with:\n  {run.command} ckpt_path=last"
-        Console().print(line, soft_wrap=True, markup=False, highlight=False)
-    return INTERRUPTED if signum == signal.SIGINT else TERMINATED
+        _save(run, summary | {"status": "stopped"})
+        Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
+    return _EXIT_CODES[signum]
+
+
+def _go_on(run: Run) -> str:
+    return f"Stopped at step {run.trainer.global_step}, saved. Go on with:\n  {run.command} ckpt_path=last"
 
 
 @contextlib.contextmanager
 def _signals(run: Run) -> Iterator[GracefulStop]:
-    """The callback that catches signals; where the configuration has none, one that never saw any."""
+    """The callback that catches signals while the policy trains (one that never saw any, where there is none).
+
+    Around the training, in a validation or an export, a signal ends the process at once: all that is trained is saved.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
+        raise SystemExit(_EXIT_CODES[number])
+
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
-    yield found[0] if found else GracefulStop()
+    catches = bool(found) and threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, leave) for number in _EXIT_CODES} if catches else {}
+    try:
+        yield found[0] if found else GracefulStop()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -75,6 +75,31 @@ def test_sigkill_while_a_checkpoint_is_written(process, tmp_path, whole):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_outside_the_training_leaves_with_its_code_too(process, tmp_path, number, code):
+    """In the first validation, made long: nothing is trained yet, and the next start begins anew."""
+    run_dir = tmp_path / "run"
+    child = process("eval.group_size=256", "eval.temperature=1", "callbacks.samples.print=0", f"run_dir={run_dir}")
+    wait_for(lambda: (run_dir / "config.yaml").exists(), child)
+    time.sleep(1.5)
+    child.send_signal(number)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == code, output
+    assert "ckpt_path=last" in output and rollouts(run_dir) == 0
+
+
+def test_a_second_signal_ends_at_once(process, tmp_path):
+    run_dir = tmp_path / "run"
+    slow = ["trainer.accumulate_grad_batches=32", "callbacks.samples.print=0", "eval.limit=2"]
+    child = process(*slow, f"run_dir={run_dir}")
+    wait_for(lambda: list((run_dir / "samples").glob("step_*.parquet")), child)
+    for _ in range(2):
+        child.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 130, output
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_leaves_with_its_code(process, tmp_path, whole, number, code):
     run_dir = tmp_path / "run"
     child = process(*RUN, f"run_dir={run_dir}")

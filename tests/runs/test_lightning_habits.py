@@ -133,9 +133,13 @@ def test_early_stopping_on_the_reward_stops(tmp_path):
 
 
 def test_a_monitor_that_is_never_logged_is_an_error(tmp_path):
-    stop = EarlyStopping("val/rewrd", mode="max", check_on_train_epoch_end=False)
-    with pytest.raises(RuntimeError, match="val/reward"):
-        fit(tmp_path, callbacks=[stop], val_check_interval=1)
+    for watcher in (
+        EarlyStopping("val/rewrd", mode="max", check_on_train_epoch_end=False),
+        ModelCheckpoint(tmp_path, monitor="val/rewrd", every_n_train_steps=1000),
+    ):
+        with pytest.raises(ConfigError, match="Did you mean 'val/reward'") as caught:
+            fit(tmp_path, callbacks=[watcher], val_check_interval=1, enable_checkpointing=True)
+        assert "train/loss" in str(caught.value)
 
 
 def test_csv_and_tensorboard_loggers_get_every_metric(tmp_path):
