@@ -23,7 +23,8 @@ class Block:
         """The lines of a shell block as words, comments left out."""
         if self.language != "bash":
             return []
-        lines = (shlex.split(line, comments=True) for line in self.text.splitlines())
+        joined = self.text.replace("\\\n", " ")  # a line that a backslash continues
+        lines = (shlex.split(line, comments=True) for line in joined.splitlines())
         return [words for words in lines if words]
 
 
