@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import lightning as L
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
+from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.cli import quiet, schemas
 from lit_rl.cli.build import build, check_trainer, plain
 from lit_rl.cli.messages import reported
@@ -102,35 +105,29 @@ def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
     return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]))
 
 
-def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> Any:
-    from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
-    from lightning.pytorch.callbacks import ModelCheckpoint  # isort: skip
-
+def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
+    """The Trainer with the run's own parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut."""
     settings = dict(tree["trainer"])
+    if (target := settings.pop("_target_")) != "lightning.Trainer":
+        raise ConfigError(f"trainer._target_={target!r}: it is lightning.Trainer, and its arguments are the settings.")
+    atomic = {"_target_": f"{AtomicCheckpointIO.__module__}.{AtomicCheckpointIO.__qualname__}"}
+    settings["plugins"] = [*_as_list(settings["plugins"]), atomic]
+    settings = {name: build(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}
+
     callbacks = [build(node) for node in (tree.get("callbacks") or {}).values() if node]
-    if settings.get("enable_checkpointing") is False or dry:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+    unwanted: tuple[type, ...] = () if settings["enable_progress_bar"] in (None, True) else (ProgressBar,)
+    if settings["enable_checkpointing"] is False or dry:
+        unwanted += (ModelCheckpoint,)
+    callbacks = [callback for callback in callbacks if not isinstance(callback, unwanted)]
+    loggers = []
     if not dry:
         callbacks.append(Record(run_dir.path))
-    callbacks += [build(node) for node in settings.pop("callbacks", None) or []]
-    settings["callbacks"] = None
-    loggers = [build(node) for node in (tree.get("logger") or {}).values() if node]
-    settings["logger"] = None
-    settings["default_root_dir"] = settings.get("default_root_dir") or str(run_dir.path)
-    checkpoint_io = {"_target_": f"{AtomicCheckpointIO.__module__}.{AtomicCheckpointIO.__qualname__}"}
-    settings["plugins"] = [*_as_list(settings.get("plugins")), checkpoint_io]
-    settings = {name: build(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}
-    target = settings.pop("_target_")
-    assert target == "lightning.Trainer", target
-    import lightning as L
+        loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
 
-    jsonl = [] if dry else [JsonlLogger(run_dir.metrics)]
-    loggers = [] if dry else loggers
-    settings |= {"callbacks": callbacks, "logger": [*jsonl, *loggers] or False}
-    if not any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        settings["enable_checkpointing"] = False
-    if any(type(callback).__name__ == "Progress" for callback in callbacks) and not settings["enable_progress_bar"]:
-        settings["enable_progress_bar"] = None
+    settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
+    settings["logger"] = loggers or False
+    settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
+    settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
     trainer = L.Trainer(**settings)
     check_trainer(trainer)
     return trainer

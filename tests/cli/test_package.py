@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -101,17 +100,15 @@ class TestHelp:
             if path.parent != ROOT / "conf" and "lightning" not in path.parts:
                 assert path.stem in text.replace(",", " ").split(), path
 
-    def test_answers_at_once(self, tmp_path):
+    def test_answers_without_loading_what_is_slow_to_load(self, tmp_path):
         script = (
             "import sys; from lit_rl.cli import run; code = run(sys.argv[1:]);"
             "heavy = {'torch', 'lightning', 'hydra', 'transformers'} & set(sys.modules);"
             "sys.exit(str(heavy) if heavy else code)"
         )
-        started = time.perf_counter()
         for argument in ("--help", "-h"):
             done = python("-c", script, argument, cwd=tmp_path)
             assert done.returncode == 0 and done.stdout == page(), done.stderr
-        assert (time.perf_counter() - started) / 2 < 3
 
     def test_every_key_that_matters_is_one(self, command: Command, cwd):
         (cwd / "my_reward.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
@@ -156,14 +153,13 @@ class TestSweep:
         assert json.loads((cwd / "mine" / "1" / "summary.json").read_text())["status"] == "finished"
 
 
-def test_import_is_quick_and_touches_neither_network_nor_gpu(tmp_path):
+def test_import_is_light_and_touches_neither_network_nor_gpu(tmp_path):
     script = """
-import socket, sys, time
+import socket, sys
 def refuse(*arguments): raise AssertionError(f"the network: {arguments}")
 socket.socket.connect = socket.getaddrinfo = refuse
-started = time.perf_counter()
 import lit_rl
-assert time.perf_counter() - started < 1
+assert not {"torch", "lightning", "transformers"} & set(sys.modules)
 import lit_rl.algorithms, lit_rl.callbacks, lit_rl.data, lit_rl.models, lit_rl.rewards
 import torch
 assert not torch.cuda.is_initialized()

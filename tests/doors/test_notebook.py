@@ -6,14 +6,12 @@ import copy
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-SECONDS = 90
 """What one pass may take on one thread."""
 
 
@@ -44,19 +42,13 @@ def notebook(root: Path) -> nbformat.NotebookNode:
 def passes(
     kernel: Path, notebook: nbformat.NotebookNode, tmp_path_factory: pytest.TempPathFactory
 ) -> list[tuple[list[nbformat.NotebookNode], float]]:
-    """The cells of two passes in one kernel, with the seconds of each."""
+    """The cells of two passes in one kernel."""
     twice = copy.deepcopy(notebook)
     size = len(twice.cells)
     again = copy.deepcopy(twice.cells)
     for cell in again:
         cell["id"] = f"{cell['id']}-again"
     twice.cells += again
-    seconds: list[float] = []
-    done = {}
-
-    def on_cell_executed(cell_index: int, **_: object) -> None:
-        done[cell_index] = time.perf_counter()
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JUPYTER_PATH", str(kernel))
         patch.setenv("JUPYTER_DATA_DIR", str(kernel))  # the user's own kernels come first otherwise
@@ -65,14 +57,9 @@ def passes(
             timeout=600,
             kernel_name="python3",
             resources={"metadata": {"path": str(tmp_path_factory.mktemp("cwd"))}},
-            on_cell_executed=on_cell_executed,
         )
-        started = time.perf_counter()
         client.execute()
-    code = [i for i, cell in enumerate(twice.cells) if cell.cell_type == "code"]
-    middle = done[max(i for i in code if i < size)]
-    seconds = [middle - started, done[max(code)] - middle]
-    return [(twice.cells[:size], seconds[0]), (twice.cells[size:], seconds[1])]
+    return [twice.cells[:size], twice.cells[size:]]
 
 
 def printed(cells: list[nbformat.NotebookNode]) -> str:
@@ -100,31 +87,30 @@ def test_uses_no_hydra(notebook: nbformat.NotebookNode) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["first", "again"])
-def test_runs_in_time_and_the_policy_learns(passes: list, which: int) -> None:
-    cells, seconds = passes[which]
+def test_the_policy_learns(passes: list, which: int) -> None:
+    cells = passes[which]
     before, after = (
         float(re.search(rf"^{name}\s+(\d\.\d+)", printed(cells), re.M).group(1))  # pyright: ignore
         for name in ("before", "after")
     )
     assert after > before + 0.1
-    assert seconds < SECONDS
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["first", "again"])
 def test_one_step_by_hand_prefers_the_better_completions(passes: list, which: int) -> None:
-    found = re.search(r"(-?\d+\.\d+) before, (-?\d+\.\d+) after", printed(passes[which][0]))
+    found = re.search(r"(-?\d+\.\d+) before, (-?\d+\.\d+) after", printed(passes[which]))
     assert found and float(found.group(2)) > float(found.group(1))
 
 
 def test_a_second_pass_gives_the_same_numbers(passes: list) -> None:
     """No state of the first pass is left in the kernel: the same completions, rewards and step by hand."""
     for line in (r"log-prob of better .*", r"^before .*", r"^after .*", r"group_id .*"):
-        first, again = (re.search(line, printed(cells), re.M).group() for cells, _ in passes)  # pyright: ignore
+        first, again = (re.search(line, printed(cells), re.M).group() for cells in passes)  # pyright: ignore
         assert first == again
 
 
 def test_shows_a_curve_and_a_coloured_table(passes: list) -> None:
-    cells, _ = passes[0]
+    cells = passes[0]
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.get("outputs", []))
     table = html(cells)
     assert table.count("<tr style=") == 24 and "#1a7f37" in table and "#cf222e" in table

@@ -151,3 +151,12 @@ def test_tables_escape_what_a_model_wrote_and_live_with_unscored_rows(capsys):
     assert "<script>" not in html and "&lt;script&gt;" in html
     console_table("title", table)
     assert "[bold]" in capsys.readouterr().out and printable("a\x00b") == "a\\x00b"
+
+
+def test_no_progress_bar_and_no_checkpoints_mean_what_they_say(train, tmp_path, capsys):
+    run = tmp_path / "run"
+    quiet = ["trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"]
+    assert train(*SMALL, *quiet, "trainer.max_steps=1", f"run_dir={run}") == 0
+    output = capsys.readouterr().out
+    assert "step 1/1" not in output and "Batches" not in output
+    assert not (run / "checkpoints").exists() and (run / "hf" / "config.json").exists()
