@@ -75,6 +75,8 @@ def run(config: DictConfig) -> int:
         if anew and _is_main():
             run_dir.clear_record()
         resume = anew or _is_inside(config.ckpt_path, run_dir.path)
+        if resume and config.task == "fit" and _is_main():
+            run_dir.remove_partial()
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
         # Processes that Lightning starts for other ranks are told, so that all agree.

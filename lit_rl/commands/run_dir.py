@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lit_rl.callbacks.checkpoint_io import PARTIAL
 from lit_rl.callbacks.record import record_files
 from lit_rl.errors import ConfigError, StorageError
 
@@ -83,6 +84,11 @@ class RunDir:
             raise StorageError(
                 f"run_dir={self.path} cannot be written ({error.strerror}). Take another run_dir."
             ) from error
+
+    def remove_partial(self) -> None:
+        """Remove what a process that died left of the checkpoint it was writing. For one process, before it trains."""
+        for path in self.checkpoints.glob(f"*{PARTIAL}*"):
+            path.unlink()
 
     def clear_record(self) -> None:
         """Remove what a run wrote that died before its first checkpoint: the next one starts from nothing."""

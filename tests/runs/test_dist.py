@@ -70,11 +70,12 @@ def test_ddp_equals_one_process(shape, process, train, tmp_path):
     assert_close_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_fsdp_with_a_reference_matches_one_process_and_exports(process, train, tmp_path):
+def test_fsdp_with_a_reference_matches_one_process_and_ddp_and_exports(process, train, tmp_path):
     shape = SHAPES["kl-and-accumulation"]
     assert train(*SMALL, *SGD, *shape, f"run_dir={tmp_path / 'one'}") == 0
     two = finished(process, tmp_path / "two", *SGD, *shape, "strategy=fsdp", *TWO)
     assert_close_runs(tmp_path / "one", two)
+    assert_close_runs(finished(process, tmp_path / "ddp", *SGD, *shape, "strategy=ddp", *TWO), two)
 
     exported, saved = load_file(two / "hf" / "model.safetensors"), newest(two)["state_dict"]
     assert exported and all(torch.equal(tensor, saved[f"policy.{name}"]) for name, tensor in exported.items())

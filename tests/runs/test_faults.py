@@ -72,6 +72,7 @@ def test_sigkill_while_a_checkpoint_is_written(process, tmp_path, whole):
     assert child.wait() == -signal.SIGKILL
     finish(process, run_dir)
     assert_same_run(whole, run_dir)
+    assert not partial()  # what the killed process left is gone
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
