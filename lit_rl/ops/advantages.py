@@ -1,26 +1,42 @@
-"""Rewards to advantages. All estimators share ``(rewards, group_id, **own settings) -> advantages``, each ``(b,)``.
+"""Rewards to advantages, one for each row; :mod:`lit_rl.ops.returns` has the estimators with one for each token.
+
+An estimator is called as ``(rewards (b,), group_id (b,), **columns, **own settings)``, and asks for a column by naming
+it: ``values (b, k)`` what each reward function said, ``weights (k,)`` of these functions, ``lengths (b,)`` of the
+responses in tokens, ``greedy_rewards (b,)`` the reward of the greedy completion of the row's prompt.
 
 - Statistics go by ``group_id`` (any integers, rows in any order), never by position.
 - A NaN reward marks a row that could not be scored: it is left out of all statistics and its advantage is 0. Infinite
   rewards have no advantage; refuse them before.
-- A group with fewer than two scored rows says nothing about its rows: they get 0.
-- Standard deviations divide by ``n - 1``. All is computed in float64 on differences from the group's lowest reward, so
-  groups of equal rewards give exactly 0, never rounding noise blown up by a small denominator.
+- Where an estimator compares the rows of a group, a group with fewer than two scored rows says nothing about its rows:
+  they get 0.
+- Standard deviations divide by ``n - 1`` unless said otherwise. All is computed in float64, see
+  :mod:`lit_rl.ops.grouped`.
 """
 
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from lit_rl.ops.grouped import Groups, divide, group_max, group_sum
+
+
+def raw(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """``r``: REINFORCE (Williams, 1992) without a baseline, for rewards that are already centred."""
+    return rewards.nan_to_num(0.0)
 
 
 def group_normalized(
     rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: float = 1e-4
 ) -> Float[Tensor, " b"]:
-    """``(r - mean_group) / (std_group + eps)``: GRPO (2402.03300, section 4.1.2)."""
-    groups = _group(rewards, group_id)
-    return _divide(groups.deviation, groups.std(), eps).to(rewards.dtype)
+    """``(r - mean_group) / (std_group + eps)``: GRPO (2402.03300, section 4.1.2).
+
+    Args:
+        rewards: NaN: not scored.
+        group_id: Of each row.
+        eps: Added to the standard deviation.
+    """
+    groups = Groups.of(rewards, group_id)
+    return divide(groups.deviation, groups.std(), eps).to(rewards.dtype)
 
 
 def batch_normalized(
@@ -28,62 +44,168 @@ def batch_normalized(
 ) -> Float[Tensor, " b"]:
     """``(r - mean_group) / (std_batch + eps)``, the deviation being over all scored rows: Lite PPO (2508.08221).
 
-    The batch is the rows given: pass those of every rank.
+    Args:
+        rewards: Of the whole batch: those of every rank.
+        group_id: Of each row.
+        eps: Added to the standard deviation.
     """
-    batch = _group(rewards, torch.zeros_like(group_id))
-    return _divide(_group(rewards, group_id).deviation, batch.std(), eps).to(rewards.dtype)
+    batch = Groups.of(rewards, torch.zeros_like(group_id))
+    return divide(Groups.of(rewards, group_id).deviation, batch.std(), eps).to(rewards.dtype)
 
 
 def centered(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``r - mean_group``: Dr. GRPO (2503.20783), which divides by no deviation."""
-    return _group(rewards, group_id).deviation.to(rewards.dtype)
+    return Groups.of(rewards, group_id).deviation.to(rewards.dtype)
 
 
 def leave_one_out(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """``r - mean of the group's other rows``: RLOO (2402.14740). Equals ``n / (n - 1)`` times :func:`centered`."""
-    groups = _group(rewards, group_id)
+    groups = Groups.of(rewards, group_id)
     return (groups.deviation * groups.size / (groups.size - 1).clamp(min=1)).to(rewards.dtype)
+
+
+def normalize_then_sum(
+    rewards: Float[Tensor, " b"],
+    group_id: Int[Tensor, " b"],
+    values: Float[Tensor, "b k"],
+    weights: Float[Tensor, " k"],
+    *,
+    eps: float = 1e-4,
+) -> Float[Tensor, " b"]:
+    """Each reward function is normalised on its own, so that none drowns the others: GDPO (2601.05242).
+
+    ``z_k = (r_k - mean_group) / (std_group + eps)``, ``s = sum_k w_k z_k`` and ``A = (s - mean) / (std + eps)`` over
+    all scored rows of the batch. A function that does not apply to a row adds 0 to its sum.
+
+    Args:
+        rewards: Only say which rows are scored: what was made of the sum of functions (a KL term, shaping) is not seen.
+        group_id: Of each row.
+        values: Of each function; NaN: does not apply.
+        weights: Of the functions.
+        eps: Added to both standard deviations.
+    """
+    unscored = rewards.isnan()
+    total = torch.zeros_like(rewards, dtype=torch.float64)
+    for value, weight in zip(values.masked_fill(unscored.unsqueeze(1), torch.nan).unbind(1), weights):
+        groups = Groups.of(value, group_id)
+        total = total + weight * divide(groups.deviation, groups.std(), eps)
+    batch = Groups.of(total.masked_fill(unscored, torch.nan), torch.zeros_like(group_id))
+    return divide(batch.deviation, batch.std(), eps).to(rewards.dtype)
+
+
+def opo(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], lengths: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """``r - sum(length r) / sum(length)`` over the group: the baseline of least variance of OPO (2505.23585).
+
+    It is optimal where the squared norm of a response's gradient grows with its length. Advantages sum to 0 when
+    weighted by length. A group without any token gets 0.
+    """
+    groups = Groups.of(rewards, group_id)
+    tokens = lengths.masked_fill(~groups.scored, 0).double()
+    total = group_sum(tokens, groups.index)
+    offset = group_sum(tokens * groups.deviation, groups.index) / total.clamp(min=1)
+    return (groups.deviation - offset).masked_fill(~groups.scored | (total == 0), 0.0).to(rewards.dtype)
+
+
+def pass_at_k(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: float = 1e-6) -> Float[Tensor, " b"]:
+    """``(r_max - r_second) / (std_group + eps)`` for the best row of a group, 0 for the others (2503.19595, as verl).
+
+    What the group's maximum would lose without the row: the gradient of the best of k, for a group of k completions.
+    Of two best rows neither would be missed, so both get 0.
+
+    Args:
+        rewards: NaN: not scored.
+        group_id: Of each row.
+        eps: Added to the standard deviation.
+    """
+    groups = Groups.of(rewards, group_id)
+    above = groups.deviation.masked_fill(~groups.scored, -torch.inf)
+    best = groups.scored & (above == group_max(above, groups.index))
+    second = group_max(above.masked_fill(best, -torch.inf), groups.index)
+    only = best & (group_sum(best.long(), groups.index) == 1) & (groups.size > 1)
+    lead = (above - second).masked_fill(~only, 0.0)
+    return divide(lead, groups.std(), eps).to(rewards.dtype)
+
+
+def gpg(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """``alpha (r - mean_group)`` with ``alpha = rows / rows of groups with spread``: GPG (2504.02546).
+
+    Groups whose rewards are all equal have no gradient and dilute the mean over the batch; alpha makes up for it. Both
+    counts are over the scored rows of the whole batch: pass those of every rank. verl counts the rows with a reward
+    other than 0 in the denominator instead, which depends on what a wrong answer is worth.
+    """
+    groups = Groups.of(rewards, group_id)
+    useful = (groups.scored & (groups.squares() > 0)).sum()
+    return (groups.deviation * groups.scored.sum() / useful.clamp(min=1)).to(rewards.dtype)
+
+
+def maxrl(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
+    """``(r - mean_group) / mean_group``, 0 where the mean is not above 0: MaxRL (2602.02710).
+
+    For rewards of 0 and 1 the expected gradient is that of the log-likelihood of a right answer, expanded to an order
+    that grows with the group; the plain policy gradient is its first order. Negative rewards have no such meaning.
+    """
+    groups = Groups.of(rewards, group_id)
+    positive = groups.mean > 0
+    return (groups.deviation / groups.mean.masked_fill(~positive, torch.inf)).to(rewards.dtype)
+
+
+def remax(
+    rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], greedy_rewards: Float[Tensor, " b"]
+) -> Float[Tensor, " b"]:
+    """``r - reward of the greedy completion of the same prompt``: ReMax (2310.10505, algorithm 1).
+
+    It needs no group: one completion a prompt is enough. 0 where the greedy completion could not be scored.
+    """
+    return (rewards - greedy_rewards).nan_to_num(0.0)
+
+
+def cpgd(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, eps: float = 1e-6) -> Float[Tensor, " b"]:
+    """``(r - mean_group) / (std_group + eps)`` with ``n``, not ``n - 1``, in the deviation: CPGD (2505.12504).
+
+    Args:
+        rewards: NaN: not scored.
+        group_id: Of each row.
+        eps: Added to the standard deviation.
+    """
+    groups = Groups.of(rewards, group_id)
+    std = (groups.squares() / groups.size.clamp(min=1)).sqrt()
+    return divide(groups.deviation, std, eps).to(rewards.dtype)
 
 
 def group_std(rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"]) -> Float[Tensor, " b"]:
     """Standard deviation of each row's group, for ``frac_reward_zero_std``; 0 on NaN rows and in groups of one row."""
-    groups = _group(rewards, group_id)
+    groups = Groups.of(rewards, group_id)
     return groups.std().masked_fill(~groups.scored, 0.0).to(rewards.dtype)
 
 
-@dataclass(frozen=True)
-class _Groups:
-    """What each row has to know of its group."""
+def whiten_rows(
+    advantages: Float[Tensor, " b"], scored: Bool[Tensor, " b"], *, eps: float = 1e-4
+) -> Float[Tensor, " b"]:
+    """``(A - mean) / (std + eps)`` over the scored rows, 0 on the others: `normalize_advantages` of TRL's RLOO.
 
-    index: Int[Tensor, " b"]
-    """The group's id, renumbered 0, 1, ..."""
-    scored: Bool[Tensor, " b"]
-    """The reward is a number."""
-    size: Int[Tensor, " b"]
-    """Scored rows of the group."""
-    deviation: Float64[Tensor, " b"]
-    """Distance from the mean of the group's scored rows; 0 where not scored."""
-
-    def std(self) -> Float64[Tensor, " b"]:
-        return (_group_sum(self.deviation.square(), self.index) / (self.size - 1).clamp(min=1)).sqrt()
+    Args:
+        advantages: Of the whole batch: those of every rank.
+        scored: Rows that count.
+        eps: Added to the standard deviation.
+    """
+    everything = torch.zeros(advantages.shape, dtype=torch.long, device=advantages.device)
+    batch = Groups.of(advantages.masked_fill(~scored, torch.nan), everything)
+    return divide(batch.deviation, batch.std(), eps).to(advantages.dtype)
 
 
-def _group(rewards: Tensor, group_id: Tensor) -> _Groups:
-    index = torch.unique(group_id, return_inverse=True)[1]
-    scored = ~rewards.isnan()
-    values = rewards.double().masked_fill(~scored, torch.inf)
-    lowest = torch.full_like(values, torch.inf).scatter_reduce(0, index, values, "amin")[index]
-    above = (values - lowest).masked_fill(~scored, 0.0)
-    size = _group_sum(scored.long(), index)
-    deviation = (above - _group_sum(above, index) / size.clamp(min=1)).masked_fill(~scored, 0.0)
-    return _Groups(index=index, scored=scored, size=size, deviation=deviation)
+def whiten_tokens(
+    advantages: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, eps: float = 1e-8
+) -> Float[Tensor, "b t"]:
+    """``(A - mean) / sqrt(var + eps)`` over the tokens of the mask, 0 outside; the variance divides by ``n - 1``.
 
-
-def _group_sum(values: Tensor, index: Tensor) -> Tensor:
-    """Each row's group total, ``(b,)``. There are at most b groups, so the totals fit a tensor of the rows' shape."""
-    return torch.zeros_like(values).index_add(0, index, values)[index]
-
-
-def _divide(deviation: Tensor, std: Tensor, eps: float) -> Tensor:
-    """``deviation / (std + eps)``; 0 where there is no spread, even if ``eps`` is 0."""
-    return deviation / (std + eps).masked_fill(std == 0, 1.0)
+    Args:
+        advantages: Of the whole batch: those of every rank.
+        mask: Tokens that count.
+        eps: Added to the variance.
+    """
+    flat = advantages[mask]
+    tokens = Groups.of(flat, torch.zeros(flat.shape, dtype=torch.long, device=flat.device))
+    scale = (tokens.std().square() + eps).sqrt()
+    out = torch.zeros_like(advantages)
+    out[mask] = divide(tokens.deviation, scale, 0.0).to(advantages.dtype)
+    return out

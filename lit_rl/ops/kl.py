@@ -1,8 +1,8 @@
 """Estimators of KL(policy || reference) from one sampled token: Schulman, "Approximating KL divergence" (2020).
 
-All share the signature ``kl(logprobs, ref_logprobs, old_logprobs) -> (b, t)``, so that a config can name any of them.
-``old_logprobs`` belong to the policy that drew the tokens. Only :func:`corrected_k3` reads them: the others take the
-tokens as drawn from the policy itself, which is true on policy only.
+All share the signature ``kl(logprobs, ref_logprobs, old_logprobs) -> (b, t)``, so that a config can name any of them;
+one may also name ``mask``. ``old_logprobs`` belong to the policy that drew the tokens. Only the corrected ones read
+them: the others take the tokens as drawn from the policy itself, which is true on policy only.
 
 What each is good for, on policy, a token at a time:
 
@@ -10,15 +10,20 @@ What each is good for, on policy, a token at a time:
     k1              unbiased        zero in expectation: use it in a reward, never in a loss
     k2              biased          unbiased
     k3              unbiased, >= 0  biased: that of KL(reference || policy)
-    corrected_k3    unbiased        unbiased, also where the tokens come from an older policy
+    k3_with_k2_...  unbiased, >= 0  unbiased
+    corrected_k1    unbiased        unbiased } also where the tokens
+    corrected_k2    biased          unbiased } come from an older policy
+    corrected_k3    unbiased        unbiased }
 
 "Unbiased" is about the tokens' own distributions given their prefix; no estimator here corrects for prefixes that an
 older policy wrote. Nothing is clamped. Positions outside the loss mask must hold finite numbers, as rollouts do.
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+
+from lit_rl.ops.masking import masked_mean
 
 
 def k1(
@@ -43,6 +48,28 @@ def k3(
     return torch.expm1(log_ratio) - log_ratio
 
 
+def k3_with_k2_gradient(
+    logprobs: Float[Tensor, "b t"], ref_logprobs: Float[Tensor, "b t"], old_logprobs: Float[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """The value of :func:`k3` with the gradient of :func:`k2`: both unbiased on policy (verl's ``k3+``)."""
+    value, surrogate = k3(logprobs, ref_logprobs, old_logprobs), k2(logprobs, ref_logprobs, old_logprobs)
+    return surrogate + (value - surrogate).detach()
+
+
+def corrected_k1(
+    logprobs: Float[Tensor, "b t"], ref_logprobs: Float[Tensor, "b t"], old_logprobs: Float[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """``k1 * pi / pi_old``, the ratio differentiated: value and gradient unbiased, with the variance of k1."""
+    return (logprobs - old_logprobs).exp() * k1(logprobs, ref_logprobs, old_logprobs)
+
+
+def corrected_k2(
+    logprobs: Float[Tensor, "b t"], ref_logprobs: Float[Tensor, "b t"], old_logprobs: Float[Tensor, "b t"]
+) -> Float[Tensor, "b t"]:
+    """``k2 * pi / pi_old``, the ratio detached: the gradient of :func:`k2`, corrected for tokens of an older policy."""
+    return (logprobs - old_logprobs).exp().detach() * k2(logprobs, ref_logprobs, old_logprobs)
+
+
 def corrected_k3(
     logprobs: Float[Tensor, "b t"], ref_logprobs: Float[Tensor, "b t"], old_logprobs: Float[Tensor, "b t"]
 ) -> Float[Tensor, "b t"]:
@@ -51,4 +78,15 @@ def corrected_k3(
     The ratio is differentiated, so the gradient differs from that of :func:`k3` also where the ratio is 1.
     """
     ratio = (logprobs - old_logprobs).exp()
+    return ratio * k3(logprobs, ref_logprobs, old_logprobs)
+
+
+def sequence_corrected_k3(
+    logprobs: Float[Tensor, "b t"],
+    ref_logprobs: Float[Tensor, "b t"],
+    old_logprobs: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+) -> Float[Tensor, "b t"]:
+    """``k3`` times the ratio of the row, ``exp(mean_t log(pi / pi_old))``: TRL's at sequence-level importance."""
+    ratio = masked_mean(logprobs - old_logprobs, mask, dim=1).exp().unsqueeze(1)
     return ratio * k3(logprobs, ref_logprobs, old_logprobs)

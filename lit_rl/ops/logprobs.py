@@ -2,79 +2,179 @@
 
 The logits of a language model are its largest tensor, so both directions work block by block: half-precision logits
 are upcast a block at a time, and the backward pass computes the softmax anew instead of keeping it.
+
+Under truncation (top-k, top-p, min-p) the distribution is the softmax over a set S: the tokens that truncation keeps of
+these very logits, and the token that is scored. That token was kept when it was drawn; a later policy, or a reference,
+may have moved it out, and would call it impossible. Gradients take S as given: it has none of its own.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from lit_rl.ops import transforms
+from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+
 CPU_BLOCK, GPU_BLOCK = 2**22, 2**26
 """Numbers in one float32 block: 16 MiB, three times as fast as 64 MiB on a CPU; 256 MiB, enough rows to fill a GPU."""
 
+_TRUNCATED_SHARE = 4
+"""A block is this much smaller under truncation, which needs a handful of tensors of its size: a sort, its order."""
+
 
 def gather_logprobs(
-    logits: Float[Tensor, "b t v"], ids: Int[Tensor, "b t"], *, temperature: float = 1.0
+    logits: Float[Tensor, "b t v"],
+    ids: Int[Tensor, "b t"],
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation = NO_TRUNCATION,
 ) -> Float32[Tensor, "b t"]:
-    """``log softmax(logits / temperature)`` at ``ids``, computed in float32.
+    """``log softmax_S(logits / temperature)`` at ``ids``, computed in float32. S is the vocabulary, or see above.
 
-    The value has the same bits with and without gradient, so the first ratio of a policy to itself is exactly 1.
+    ``d logprob / d logits_j = (1[j = id] - softmax_S(logits / temperature)_j) / temperature`` in S, 0 elsewhere. The
+    value has the same bits with and without gradient, so the first ratio of a policy to itself is exactly 1.
 
     Args:
         logits: Of the positions that predict ``ids``: the caller has shifted them by one.
         ids: In ``[0, v)``, at padding too.
         temperature: Above 0. Greedy decoding (0) has no log-probabilities to score.
+        truncation: What the tokens were drawn with.
     """
-    return _Scores.apply(logits, ids, temperature, False)[0]
+    return _Scores.apply(logits, ids, _Terms(temperature, truncation))[0]
 
 
 def logprobs_and_entropy(
-    logits: Float[Tensor, "b t v"], ids: Int[Tensor, "b t"], *, temperature: float = 1.0
+    logits: Float[Tensor, "b t v"],
+    ids: Int[Tensor, "b t"],
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation = NO_TRUNCATION,
 ) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"]]:
-    """:func:`gather_logprobs`, and the entropy in nats of ``softmax(logits / temperature)``, which has no gradient."""
-    return _Scores.apply(logits, ids, temperature, True)
+    """:func:`gather_logprobs`, and the entropy in nats of the same distribution, which has no gradient."""
+    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy=True))
+
+
+def logprobs_and_entropy_with_gradient(
+    logits: Float[Tensor, "b t v"],
+    ids: Int[Tensor, "b t"],
+    *,
+    temperature: float = 1.0,
+    truncation: Truncation = NO_TRUNCATION,
+) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"]]:
+    """:func:`logprobs_and_entropy` with the same bits, and a gradient for the entropy too.
+
+    ``d H / d logits_j = -p_j (log p_j + H) / temperature`` with ``p = softmax_S(logits / temperature)``, 0 outside S.
+    """
+    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy=True, entropy_gradient=True))
+
+
+@dataclass(frozen=True)
+class _Terms:
+    temperature: float
+    truncation: Truncation
+    entropy: bool = False
+    entropy_gradient: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.temperature > 0, f"temperature={self.temperature} must be above 0"
 
 
 class _Scores(torch.autograd.Function):
     """Keeps the logits as they came, and nothing of their size beside them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, ids: Tensor, temperature: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        assert temperature > 0, f"temperature={temperature} must be above 0"
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, terms: _Terms) -> tuple[Tensor, Tensor | None]:
         logprobs = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
-        entropy = torch.empty_like(logprobs) if with_entropy else None
-        for block in _blocks(logits):
-            log_softmax = (logits[block].float() / temperature).log_softmax(-1)
+        entropy = torch.empty_like(logprobs) if terms.entropy else None
+        cut = None if terms.truncation.off else _Cut.empty(logprobs)
+        for block in _blocks(logits, terms.truncation):
+            scaled = _scaled(logits[block], terms)
+            if cut is not None:
+                kept = terms.truncation(scaled)
+                cut.write(block, kept)
+                scaled = _with_drawn(kept, scaled, ids[block])
+            log_softmax = scaled.log_softmax(-1)
             logprobs[block] = log_softmax.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
             if entropy is not None:
-                finite = log_softmax.clamp(min=torch.finfo(torch.float32).min)  # an excluded token: 0 * -inf is NaN
-                entropy[block] = -(log_softmax.exp() * finite).sum(-1)
-        ctx.save_for_backward(logits, ids)
-        ctx.temperature = temperature
-        if entropy is not None:
+                entropy[block] = -(log_softmax.exp() * _finite(log_softmax)).sum(-1)
+        ctx.terms = terms
+        ctx.save_for_backward(logits, ids, entropy if terms.entropy_gradient else None, *(cut or (None, None)))
+        if entropy is not None and not terms.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        """``d logprob / d logits = (one_hot(id) - softmax) / temperature``."""
-        logits, ids = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+        logits, ids, entropy, *cut = ctx.saved_tensors
+        terms: _Terms = ctx.terms
         grad_logits = torch.empty_like(logits)
-        for block in _blocks(logits):
-            scale = grads[0][block].unsqueeze(-1) / ctx.temperature
-            softmax = (logits[block].float() / ctx.temperature).softmax(-1)
-            grad_logits[block] = softmax.mul_(-scale).scatter_add_(-1, ids[block].unsqueeze(-1), scale)
-        return grad_logits, None, None, None
+        for block in _blocks(logits, terms.truncation):
+            scale = grads[0][block].unsqueeze(-1) / terms.temperature
+            scaled = _scaled(logits[block], terms)
+            if not terms.truncation.off:
+                scaled = _with_drawn(_Cut(*cut).apply(block, scaled), scaled, ids[block])
+            if entropy is None:
+                grad = scaled.softmax(-1).mul_(-scale)
+            else:
+                log_softmax = scaled.log_softmax(-1)
+                of_entropy = grads[1][block].unsqueeze(-1) / terms.temperature
+                spread = _finite(log_softmax).add_(entropy[block].unsqueeze(-1)).mul_(of_entropy).add_(scale)
+                grad = log_softmax.exp_().mul_(spread.neg_())
+            grad_logits[block] = grad.scatter_add_(-1, ids[block].unsqueeze(-1), scale)
+        return grad_logits, None, None
 
 
-def _blocks(logits: Tensor) -> Iterator[tuple[slice, slice]]:
+class _Cut(NamedTuple):
+    """Where truncation cut each position: the lowest logit kept, and the first id that has it and is kept, ``(b, t)``.
+
+    All that is kept is above the lowest, or equal to it with an id not below the first (see ``transforms``). So the
+    backward pass has the set of the forward pass, without a second sort.
+    """
+
+    lowest: Tensor
+    first: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor) -> "_Cut":
+        return cls(torch.empty_like(like), torch.empty_like(like, dtype=torch.long))
+
+    def write(self, block: tuple[slice, slice], kept: Tensor) -> None:
+        lowest = kept.masked_fill(kept == -torch.inf, torch.inf).amin(-1, keepdim=True)
+        self.lowest[block] = lowest.squeeze(-1)
+        self.first[block] = (kept == lowest).byte().argmax(-1)
+
+    def apply(self, block: tuple[slice, slice], scaled: Tensor) -> Tensor:
+        lowest, first = self.lowest[block].unsqueeze(-1), self.first[block].unsqueeze(-1)
+        early = torch.arange(scaled.shape[-1], device=scaled.device) < first
+        return transforms.ban(scaled, (scaled < lowest) | ((scaled == lowest) & early))
+
+
+def _scaled(logits: Tensor, terms: _Terms) -> Tensor:
+    """A block in float32, divided by the temperature: where a set is cut, in the arithmetic of the engine."""
+    if terms.truncation.off:
+        return logits.float() / terms.temperature
+    return transforms.temperature(logits.float(), terms.temperature)
+
+
+def _with_drawn(kept: Tensor, scaled: Tensor, ids: Tensor) -> Tensor:
+    drawn = ids.unsqueeze(-1)
+    return kept.scatter_(-1, drawn, scaled.gather(-1, drawn))
+
+
+def _finite(log_softmax: Tensor) -> Tensor:
+    """So that an excluded token gives 0 times a number, not 0 * -inf, which is NaN. exp is 0 in float32 below -104."""
+    return log_softmax.clamp(min=-1000.0)
+
+
+def _blocks(logits: Tensor, truncation: Truncation) -> Iterator[tuple[slice, slice]]:
     """Slices of the first two dimensions: logits are often a view of a longer tensor, which flattening would copy."""
     b, t, v = logits.shape
     numbers = CPU_BLOCK if logits.device.type == "cpu" else GPU_BLOCK
+    numbers = numbers if truncation.off else numbers // _TRUNCATED_SHARE
     rows = max(1, numbers // max(1, t * v))
     columns = max(1, numbers // max(1, v))
     for row in range(0, b, rows):

@@ -1,0 +1,62 @@
+"""What a term may know of the whole optimizer step, and what it may say about itself.
+
+A quantile, a share of tokens or a mean weight that belongs to the method is taken once over an optimizer step, over all
+its micro-batches on all ranks, so that no gradient depends on how a batch is cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The loss tokens of one optimizer step, flat, in any order: what `n` tokens were like before the step."""
+
+    logprobs: Float[Tensor, " n"]
+    """Of the policy that takes the step."""
+    advantages: Float[Tensor, " n"]
+    entropy: Float[Tensor, " n"]
+    """In nats."""
+    acting: Float[Tensor, ""] | None = None
+    """How many of them the policy loss acts on, where it acts on some only."""
+
+    @classmethod
+    def of(
+        cls,
+        mask: Bool[Tensor, "b t"],
+        *,
+        logprobs: Float[Tensor, "b t"] | None = None,
+        advantages: Float[Tensor, "..."] | None = None,
+        entropy: Float[Tensor, "b t"] | None = None,
+    ) -> StepTokens:
+        """The tokens of one batch; a field that is not given is 0 everywhere. Advantages are `(b,)` or `(b, t)`."""
+        parts = {"logprobs": logprobs, "advantages": advantages, "entropy": entropy}
+        if advantages is not None and advantages.ndim == 1:
+            parts["advantages"] = advantages.unsqueeze(1).expand(mask.shape)
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return cls(**{name: (zeros if part is None else part.detach().float())[mask] for name, part in parts.items()})
+
+
+@dataclass(frozen=True)
+class Highest:
+    """A metric of which the highest value over a step or a rollout is reported."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """A metric of which the lowest value over a step or a rollout is reported."""
+
+    value: Tensor
+
+
+Metric = tuple[Tensor, Tensor] | Highest | Lowest
+"""A mean as numerator and denominator, or an extreme. All are 0-dim tensors; an extreme of nothing is +-inf."""
+
+Metrics = dict[str, Metric]
