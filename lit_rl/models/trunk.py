@@ -1,0 +1,82 @@
+"""The trunk of a language model, which is the model without its head, and ways to have a second one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor, cat, nn
+
+from lit_rl.errors import ConfigError
+from lit_rl.rollout import Completions
+
+
+def base_of(model: nn.Module) -> Any:
+    """The model under a PEFT wrapper, or the model itself. Adapters stay where they are: inside its layers."""
+    from peft import PeftModel
+
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def trunk_of(model: nn.Module) -> nn.Module:
+    """What computes the hidden states that a causal language model's head reads.
+
+    Raises:
+        ConfigError: the model does not say which of its modules that is.
+    """
+    base = base_of(model)
+    trunk = getattr(base, "base_model", base)
+    if trunk is base:
+        raise ConfigError(
+            f"{type(base).__name__} does not name its trunk (base_model_prefix), so no head can be put on it. Use "
+            "an algorithm without a critic."
+        )
+    return trunk
+
+
+def hidden_size(model: nn.Module) -> int:
+    """Width of the hidden states that the model's head reads."""
+    return base_of(model).get_output_embeddings().in_features
+
+
+def frozen_trunk(policy: nn.Module, key: str) -> nn.Module:
+    """A second trunk of the policy's frozen base, without the policy's adapters. It shares the weights: it costs none.
+
+    New adapters on it are seen by it alone, and the policy's by the policy alone: nothing has to be switched on, off
+    or back, also not where a backward pass computes activations anew (gradient checkpointing).
+
+    Raises:
+        ConfigError: the policy has no adapters, so its base is not frozen. The message names ``key``.
+    """
+    from peft import PeftModel
+
+    if not isinstance(policy, PeftModel):
+        raise ConfigError(
+            f"{key} puts an adapter on the policy's frozen base, but every weight of this policy is trained. Set "
+            "model.lora or model.adapter."
+        )
+    # Parameters in the memo are taken as they are.
+    shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    base: Any = copy.deepcopy(policy, memo=shared).unload()
+    return trunk_of(base).requires_grad_(False)
+
+
+def copied_trunk(policy: nn.Module) -> nn.Module:
+    """A copy of the policy's trunk, adapters merged, that shares no tensor with it. Everything in it is trained."""
+    from peft import PeftModel
+
+    if isinstance(policy, PeftModel):
+        merged: Any = copy.deepcopy(policy).merge_and_unload()
+        return trunk_of(merged).requires_grad_(True)
+    return copy.deepcopy(trunk_of(policy)).requires_grad_(True)
+
+
+def trunk_inputs(completions: Completions) -> dict[str, Tensor]:
+    """Prompt and response as keyword arguments of a trunk; positions count attended tokens, so padding is free."""
+    mask = completions.attention_mask.long()
+    return {
+        "input_ids": cat([completions.prompt_ids, completions.response_ids], dim=1),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        **completions.model_inputs,
+    }
