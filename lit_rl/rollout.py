@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.ops.transforms import Truncation
 
 Message = dict[str, Any]
 """One chat message: at least ``role`` and ``content``."""
@@ -65,6 +66,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be drawn at all; greedy decoding has no use for it."""
+        return Truncation() if self.greedy else Truncation(self.top_k, float(self.top_p), float(self.min_p))
 
     @property
     def reshaped(self) -> list[str]:
@@ -147,6 +153,9 @@ class Completions:
     attended: Tensor | None = None
     """Bool ``(b, t)``, a superset of ``response_mask``: also tokens that a tool or an environment wrote between turns.
     None where the policy wrote every token."""
+    kept_logmass: Tensor | None = None
+    """Float32 ``(b, t)``: log of the probability that top-k, top-p and min-p left when the token was drawn; 0 where
+    they cut nothing, and outside ``response_mask``. None where none of them is in force, or the engine cannot tell."""
     turn: Tensor | None = None
     """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
@@ -175,16 +184,27 @@ class Rollout:
     rewards: Tensor
     """Float32 ``(b,)``: weighted sum over functions; NaN where no function applied."""
     advantages: Tensor
-    """Float32 ``(b,)``."""
+    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ."""
     loss_mask: Tensor
     """Bool ``(b, t)``: the tokens of the loss, a subset of ``response_mask`` (masked truncated rows are all False)."""
     old_logprobs: Tensor | None = None
     """Float32 ``(b, t)``: the policy when the rollout was taken. None where the ratio is 1 by construction."""
     ref_logprobs: Tensor | None = None
-    """Float32 ``(b, t)``: the frozen reference. None where no term needs it."""
+    """Float32 ``(b, t)``: the reference. None where no term needs it."""
+    weights: Tensor | None = None
+    """Float32 ``(b, t)``: what each token's loss is multiplied by, for an engine that samples from a slightly other
+    policy. None where nothing is corrected."""
+    old_values: Tensor | None = None
+    """Float32 ``(b, t)``: the critic when the rollout was taken. None without a critic."""
+    returns: Tensor | None = None
+    """Float32 ``(b, t)``: what the critic learns to predict. None without a critic."""
 
     def __len__(self) -> int:
         return len(self.completions)
+
+
+PER_TOKEN = ("loss_mask", "old_logprobs", "ref_logprobs", "weights", "old_values", "returns", "advantages")
+"""Fields of a rollout that have a column for each response token (advantages: where they are two-dimensional)."""
 
 
 def select(item: Any, rows: Tensor) -> Any:

@@ -1,19 +1,17 @@
-"""What a generator is, and what the in-process ones share: checks, decode batches, the rollout mode of a policy."""
+"""What a generator is, and what the in-process ones share: checks, the loop over batches, a policy's rollout mode."""
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_rl.errors import ConfigError, GenerationError, NumericError, in_range
-from lit_rl.generation import noise
+from lit_rl.generation.batches import DecodeBatch, Decoded, assemble, decode_batches
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 
@@ -33,8 +31,14 @@ class Generator(Protocol):
     - ``Sampling`` is the whole setting. The model's own generation config has no say.
     - ``sampler_logprobs``: the log of the distribution that was drawn from, after every transform, renormalised. For
       greedy, of the softmax at temperature 1 after repetition penalty.
+    - ``kept_logmass``: where top-k, top-p or min-p is in force, ``log softmax(logits / temperature)`` of a token, after
+      repetition penalty, is ``sampler_logprobs + kept_logmass``. None from an engine that cannot tell.
     - ``version`` is the one of the last ``sync``.
     """
+
+    reports_kept_mass: bool
+    """Whether ``Completions.kept_logmass`` is there wherever truncation is in force. Training needs it: without, nobody
+    sees whether engine and training cut the same tokens off."""
 
     def sync(self, policy: nn.Module, version: int) -> None:
         """Take over the policy's weights as they are now. Always called before ``generate``."""
@@ -51,35 +55,6 @@ class Generator(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class DecodeBatch:
-    """Rows that are decoded together: ``repeats`` completions of each of ``n`` prompts, neighbours by prompt."""
-
-    prompt_ids: Tensor
-    """Long ``(n, p)``, padded on the left."""
-    prompt_mask: Tensor
-    """Bool ``(n, p)``."""
-    repeats: int
-    keys: Tensor
-    """Int64 ``(n * repeats,)``: the noise key of each row."""
-    rows: Tensor
-    """Long ``(n * repeats,)``, on the CPU: where each row stands in the completions."""
-
-    def repeated(self) -> tuple[Tensor, Tensor]:
-        """Prompt ids and mask of every row, both ``(n * repeats, p)``."""
-        return self.prompt_ids.repeat_interleave(self.repeats, 0), self.prompt_mask.repeat_interleave(self.repeats, 0)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """The responses of a decode batch, padded on the right by anything; fields as in ``Completions``."""
-
-    ids: Tensor
-    mask: Tensor
-    logprobs: Tensor
-    ended: Tensor
-
-
 class InProcessGenerator(ABC):
     """A generator that runs the policy itself, by reference: a sync copies nothing.
 
@@ -89,6 +64,8 @@ class InProcessGenerator(ABC):
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
     """
+
+    reports_kept_mass = True
 
     def __init__(self, batch_size: int | None = None) -> None:
         if batch_size is not None:
@@ -159,64 +136,6 @@ def context_length(policy: nn.Module) -> int | None:
         config = config.get_text_config(decoder=True)
     length = getattr(config, "max_position_embeddings", None)
     return length if isinstance(length, int) and length > 0 else None
-
-
-def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Long ids and bool mask, both ``(n, p)``, on the CPU."""
-    width = max(map(len, token_ids))
-    lengths = torch.tensor([len(ids) for ids in token_ids])
-    ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in token_ids])
-    return ids, torch.arange(width) >= width - lengths[:, None]
-
-
-def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
-    """Cut the rows into batches of at most ``batch_size``: whole groups, or slices of one group larger than that.
-
-    Prompts of similar length stand together, the longest first: little padding, and a lack of memory shows at once.
-    """
-    group, n = prompts.group_size, len(prompts)
-    keys = noise.row_keys(prompts.keys, group)
-    per_batch = n if batch_size is None else max(batch_size // group, 1)
-    slices = 1 if batch_size is None else math.ceil(group / batch_size)
-    repeats = math.ceil(group / slices)
-    order = list(range(n)) if per_batch >= n else sorted(range(n), key=lambda i: -len(prompts.token_ids[i]))
-    for start in range(0, n, per_batch):
-        chosen = order[start : start + per_batch]
-        ids, mask = left_pad([prompts.token_ids[i] for i in chosen], prompts.pad_id)
-        for first in range(0, group, repeats):
-            samples = torch.arange(first, min(first + repeats, group))
-            rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
-            yield DecodeBatch(ids.to(device), mask.to(device), len(samples), keys[rows].to(device), rows)
-
-
-def assemble(
-    prompts: Prompts, decoded: Sequence[tuple[Tensor, Decoded]], *, version: int, device: torch.device
-) -> Completions:
-    """Put decoded batches, each with its row numbers, back in the order of the prompts."""
-    ids, mask = (
-        part.repeat_interleave(prompts.group_size, 0).to(device) for part in left_pad(prompts.token_ids, prompts.pad_id)
-    )
-    shape = (len(ids), max(part.ids.shape[1] for _, part in decoded))
-    response_ids = torch.full(shape, prompts.pad_id, device=device)
-    response_mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
-    ended = torch.zeros(shape[0], dtype=torch.bool, device=device)
-    for rows, part in decoded:
-        at, width = rows.to(device), part.ids.shape[1]
-        response_ids[at, :width] = part.ids.masked_fill(~part.mask, prompts.pad_id)
-        response_mask[at, :width] = part.mask
-        logprobs[at, :width] = part.logprobs.masked_fill(~part.mask, 0.0)
-        ended[at] = part.ended
-    return Completions(
-        prompt_ids=ids,
-        prompt_mask=mask,
-        response_ids=response_ids,
-        response_mask=response_mask,
-        sampler_logprobs=logprobs,
-        ended=ended,
-        group_id=torch.arange(len(prompts), device=device).repeat_interleave(prompts.group_size),
-        version=version,
-    )
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import DecodeBatch, Decoded, InProcessGenerator
-from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.generation.base import InProcessGenerator
+from lit_rl.generation.batches import DecodeBatch, Decoded
+from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 
 
@@ -50,8 +51,9 @@ class HFGenerator(InProcessGenerator):
         return Decoded(
             ids=response,
             mask=torch.arange(length, device=ids.device) < stop.lengths[:, None],
-            logprobs=torch.stack(force.logprobs[:length], dim=1),
+            logprobs=force.of("logprobs", length),
             ended=~stop.alive,
+            kept_logmass=None if sampling.truncation.off else force.of("kept_logmass", length),
         )
 
 
@@ -61,12 +63,16 @@ class _ForceSample:
     def __init__(self, sampler: TokenSampler, prompt_width: int) -> None:
         self._sampler = sampler
         self._prompt_width = prompt_width
-        self.logprobs: list[Tensor] = []
+        self._drawn: list[Drawn] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens, logprobs = self._sampler(scores, input_ids.shape[1] - self._prompt_width)
-        self.logprobs.append(logprobs)
-        return torch.full_like(scores, -torch.inf).scatter_(1, tokens[:, None], 0.0)
+        drawn = self._sampler(scores, input_ids.shape[1] - self._prompt_width)
+        self._drawn.append(drawn)
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.tokens[:, None], 0.0)
+
+    def of(self, name: str, length: int) -> Tensor:
+        """A field of the first ``length`` steps, ``(b, length)``."""
+        return torch.stack([getattr(drawn, name) for drawn in self._drawn[:length]], dim=1)
 
 
 class _Stop:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import DecodeBatch, Decoded, InProcessGenerator
-from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.generation.base import InProcessGenerator
+from lit_rl.generation.batches import DecodeBatch, Decoded
+from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 
 _COMPACT_BELOW = 0.75
@@ -38,14 +39,14 @@ class NativeGenerator(InProcessGenerator):
         steps = _Steps(policy, batch, sampling.max_new_tokens)
         sampler = TokenSampler(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
         ends = EndDetector(prompts, sampling, device)
-        out = _Responses(len(batch.keys), sampling.max_new_tokens, device)
+        out = _Responses(len(batch.keys), sampling, device)
         alive = torch.ones_like(batch.keys, dtype=torch.bool)
         position = 0
         while True:
-            tokens, logprobs = sampler(steps.logits, position)
-            out.write(position, tokens, logprobs, alive)
+            drawn = sampler(steps.logits, position)
+            out.write(position, drawn, alive)
             alive = alive & ~ends(out.tail(position, ends.window), position, alive)
-            running = int(alive.sum())
+            tokens, running = drawn.tokens, int(alive.sum())
             if running == 0 or position + 1 == sampling.max_new_tokens:
                 break
             if running <= _COMPACT_BELOW * len(alive):
@@ -62,17 +63,21 @@ class NativeGenerator(InProcessGenerator):
 class _Responses:
     """Where the tokens go: written a step at a time, by the rows that still stand in the batch."""
 
-    def __init__(self, n_rows: int, max_new_tokens: int, device: torch.device) -> None:
-        shape = (max_new_tokens, n_rows)
+    def __init__(self, n_rows: int, sampling: Sampling, device: torch.device) -> None:
+        shape = (sampling.max_new_tokens, n_rows)
         self.ids = torch.zeros(shape, dtype=torch.long, device=device)
         self.mask = torch.zeros(shape, dtype=torch.bool, device=device)
         self.logprobs = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.kept_logmass = None if sampling.truncation.off else torch.zeros_like(self.logprobs)
         self.rows: Tensor | slice = slice(None)
 
-    def write(self, position: int, tokens: Tensor, logprobs: Tensor, alive: Tensor) -> None:
-        self.ids[position, self.rows] = tokens
-        self.logprobs[position, self.rows] = logprobs
+    def write(self, position: int, drawn: Drawn, alive: Tensor) -> None:
+        self.ids[position, self.rows] = drawn.tokens
+        self.logprobs[position, self.rows] = drawn.logprobs
         self.mask[position, self.rows] = alive
+        if self.kept_logmass is not None:
+            assert drawn.kept_logmass is not None
+            self.kept_logmass[position, self.rows] = drawn.kept_logmass
 
     def tail(self, position: int, window: int) -> Tensor:
         return self.ids[max(position + 1 - window, 0) : position + 1, self.rows].T
@@ -83,7 +88,8 @@ class _Responses:
     def decoded(self, length: int, alive: Tensor) -> Decoded:
         ended = torch.ones_like(self.mask[0])
         ended[self.rows] = ~alive
-        return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, ended)
+        mass = None if self.kept_logmass is None else self.kept_logmass[:length].T
+        return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, ended, mass)
 
 
 class _Steps:

@@ -1,69 +1,28 @@
 """From the logits of a step to a token, and to the end of a response.
 
-The transforms, the draw, and the two parts that both in-process engines share: ``TokenSampler`` and ``EndDetector``.
+The draw, and the two parts that both in-process engines share: ``TokenSampler`` and ``EndDetector``. What temperature
+and truncation do to logits is in ``lit_rl.ops.transforms``, where the scoring of training finds it too.
 
 Logits are float32 ``(b, v)`` everywhere. A transform returns new logits and edits nothing; a token that may not be
-drawn gets minus infinity. Meaning and order (repetition penalty, temperature, top-k, top-p, min-p) are those of
-transformers' logits processors.
+drawn gets minus infinity. Order: repetition penalty, temperature, top-k, top-p, min-p, as in transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_rl.generation import noise
+from lit_rl.ops.transforms import ban, kept_logmass, temperature
 from lit_rl.rollout import Prompts, Sampling
-
-
-def ban(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Rule out the tokens where ``tokens``, bool ``(v,)`` or ``(b, v)``, is True."""
-    return logits.masked_fill(tokens, -torch.inf)
 
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the logits of ``seen`` tokens, bool ``(b, v)``, by ``penalty``; multiply negative ones (1909.05858)."""
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
-def temperature(logits: Tensor, value: float) -> Tensor:
-    """Divide by a temperature above 0. A row's maximum is taken off first: tiny temperatures must not overflow."""
-    return (logits - logits.amax(-1, keepdim=True)) / value
-
-
-def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k likeliest tokens, and every token tied with the k-th."""
-    threshold = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
-    return ban(logits, logits < threshold)
-
-
-def top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the smallest set of likeliest tokens whose mass reaches ``p`` (1904.09751, eq. 2); never an empty one."""
-    ascending, order = logits.sort(dim=-1)
-    dropped = ascending.softmax(-1).cumsum(-1) <= 1 - p
-    dropped[:, -1] = False
-    return ban(logits, dropped.scatter(-1, order, dropped))
-
-
-def min_p(logits: Tensor, p: float) -> Tensor:
-    """Keep tokens at least ``p`` times as likely as the likeliest one (2407.01082, eq. 2)."""
-    probs = logits.softmax(-1)
-    return ban(logits, probs < p * probs.amax(-1, keepdim=True))
-
-
-def reshape(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The transforms of a draw that need no history, those in force only: temperature, top-k, top-p, min-p."""
-    if sampling.temperature != 1:
-        logits = temperature(logits, sampling.temperature)
-    if sampling.top_k:
-        logits = top_k(logits, sampling.top_k)
-    if sampling.top_p < 1:
-        logits = top_p(logits, sampling.top_p)
-    if sampling.min_p > 0:
-        logits = min_p(logits, sampling.min_p)
-    return logits
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,6 +55,16 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, -(logits - top[:, None]).exp_().sum(-1).log()
 
 
+class Drawn(NamedTuple):
+    """The next token of every row. All are ``(b,)``."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    """Of the distribution drawn from: after every transform, renormalised."""
+    kept_logmass: Tensor | None
+    """Log of the mass that truncation kept; None where none is in force."""
+
+
 class TokenSampler:
     """Draws the next token of every row of a batch; holds the history that repetition penalty needs.
 
@@ -110,26 +79,30 @@ class TokenSampler:
         self, sampling: Sampling, keys: Tensor, *, prompt_ids: Tensor, prompt_mask: Tensor, eos_ids: tuple[int, ...]
     ) -> None:
         self.sampling = sampling
+        self._truncation = sampling.truncation
         self.keys = keys
         self._prompt = (prompt_ids, prompt_mask)
         self._eos_ids = eos_ids
         self._seen: Tensor | None = None
         self._is_eos: Tensor | None = None
 
-    def __call__(self, logits: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities ``(b,)`` of response position ``position``; call it for 0, 1, 2, ... in turn."""
+    def __call__(self, logits: Tensor, position: int) -> Drawn:
+        """The tokens of response position ``position``; call it for 0, 1, 2, ... in turn."""
         sampling = self.sampling
         if position < sampling.min_new_tokens:
             logits = ban(logits, self._eos_mask(logits))
         if sampling.repetition_penalty != 1:
             logits = repetition_penalty(logits, self._history(logits), sampling.repetition_penalty)
-        if sampling.greedy:
-            tokens, logprobs = greedy(logits)
-        else:
-            tokens, logprobs = draw(reshape(logits, sampling), noise.uniform(self.keys, position))
+        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, position)
         if self._seen is not None:
-            self._seen.scatter_(1, tokens[:, None], True)
-        return tokens, logprobs
+            self._seen.scatter_(1, drawn.tokens[:, None], True)
+        return drawn
+
+    def _draw(self, logits: Tensor, position: int) -> Drawn:
+        scaled = temperature(logits, self.sampling.temperature)
+        kept = self._truncation(scaled)
+        mass = None if self._truncation.off else kept_logmass(scaled, kept)
+        return Drawn(*draw(kept, noise.uniform(self.keys, position)), mass)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows only."""

@@ -1,0 +1,103 @@
+"""Prompts cut into the batches that an in-process engine decodes, and what it decoded put together again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_rl.generation import noise
+from lit_rl.rollout import Completions, Prompts
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Rows that are decoded together: ``repeats`` completions of each of ``n`` prompts, neighbours by prompt."""
+
+    prompt_ids: Tensor
+    """Long ``(n, p)``, padded on the left."""
+    prompt_mask: Tensor
+    """Bool ``(n, p)``."""
+    repeats: int
+    keys: Tensor
+    """Int64 ``(n * repeats,)``: the noise key of each row."""
+    rows: Tensor
+    """Long ``(n * repeats,)``, on the CPU: where each row stands in the completions."""
+
+    def repeated(self) -> tuple[Tensor, Tensor]:
+        """Prompt ids and mask of every row, both ``(n * repeats, p)``."""
+        return self.prompt_ids.repeat_interleave(self.repeats, 0), self.prompt_mask.repeat_interleave(self.repeats, 0)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The responses of a decode batch, padded on the right by anything; fields as in ``Completions``."""
+
+    ids: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    ended: Tensor
+    kept_logmass: Tensor | None
+
+
+def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Long ids and bool mask, both ``(n, p)``, on the CPU."""
+    width = max(map(len, token_ids))
+    lengths = torch.tensor([len(ids) for ids in token_ids])
+    ids = torch.tensor([[pad_id] * (width - len(ids)) + list(ids) for ids in token_ids])
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
+    """Cut the rows into batches of at most ``batch_size``: whole groups, or slices of one group larger than that.
+
+    Prompts of similar length stand together, the longest first: little padding, and a lack of memory shows at once.
+    """
+    group, n = prompts.group_size, len(prompts)
+    keys = noise.row_keys(prompts.keys, group)
+    per_batch = n if batch_size is None else max(batch_size // group, 1)
+    slices = 1 if batch_size is None else math.ceil(group / batch_size)
+    repeats = math.ceil(group / slices)
+    order = list(range(n)) if per_batch >= n else sorted(range(n), key=lambda i: -len(prompts.token_ids[i]))
+    for start in range(0, n, per_batch):
+        chosen = order[start : start + per_batch]
+        ids, mask = left_pad([prompts.token_ids[i] for i in chosen], prompts.pad_id)
+        for first in range(0, group, repeats):
+            samples = torch.arange(first, min(first + repeats, group))
+            rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
+            yield DecodeBatch(ids.to(device), mask.to(device), len(samples), keys[rows].to(device), rows)
+
+
+def assemble(
+    prompts: Prompts, decoded: Sequence[tuple[Tensor, Decoded]], *, version: int, device: torch.device
+) -> Completions:
+    """Put decoded batches, each with its row numbers, back in the order of the prompts."""
+    ids, mask = (
+        part.repeat_interleave(prompts.group_size, 0).to(device) for part in left_pad(prompts.token_ids, prompts.pad_id)
+    )
+    shape = (len(ids), max(part.ids.shape[1] for _, part in decoded))
+
+    def joined(name: str, fill: float) -> Tensor:
+        parts = [(rows.to(device), getattr(part, name).masked_fill(~part.mask, fill)) for rows, part in decoded]
+        whole = torch.full(shape, fill, dtype=parts[0][1].dtype, device=device)
+        for rows, values in parts:
+            whole[rows, : values.shape[1]] = values
+        return whole
+
+    ended = torch.zeros(shape[0], dtype=torch.bool, device=device)
+    for rows, part in decoded:
+        ended[rows.to(device)] = part.ended
+    return Completions(
+        prompt_ids=ids,
+        prompt_mask=mask,
+        response_ids=joined("ids", prompts.pad_id),
+        response_mask=joined("mask", False),
+        sampler_logprobs=joined("logprobs", 0.0),
+        ended=ended,
+        group_id=torch.arange(len(prompts), device=device).repeat_interleave(prompts.group_size),
+        version=version,
+        kept_logmass=None if decoded[0][1].kept_logmass is None else joined("kept_logmass", 0.0),
+    )
