@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import math
-import reprlib
-import statistics
-import traceback
-import warnings
-from collections import Counter
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.errors import ConfigError, RewardError, did_you_mean
-from lit_rl.rewards.contract import Function, check_callable, check_values, describe, keywords, name_of
+from lit_rl.errors import RewardError, in_range
+from lit_rl.rewards.calling import TrainerState
+from lit_rl.rewards.calls import Caller
+from lit_rl.rewards.contract import Span
+from lit_rl.rewards.named import functions_by_name, weights_by_name
+from lit_rl.rewards.results import Result, Settings
 from lit_rl.rewards.text import Completion
+from lit_rl.rewards.watch import Watch
 from lit_rl.rollout import Prompt
 
-LARGE = 1e6
-"""Beyond this a reward gets one warning: it swamps the other functions, and float32 loses its small differences."""
-
-
-@dataclass(frozen=True)
-class TrainerState:
-    """Where training stands, for rewards that follow a schedule. Read-only."""
-
-    step: int = 0
-    """Optimizer steps taken."""
-    max_steps: int = -1
-    """Optimizer steps of the whole run; -1 where there is no limit."""
-    epoch: int = 0
-
-    @property
-    def global_step(self) -> int:
-        """``step`` under the name that it has in `transformers`."""
-        return self.step
+__all__ = ["Rewards", "Scores", "TrainerState"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +33,16 @@ class Scores:
     names: tuple[str, ...]
     """The ``k`` functions."""
     values: Tensor
-    """``(b, k)``: NaN where a function does not apply."""
+    """``(b, k)``: NaN where a function does not apply; the sum of the spans where it gave spans."""
     total: Tensor
     """``(b,)``: weighted sum over the functions that apply; NaN where none does."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """From ``log_metric``: the mean over its calls."""
+    metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum and count of each metric: over the calls of ``log_metric``, or over completions."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """From ``log_extra``: one value a completion."""
+    span_rewards: list[list[Span]] | None = None
+    """The part of ``total`` that was earned at known places: for each completion ``(start, end, weight * value)`` of
+    every function that gave spans, in characters of its text. None where no function gave any."""
 
 
 class Rewards:
@@ -64,25 +51,57 @@ class Rewards:
     A function is called by keyword with what its signature names: ``prompts``, ``completions``, columns of the data,
     ``completion_ids``, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``; with ``**kwargs``
     it gets all of them. It returns one number a completion, or None where it does not apply: None is left out of the
-    sum and of every mean, it is never a zero.
+    sum and of every mean, it is never a zero. In the place of a number it may return a list of ``(start, end, value)``:
+    characters of the completion's text that earned a value; the completion's reward is their sum.
+
+    A function that names ``prompt`` or ``completion`` instead is called once a completion, with one value of each, and
+    returns one number. Both kinds may be ``async def``; these run at the same time as each other.
+
+    A function named by path (`FunctionFromPath`) runs in worker processes that are killed at their limits. Any other
+    callable runs in this process: sync ones one after another, with a warning at the limit; nothing can end them.
 
     Args:
         functions: Reward functions by name, or a list of them, or one; without names they go by their own.
         weights: Weight of each function by name (1 where not given), or in the order of the functions. None: all 1.
+        on_error: Score of a completion that a function raised on, hung on or ended its process on; None ends the run.
+        timeout: Seconds that one call of a function may take; None is no limit.
+        workers: Processes of each function named by path; several share the completions of a per-sample function, and 0
+            runs it in the training process.
+        memory_mb: Address space of each worker process in MiB, Linux only; None is no limit.
+        recycle_after: Calls after which a worker process is replaced; 0 is never.
+        max_concurrent: Completions that an async per-sample function is awaited on at once.
+        cache: Completions of each function whose values are kept in memory and not asked for again, for functions whose
+            value depends on the prompt, the completion and its columns alone; 0 is off.
+        constant_limit: Batches in a row of one and the same value after which a function ends the run; 0 is never.
 
     Raises:
-        ConfigError: two functions share a name, or a weight has no function or is not a finite number.
-        RewardError: a function is async or cannot be called.
+        ConfigError: two functions share a name, a weight has no function or is not a finite number, or a setting is out
+            of range.
+        RewardError: a function cannot be called.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
         functions: Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]] | Callable[..., Any],
         weights: Mapping[str, float] | Sequence[float] | None = None,
+        *,
+        on_error: float | None = None,
+        timeout: float | None = 600.0,
+        workers: int = 1,
+        memory_mb: int | None = None,
+        recycle_after: int = 1000,
+        max_concurrent: int = 32,
+        cache: int = 0,
+        constant_limit: int = 0,
     ) -> None:
-        self.functions = _by_name(functions)
-        self.weights = _weights_by_name(weights, list(self.functions))
-        self._warned: set[str] = set()
+        self.functions = functions_by_name(functions)
+        self.weights = weights_by_name(weights, list(self.functions))
+        in_range("reward.constant_limit", constant_limit, low=0)
+        self.constant_limit = constant_limit
+        settings = Settings(on_error, timeout, workers, memory_mb, recycle_after, max_concurrent, cache)
+        self.settings = settings
+        self._callers = {name: Caller(name, function, settings) for name, function in self.functions.items()}
+        self._watches = {name: Watch(name, constant_limit) for name in self.functions}
 
     def __repr__(self) -> str:
         return f"Rewards({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"
@@ -97,8 +116,8 @@ class Rewards:
         Raises:
             RewardError: a function needs what is no column; names the function, the argument and the columns.
         """
-        for name, function in self.functions.items():
-            keywords(name, function, columns)
+        for caller in self._callers.values():
+            caller.bind(columns)
 
     def score(
         self,
@@ -119,24 +138,44 @@ class Rewards:
             trainer_state: None is the state before the first step.
 
         Raises:
-            RewardError: a function raised, or returned anything but one finite number or None a completion.
+            RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
+                but one finite number, list of spans or None a completion.
         """
-        log = _Log(len(completions))
         inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
                 raise RewardError(f"{key} has {len(values)} values for {len(completions)} completions.")
-        services = {"trainer_state": trainer_state or TrainerState(), "log_metric": log.metric, "log_extra": log.extra}
-        by_function = []
-        for name, function in self.functions.items():
-            wanted = keywords(name, function, columns)
-            arguments = {key: services[key] if key in services else _copy(key, inputs[key]) for key in wanted}
-            returned = _call(name, function, arguments, len(completions))
-            by_function.append(check_values(name, returned, completions))
-            self._warn_of_scale(name, by_function[-1])
-        values = torch.tensor(by_function, dtype=torch.float32).T.contiguous()
-        metrics = {name: statistics.fmean(logged) for name, logged in log.metrics.items()}
-        return Scores(self.names, values, self._total(values), metrics, log.extras)
+        results = self._results(inputs, completions, trainer_state or TrainerState())
+        for name, result in results.items():
+            _show(result.output)
+            self._watches[name].see(result.values, completions)
+        values = torch.tensor([result.values for result in results.values()], dtype=torch.float32).T.contiguous()
+        return Scores(
+            names=self.names,
+            values=values,
+            total=self._total(values),
+            metrics=self._metrics(results),
+            extras=_extras(results),
+            span_rewards=self._span_rewards(results, len(completions)),
+        )
+
+    def _results(
+        self, inputs: Mapping[str, Any], completions: Sequence[Completion], state: TrainerState
+    ) -> dict[str, Result]:
+        """What every function said. Those that run elsewhere run while the others do, one after another, here."""
+        jobs = {name: caller.job(inputs, len(completions), state) for name, caller in self._callers.items()}
+        begun: dict[str, Future[Result] | None] = {}
+        results: dict[str, Result] = {}
+        try:
+            for name, caller in self._callers.items():
+                begun[name] = caller.begin(jobs[name], completions)
+            for name, future in sorted(begun.items(), key=lambda item: item[1] is not None):
+                results[name] = self._callers[name].result(jobs[name], completions, future)
+        finally:
+            for future in begun.values():
+                if future is not None:
+                    future.cancel()
+        return {name: results[name] for name in self.names}
 
     def _total(self, values: Tensor) -> Tensor:
         weights = torch.tensor(list(self.weights.values()), dtype=torch.float64)
@@ -145,91 +184,48 @@ class Rewards:
             raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
         return total.masked_fill(values.isnan().all(1), math.nan)
 
-    def _warn_of_scale(self, name: str, values: list[float]) -> None:
-        largest = max((abs(value) for value in values if not math.isnan(value)), default=0.0)
-        if largest > LARGE and name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"reward function {name!r} returned a value of size {largest:g}. Rewards beyond {LARGE:g} swamp the "
-                "other functions; scale it to about 1.",
-                stacklevel=3,
-            )
+    def _metrics(self, results: Mapping[str, Result]) -> dict[str, tuple[float, int]]:
+        """What was logged, and the shares of completions that failed, hung or were known."""
+        logged: dict[str, list[float]] = {}
+        for result in results.values():
+            for name, values in result.metrics.items():
+                logged.setdefault(name, []).extend(values)
+        # fsum: the order in which concurrent calls logged must not show
+        metrics = {name: (math.fsum(values), len(values)) for name, values in logged.items()}
+        for name, result in results.items():
+            rows = len(result.values)
+            if self.settings.on_error is not None:
+                failures = [failure for failure in result.failures if failure is not None]
+                metrics[f"rewards/{name}/failure_ratio"] = float(len(failures)), rows
+                metrics[f"rewards/{name}/timeout_ratio"] = float(sum(f.timed_out for f in failures)), rows
+            if self.settings.cache:
+                metrics[f"rewards/{name}/cache_hit_ratio"] = float(result.hits), rows
+        return metrics
+
+    def _span_rewards(self, results: Mapping[str, Result], rows: int) -> list[list[Span]] | None:
+        if not any(spans is not None for result in results.values() for spans in result.spans):
+            return None
+        weighted: list[list[Span]] = [[] for _ in range(rows)]
+        for name, result in results.items():
+            for row, spans in enumerate(result.spans):
+                weighted[row] += [(start, end, self.weights[name] * value) for start, end, value in spans or ()]
+        return weighted
 
 
-class _Log:
-    """Takes what the functions log during one call of ``Rewards.score``."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.metrics: dict[str, list[float]] = {}
-        self.extras: dict[str, list[Any]] = {}
-
-    def metric(self, name: str, value: float) -> None:
-        number = value.item() if isinstance(value, Tensor) and value.ndim == 0 else value
-        if not isinstance(number, Real) or not math.isfinite(number):
-            raise RewardError(f"log_metric({name!r}, ...) takes a finite number; it got {reprlib.repr(value)}.")
-        self.metrics.setdefault(name, []).append(float(number))
-
-    def extra(self, column: str, values: Sequence[Any]) -> None:
-        rows = values.tolist() if hasattr(values, "tolist") else values  # pyright: ignore[reportAttributeAccessIssue]
-        if not isinstance(rows, list | tuple) or len(rows) != self.rows:
-            raise RewardError(f"log_extra({column!r}, ...) takes a list of {self.rows}; it got {describe(values)}.")
-        if column in self.extras:
-            raise RewardError(f"log_extra({column!r}, ...) was called twice for one batch. Use two names.")
-        self.extras[column] = list(rows)
+def _show(output: str) -> None:
+    """Print what a worker printed."""
+    with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
+        if output and sys.stdout is not None:
+            sys.stdout.write(output)
 
 
-def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
-    """A list that a function may change freely."""
-    if values is None:
-        return None
-    if key == "completion_ids":  # plain integers, and too many for deepcopy, which visits each
-        return [list(row) for row in values]
-    return [copy.deepcopy(row) for row in values]
-
-
-def _call(name: str, function: Function, arguments: Mapping[str, Any], rows: int) -> Any:
-    try:
-        return function(**arguments)
-    except (Exception, SystemExit) as error:  # a reward that calls sys.exit() must not end training with status 0
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise RewardError(
-            f"reward function {name!r} raised {type(error).__name__} while it scored {rows} completions: {error} "
-            f"(line {frame.lineno} of {frame.filename})."
-        ) from error
-
-
-def _by_name(functions: Any) -> dict[str, Function]:
-    if isinstance(functions, str):
-        raise ConfigError(f"functions={functions!r} is a string. Load a path with lit_rl.rewards.from_paths.")
-    if isinstance(functions, Mapping):
-        named = [(str(name), function) for name, function in functions.items()]
-    elif isinstance(functions, Sequence):
-        named = [(name_of(function), function) for function in functions]
-    else:
-        named = [(name_of(functions), functions)]
-    if not named:
-        raise ConfigError("functions is empty: there is nothing to learn from without a reward function.")
-    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
-    if twice:
-        raise ConfigError(f"two reward functions are called {twice[0]!r}. Name them: functions={{'a': f, 'b': g}}.")
-    for name, function in named:
-        check_callable(name, function)
-    return dict(named)
-
-
-def _weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:
-    given = {} if weights is None else weights
-    if not isinstance(given, Mapping):
-        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(names):
-            raise ConfigError(f"weights={weights!r} must be {len(names)} numbers, for {', '.join(names)}.")
-        given = dict(zip(names, given))
-    for name, weight in given.items():
-        if name not in names:
-            raise ConfigError(
-                f"weights names {name!r}, which is no reward function. Functions: {', '.join(names)}."
-                f"{did_you_mean(str(name), names)}"
-            )
-        if isinstance(weight, bool) or not isinstance(weight, Real) or not math.isfinite(weight):
-            raise ConfigError(f"weights.{name}={weight!r} must be a finite number.")
-    return {name: float(given.get(name, 1.0)) for name in names}
+def _extras(results: Mapping[str, Result]) -> dict[str, list[Any]]:
+    extras: dict[str, list[Any]] = {}
+    for name, result in results.items():
+        for column, values in result.extras.items():
+            if column in extras:
+                raise RewardError(
+                    f"log_extra({column!r}, ...) was called by {name!r} and by a function before it. Use two names."
+                )
+            extras[column] = values
+    return extras

@@ -8,20 +8,25 @@ import math
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lit_rl.errors import RewardError, did_you_mean
+from lit_rl.rewards.calling import SERVICES
+from lit_rl.rewards.plain import Opaque
 from lit_rl.rewards.text import Completion, text_of
 
 Function = Callable[..., Any]
 
-ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra")
+Span = tuple[int, int, float]
+"""``(start, end, value)``: characters ``start`` to ``end`` (exclusive) of the text of a completion earned ``value``."""
+
+ARGUMENTS = ("prompts", "completions", "completion_ids", *SERVICES)
 """What a reward function may name besides the columns of the data."""
+
+SINGULAR = ("prompt", "completion", "completion_ids", *SERVICES)
+"""The same for a function that takes one completion at a time."""
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 
@@ -37,7 +42,7 @@ def name_of(function: Any) -> str:
 
 
 def check_callable(name: str, function: Any) -> None:
-    """Refuse what cannot be called with a batch and give numbers back: objects, classes, coroutine functions."""
+    """Refuse what cannot be called and give numbers back: objects, classes, async generators."""
     if isinstance(function, type):
         raise RewardError(
             f"reward function {name!r} is a class. Give an object of it, made by {function.__name__}(...)."
@@ -45,8 +50,19 @@ def check_callable(name: str, function: Any) -> None:
     if not callable(function):
         raise RewardError(f"reward function {name!r} is {reprlib.repr(function)}, which cannot be called.")
     for part in (function, type(function).__call__):  # an object's __call__ may be the async one
-        if inspect.iscoroutinefunction(part) or inspect.isasyncgenfunction(part):
-            raise RewardError(f"reward function {name!r} is async. Async rewards are not available yet: use def.")
+        if inspect.isasyncgenfunction(part):
+            raise RewardError(f"reward function {name!r} is an async generator. Return a list; do not yield.")
+
+
+def argument_names(name: str, function: Function) -> set[str]:
+    """The names in a function's signature."""
+    return {parameter.name for parameter in _parameters(name, function)}
+
+
+def is_per_sample(name: str, function: Function) -> bool:
+    """Whether a function takes one completion at a time: it names `prompt` or `completion`, and neither plural."""
+    named = argument_names(name, function)
+    return bool(named & {"prompt", "completion"}) and not named & {"prompts", "completions"}
 
 
 def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]:
@@ -56,34 +72,39 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
         RewardError: it needs an argument that is no column, or a column has the name of a standard argument.
     """
     columns = list(columns)
-    if taken := [column for column in columns if column in ARGUMENTS]:
+    standard = SINGULAR if is_per_sample(name, function) else ARGUMENTS
+    # `prompt` and `completion` are fine names for columns as long as no function means something else by them.
+    if taken := [column for column in columns if column in ARGUMENTS or column in standard]:
         raise RewardError(
-            f"the data column {taken[0]!r} has the name of an argument that every reward function may take. "
+            f"the data column {taken[0]!r} has the name of an argument that reward function {name!r} may take. "
             f"Rename it: data.rename={{{taken[0]}: {taken[0]}_column}}."
         )
-    offered = [*ARGUMENTS, *columns]
+    offered = [*standard, *columns]
     parameters = _parameters(name, function)
     for parameter in parameters:
-        if parameter.default is not parameter.empty or parameter.kind in (
-            parameter.VAR_POSITIONAL,
-            parameter.VAR_KEYWORD,
-        ):
-            continue
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise RewardError(
-                f"reward function {name!r} takes {parameter.name!r} by position only; arguments come by keyword. "
-                "Remove the '/' from its signature."
-            )
-        if parameter.name not in offered:
-            raise RewardError(
-                f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
-                f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(ARGUMENTS)}."
-                f"{did_you_mean(parameter.name, offered)} Rename the argument, or the column with data.rename."
-            )
+        _check_parameter(name, parameter, standard, columns)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return offered
     named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
     return [argument for argument in offered if argument in named]
+
+
+def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence[str], columns: Sequence[str]) -> None:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    if variadic or parameter.default is not parameter.empty:
+        return
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        raise RewardError(
+            f"reward function {name!r} takes {parameter.name!r} by position only; arguments come by keyword. "
+            "Remove the '/' from its signature."
+        )
+    if parameter.name not in standard and parameter.name not in columns:
+        raise RewardError(
+            f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
+            f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(standard)}."
+            f"{did_you_mean(parameter.name, [*standard, *columns])} Rename the argument, or the column with "
+            "data.rename."
+        )
 
 
 def _parameters(name: str, function: Function) -> list[inspect.Parameter]:
@@ -93,67 +114,61 @@ def _parameters(name: str, function: Function) -> list[inspect.Parameter]:
         raise RewardError(f"reward function {name!r} has no readable signature. Wrap it in a def.") from error
 
 
-def check_values(name: str, returned: Any, completions: Sequence[Completion]) -> list[float]:
-    """What a function returned as one finite float a completion, NaN standing for None.
+def check_rows(name: str, returned: Any, rows: int) -> None:
+    """Refuse what `plain.plain` could not take for a list of one entry a completion.
 
     Raises:
-        RewardError: not a list, tuple or 1-D array of exactly ``len(completions)`` finite numbers or None.
+        RewardError: what the function returned is no list, tuple or 1-D array, or not of this length.
     """
-    if inspect.iscoroutine(returned):
-        returned.close()
-        raise RewardError(f"reward function {name!r} is async. Async rewards are not available yet: use def.")
-    values = _as_list(returned)
-    if values is None or len(values) != len(completions):
+    if isinstance(returned, Opaque):
         raise RewardError(
-            f"reward function {name!r} returned {describe(returned)}; expected a list of {len(completions)} numbers "
-            f"or None, one a completion.{_hint(returned)}"
+            f"reward function {name!r} returned {returned.text}; expected a list of {rows} numbers or None, one a "
+            f"completion.{returned.hint}"
         )
-    return [_as_float(name, index, value, completions[index]) for index, value in enumerate(values)]
 
 
-def _as_list(returned: Any) -> list[Any] | None:
-    if isinstance(returned, Tensor | np.ndarray):
-        return returned.tolist() if returned.ndim == 1 else None
-    return list(returned) if isinstance(returned, list | tuple) else None
+def check_value(name: str, index: int, value: Any, completion: Completion) -> tuple[float, list[Span] | None]:
+    """One entry as a finite float, NaN standing for None, and the spans that it is the sum of, if it was spans.
 
-
-def _as_float(name: str, index: int, value: Any, completion: Completion) -> float:
+    Raises:
+        RewardError: it is neither a finite number, nor None, nor a list of spans inside the text of the completion.
+    """
     if value is None:
-        return math.nan
-    if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-        value = value.item()
-    if not isinstance(value, Real):
-        fault = f"is a {type(value).__name__}, not a number or None"
-    else:
+        return math.nan, None
+    spans = None
+    if isinstance(value, list):
+        spans = [_span(name, index, span, completion) for span in value]
+        value = math.fsum(span[2] for span in spans)
+    return _number(name, index, value, completion), spans
+
+
+def _number(name: str, index: int, value: Any, completion: Completion) -> float:
+    if isinstance(value, Opaque):
+        shown, fault = value.text, f"is a {value.kind}, not a number, None or a list of (start, end, value)"
+    elif isinstance(value, int | float):
         try:
             number = float(value)
         except OverflowError:  # 10**400
             number = math.inf
         if abs(number) <= _LARGEST:
             return number
-        fault = "is not finite in float32; return None where the reward does not apply"
+        shown, fault = reprlib.repr(value), "is not finite in float32; return None where the reward does not apply"
+    else:
+        shown, fault = reprlib.repr(value), f"is a {type(value).__name__}, not a number"
     raise RewardError(
-        f"reward function {name!r} returned {reprlib.repr(value)} for completion {index}, which {fault}. "
+        f"reward function {name!r} returned {shown} for completion {index}, which {fault}. "
         f"The completion starts {text_of(completion)[:80]!r}."
     )
 
 
-def describe(returned: Any) -> str:
-    """What a value is: its type, its shape or length, its first three items."""
-    kind = type(returned).__name__
-    if isinstance(returned, Tensor | np.ndarray):
-        first = returned[:3].tolist() if returned.ndim else returned.item()
-        return f"a {kind} of shape {tuple(returned.shape)} starting with {reprlib.repr(first)}"
-    if isinstance(returned, list | tuple):
-        return f"a {kind} of {len(returned)} values starting with {reprlib.repr(list(returned[:3]))}"
-    return f"{reprlib.repr(returned)} ({kind})"
-
-
-def _hint(returned: Any) -> str:
-    if inspect.isgenerator(returned):
-        return " Wrap the generator in list(...)."
-    if isinstance(returned, Tensor | np.ndarray) and returned.ndim == 2 and 1 in returned.shape:
-        return " Flatten it: .reshape(-1)."
-    if isinstance(returned, dict):
-        return " Name each part as a function of its own, or use log_extra."
-    return ""
+def _span(name: str, index: int, span: Any, completion: Completion) -> Span:
+    start, end, value = span
+    length = len(text_of(completion))
+    whole = isinstance(start, int) and isinstance(end, int)
+    if not whole or not 0 <= start < end <= length:
+        shown = tuple(part.text if isinstance(part, Opaque) else part for part in span)
+        raise RewardError(
+            f"reward function {name!r} returned the span {shown} for completion {index}, which has {length} "
+            "characters. A span is (start, end, value) with whole numbers 0 <= start < end <= length; end is exclusive."
+        )
+    return start, end, _number(name, index, value, completion)

@@ -1,0 +1,72 @@
+"""What is said of a reward function that raised, hung or took its process with it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from lit_rl.errors import RewardError
+from lit_rl.rewards.calling import CallFailed, Failure, counted
+from lit_rl.rewards.output import printed
+from lit_rl.rewards.results import Settings
+from lit_rl.rewards.text import Completion, text_of
+
+
+class WorkerTraceback(Exception):
+    """The traceback of a worker process, as text: the cause of a RewardError."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def explain(
+    name: str, failed: CallFailed, rows: int, completions: Sequence[Completion], settings: Settings
+) -> RewardError:
+    """The error that ends a run: a call for `rows` completions of the batch failed."""
+    failure = failed.failure
+    if failed.__cause__ is None and failure.trace:
+        failed.__cause__ = WorkerTraceback(failure.trace)
+    while_ = f"while it scored {counted(rows)}"
+    if failure.row is not None:
+        while_ = f"while it scored completion {failure.row}, which starts {text_of(completions[failure.row])[:80]!r}"
+    score = "reward.on_error=0 would score such completions instead of ending the run."
+    if failure.timed_out:
+        return RewardError(
+            f"reward function {name!r} took {failure.text}{printed(failure.output)}. Give it longer with "
+            f"reward.timeout (now {settings.timeout:g} seconds a batch), or look for an endless loop. {score}"
+        )
+    limit = f" Its process may take {settings.memory_mb} MiB (reward.memory_mb)." if settings.memory_mb else ""
+    if failure.died:
+        return RewardError(
+            f"the worker process of reward function {name!r} {failure.text} {while_}{printed(failure.output)}.{limit} "
+            f"{score}"
+        )
+    place = f" ({failure.place})" if failure.place else ""
+    memory = limit if failure.kind == "MemoryError" else ""
+    return RewardError(
+        f"reward function {name!r} raised {failure.kind} {while_}: {failure.text}{place}{printed(failure.output)}."
+        f"{memory}"
+    )
+
+
+def warn_of_failures(
+    name: str,
+    failures: Sequence[Failure | None],
+    completions: Sequence[Completion],
+    settings: Settings,
+    warned: set[str],
+) -> None:
+    """One warning for each kind of failure of a function, with the first completion that it happened on."""
+    for i, failure in enumerate(failures):
+        if failure is None or failure.kind in warned:
+            continue
+        warned.add(failure.kind)
+        count = sum(other is not None for other in failures)
+        place = f" ({failure.place})" if failure.place else ""
+        warnings.warn(
+            f"reward function {name!r} failed on {count} of {len(failures)} completions, which score "
+            f"on_error={settings.on_error:g}: {failure.kind}: {failure.text}{place}{printed(failure.output)}. The "
+            f"first starts {text_of(completions[i])[:80]!r}. Later ones of this kind are counted in "
+            f"rewards/{name}/failure_ratio only.",
+            stacklevel=4,
+        )
