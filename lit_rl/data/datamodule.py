@@ -13,6 +13,7 @@ from lit_rl.data.loader import EvalLoader, RolloutLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import PromptOptions
 from lit_rl.data.sources import Rows
+from lit_rl.data.spare import SparePrompts
 from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
 from lit_rl.errors import ConfigError, DataError, in_range
 from lit_rl.rollout import PromptBatch
@@ -193,11 +194,13 @@ class RolloutDataModule(L.LightningDataModule):
             for rows in sets.values()
         ]
 
-    def test_dataloader(self) -> list[EvalLoader]:
-        return self.val_dataloader()
+    test_dataloader = val_dataloader
+    predict_dataloader = val_dataloader
 
-    def predict_dataloader(self) -> list[EvalLoader]:
-        return self.val_dataloader()
+    @property
+    def spare(self) -> SparePrompts:
+        """Training prompts beyond those of the epochs, for what a rollout drops."""
+        return SparePrompts(self._prepared().train, self._order(self.shuffle))
 
     def _read(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         val = self._val_rows()

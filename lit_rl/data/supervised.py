@@ -1,0 +1,143 @@
+"""Texts to imitate beside a reinforcement-learning objective: the pretraining mix of PPO-ptx (2203.02155, eq. 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_rl.data.checks import excerpt
+from lit_rl.data.formats import split_prompt
+from lit_rl.data.sources import Rows, load_rows
+from lit_rl.data.templates import encode_prompt
+from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
+from lit_rl.rollout import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TokenBatch(NamedTuple):
+    """Texts as tokens, padded on the right."""
+
+    input_ids: Tensor
+    """Long ``(b, s)``."""
+    attention_mask: Tensor
+    """Bool ``(b, s)``: True on tokens of the text, False on padding."""
+    loss_mask: Tensor
+    """Bool ``(b, s)``: True on tokens that are learned. Never the first of a row, which nothing predicts."""
+
+
+@dataclass(frozen=True)
+class SupervisedText:
+    """An endless source of texts. What a step gets is a function of its number and the seed: nothing to checkpoint.
+
+    Every text comes once before any comes again. A text ends with EOS, unless `max_tokens` cuts it. A prompt is
+    rendered like those of the training; one that fills `max_tokens` alone leaves nothing to learn, and counts nothing.
+
+    Args:
+        path: A file, a folder or a hub id, as `data.path`.
+        batch_size: Texts of one optimizer step, over all its micro-batches and ranks.
+        max_tokens: Longest text, prompt included, in tokens; what is longer is cut at the end.
+        text_key: Column of the text that is learned.
+        prompt_key: Column of what stands before it and is not learned; null where there is none.
+        split: The split, for what has splits.
+        name: The configuration, for what has several on the hub.
+    """
+
+    path: str
+    batch_size: int = 8
+    max_tokens: int = 512
+    text_key: str = "text"
+    prompt_key: str | None = None
+    split: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        in_range("algo.ptx.batch_size", self.batch_size, low=1)
+        in_range("algo.ptx.max_tokens", self.max_tokens, low=2)
+        if self.prompt_key == self.text_key:
+            raise ConfigError(f"algo.ptx: prompt_key and text_key are both {self.text_key!r}: name two columns.")
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Every row, read once and checked.
+
+        Raises:
+            DataError: nothing to read, or a row without the columns. The message names the file and the line.
+            BackendError: the hub cannot be reached.
+        """
+        try:
+            rows = load_rows(self.path, split=self.split, name=self.name)
+        except DataError as error:
+            error.add_note("(the texts of algo.ptx)")
+            raise
+        for index in range(len(rows)):
+            self._parts(rows, index)
+        return rows
+
+    def batch(self, tokenizer: PreTrainedTokenizerBase, index: int, seed: int) -> TokenBatch:
+        """The texts of one optimizer step, the same on every rank: each micro-batch of each rank takes its rows of it.
+
+        Args:
+            tokenizer: The policy's.
+            index: Number of the optimizer step, from 0.
+            seed: Of the order of the texts.
+
+        Raises:
+            DataError: a row cannot be read or tokenised.
+        """
+        texts = [self._encode(tokenizer, row) for row in self._drawn(index, seed)]
+        assert isinstance(tokenizer.pad_token_id, int)
+        shape = (len(texts), max(2, *(len(ids) for ids, _ in texts)))
+        input_ids = torch.full(shape, tokenizer.pad_token_id)
+        attended, learned = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+        for row, (ids, first) in enumerate(texts):
+            input_ids[row, : len(ids)] = torch.tensor(ids)
+            attended[row, : len(ids)] = True
+            learned[row, first : len(ids)] = True
+        return TokenBatch(input_ids, attended, learned)
+
+    def _drawn(self, index: int, seed: int) -> list[int]:
+        """Row indices of a step: one permutation of all rows after another."""
+        size, start = len(self.rows), index * self.batch_size
+        stop = start + self.batch_size
+        cycles = range(start // size, (stop - 1) // size + 1)
+        orders = [np.random.default_rng([seed, cycle]).permutation(size) for cycle in cycles]
+        return np.concatenate(orders)[start - cycles[0] * size :][: self.batch_size].tolist()
+
+    def _encode(self, tokenizer: PreTrainedTokenizerBase, index: int) -> tuple[list[int], int]:
+        """Token ids of a row, and how many of them are not learned."""
+        where = self.rows.where(index)
+        prompt, text = self._parts(self.rows, index)
+        if prompt is None:
+            ids, first = encode_prompt(tokenizer, text, where=where), 0
+        else:
+            ids = encode_prompt(tokenizer, prompt, where=where)
+            first = len(ids)
+            ids = ids + list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert isinstance(tokenizer.eos_token_id, int)
+        return [*ids, tokenizer.eos_token_id][: self.max_tokens], max(1, first)
+
+    def _parts(self, rows: Rows, index: int) -> tuple[Prompt | None, str]:
+        """Prompt and text of a row."""
+        row, where = rows[index], rows.where(index)
+        if self.text_key not in row:
+            raise DataError(
+                f"{where}: no column {self.text_key!r}; columns found: {', '.join(row) or 'none'}. Name the text's "
+                f"column with algo.ptx.text_key.{did_you_mean(self.text_key, row)}"
+            )
+        text = row[self.text_key]
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{where}: {self.text_key} is {excerpt(repr(text))}; a text that is not empty is needed.")
+        if self.prompt_key is None:
+            return None, text
+        try:
+            return split_prompt(row, where, prompt_key=self.prompt_key)[0], text
+        except DataError as error:
+            error.add_note("(the prompts of algo.ptx, whose column is algo.ptx.prompt_key)")
+            raise
