@@ -4,6 +4,8 @@
 from lit_rl.algorithms.evaluation import Evaluation as Evaluation
 from lit_rl.algorithms.grpo import GRPO as GRPO
 from lit_rl.algorithms.optimizers import AdamW as AdamW
+from lit_rl.algorithms.ppo import PPO as PPO
+from lit_rl.algorithms.reinforce import Reinforce as Reinforce
 from lit_rl.algorithms.rloo import RLOO as RLOO
 from lit_rl.algorithms.schedules import Constant as Constant
 from lit_rl.algorithms.schedules import Cosine as Cosine

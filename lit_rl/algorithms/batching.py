@@ -123,7 +123,7 @@ class Slot:
         return Slot(iteration, minibatch, micro)
 
 
-def _mix(*parts: int) -> int:
+def mix(*parts: int) -> int:
     """A seed of several numbers, the same on every machine and in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
 
@@ -132,7 +132,7 @@ def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, i
     """Rows of each mini-batch of one pass: whole groups, permuted anew at each pass by (seed, rollout, iteration)."""
     groups = torch.unique(group_id)
     if plan.minibatches > 1:
-        generator = torch.Generator().manual_seed(_mix(seed, rollout, iteration))
+        generator = torch.Generator().manual_seed(mix(seed, rollout, iteration))
         groups = groups[torch.randperm(len(groups), generator=generator).to(groups.device)]
     return [torch.isin(group_id, part).nonzero().flatten() for part in groups.chunk(plan.minibatches)]
 

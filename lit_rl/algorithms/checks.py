@@ -2,50 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.algorithms.controllers import AdaptiveKL
+from lit_rl.algorithms.groups import TopOfGroup
+from lit_rl.algorithms.loss_ranges import loss_settings
+from lit_rl.algorithms.over_ranks import named, parameters
 from lit_rl.errors import ConfigError, did_you_mean, in_range
-from lit_rl.rollout import Sampling
+from lit_rl.models.reference import Auto
 
 if TYPE_CHECKING:
     from lit_rl.algorithms.on_policy import OnPolicyModule
+    from lit_rl.algorithms.policy_gradient import PolicyGradient
 
 
-def sampling(algorithm: str, sampling: Sampling, group_size: int) -> None:
-    """Settings under which a group teaches nothing, or the importance ratio would be wrong."""
-    if group_size < 2:
+def terms(module: PolicyGradient) -> None:
+    """Ranges and combinations of the terms of an objective, before anything is loaded."""
+    name = type(module).__name__
+    _sampling(module)
+    if module.group_size < 2 and module.compares_completions:
         raise ConfigError(
-            f"algo.group_size={group_size}: an advantage compares completions of one prompt, so {algorithm} needs 2 or "
-            "more (8 is usual)."
+            f"algo.group_size={module.group_size}: this advantage compares completions of one prompt, so {name} needs "
+            "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
         )
+    in_range("algo.group_size", module.group_size, low=1)
+    for key in ("beta", "reward_beta", "router_aux_loss_coef"):
+        in_range(f"algo.{key}", getattr(module, key), low=0)
+    for key in ("advantage_clip", "off_policy_threshold"):
+        if (value := getattr(module, key)) is not None:
+            in_range(f"algo.{key}", value, low=0, open_low=True)
+    if isinstance(module.groups, TopOfGroup):
+        module.groups.fits(module.group_size)
+    clip = module.reward_clip
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise ConfigError(f"algo.reward_clip={list(clip)} must be [lowest, highest], such as [-10, 10].")
+    if isinstance(module.kl_control, AdaptiveKL) and not (module.beta or module.reward_beta):
+        raise ConfigError(
+            "algo/kl_control=adaptive changes the weight of a KL term, and there is none: set algo.beta (KL in the "
+            "loss) or algo.reward_beta (KL in the reward) above 0."
+        )
+    if module.weight_norm is not None and module.correction is None:
+        raise ConfigError("algo/weight_norm brings weights to mean 1, and there are none: set algo/correction too.")
+    loss_settings(module.policy_loss)
+    for key, probe in _probes(module).items():
+        settings(key, probe)
+    if "weights" in parameters(module.policy_loss) and module.correction is not None:
+        _token_weights_only(module.correction)
+
+
+def settings(key: str, probe: Callable[[], Any]) -> None:
+    """Refuse a term that refuses its own settings: call it once, before anything is loaded."""
+    try:
+        probe()
+    except ValueError as error:
+        raise ConfigError(f"algo.{key}: {error}") from error
+
+
+def _probes(module: PolicyGradient) -> dict[str, Callable[[], Any]]:
+    """Calls of the terms that check their own settings, with a row of two tokens: a term is refused before it runs."""
+    row, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    terms = {"loss": (row, row, torch.zeros(1), mask), "correction": (row, row, mask), "rejection": (row, row, mask)}
+    terms["selection"] = (row, mask)
+    functions = {"loss": module.policy_loss} | {key: getattr(module, key) for key in terms if key != "loss"}
+    probes: dict[str, Callable[[], Any]] = {
+        key: partial(functions[key], *row) for key, row in terms.items() if functions[key] is not None
+    }
+    columns = _two_prompts()
+    for key in ("advantage", "shaping"):
+        function = getattr(module, key)
+        home = getattr(getattr(function, "func", function), "__module__", None) or ""
+        if home.startswith("lit_rl.ops."):  # a user's own may hold a state
+            probes[key] = partial(_of_rows, function, columns)
+    return probes
+
+
+def _token_weights_only(correction: Callable[..., Tensor]) -> None:
+    """A loss that takes the weights in itself multiplies those of a row's tokens: a row's own would count n times."""
+    row, mask = torch.tensor([[0.0, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
+    weights = correction(row, torch.zeros(1, 2), mask)
+    if weights[0, 0] == weights[0, 1]:
+        raise ConfigError(
+            "algo/correction: this loss takes the product of the weights of a row's tokens, and a sequence's weight is "
+            "such a product already. Take algo/correction=token_truncate or token_mask."
+        )
+
+
+def _sampling(module: PolicyGradient) -> None:
+    """Settings under which a group teaches nothing, or the importance ratio would be wrong."""
+    sampling, generator = module.sampling, module.generator
     if sampling.greedy:
         raise ConfigError(
-            "sampling.temperature=0 draws the same completion for every member of a group, so every advantage is 0. "
-            "Train with 1.0; greedy decoding is for evaluation (eval.temperature=0)."
+            "sampling.temperature=0 draws one and the same completion for a whole group, so every advantage is 0. A "
+            "greedy choice has no log-probability to learn from. Train with 1.0; greedy decoding is for evaluation "
+            "(eval.temperature=0)."
         )
-    if sampling.reshaped:
+    history = [name for name in sampling.reshaped if name in ("repetition_penalty", "min_new_tokens")]
+    if history:
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in history)
+        raise ConfigError(
+            f"{keys}: the distribution of a token would depend on the tokens before it, and the log-probs of training "
+            "are not taken under that distribution: the importance ratio would be wrong. Switch it off for training "
+            "(a reward against repetition: reward=repetition)."
+        )
+    if sampling.reshaped and not getattr(generator, "reports_kept_mass", False):
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
         raise ConfigError(
-            f"{keys}: completions would be drawn from another distribution than the importance ratio scores them under "
-            "(softmax of all logits at the temperature), and the gradient would be wrong. Switch it off for training; "
-            "eval.top_p and eval.top_k are free."
+            f"{keys}: {type(generator).__name__} does not report how much probability it cut off, so its log-probs "
+            "cannot be compared with the training's. Switch it off for training, or take generator=native; eval.top_p "
+            "and eval.top_k are free."
         )
 
 
-def clipping(loss: Any, key: str = "algo.loss") -> None:
-    """Ranges of the clip settings that a `functools.partial` of a loss carries."""
-    settings = getattr(loss, "keywords", {})
-    if (low := settings.get("clip_low")) is not None:
-        in_range(f"{key}.clip_low", low, low=0, high=1, open_low=True)
-    if (high := settings.get("clip_high")) is not None:
-        in_range(f"{key}.clip_high", high, low=0, open_low=True)
-    if (delta := settings.get("delta")) is not None:
-        in_range(f"{key}.delta", delta, low=1 + (high if high is not None else low or 0.2), open_low=True)
+def compares_within_groups(estimator: Callable[..., Tensor]) -> bool:
+    """Whether an advantage estimator says nothing about the only completion of a prompt.
+
+    Asked of two prompts with one completion each, of different rewards: an estimator that compares with other prompts,
+    with a greedy completion or with nothing tells them apart.
+    """
+    return not bool(_of_rows(estimator, _two_prompts()).any())
+
+
+def _two_prompts() -> dict[str, Tensor]:
+    """Every column that a function of rows may name: two completions of one token, each of another prompt."""
+    rewards = torch.tensor([0.0, 1.0])
+    return {
+        "rewards": rewards,
+        "group_id": torch.tensor([0, 1]),
+        "values": rewards[:, None],
+        "weights": torch.ones(1),
+        "lengths": torch.ones(2, dtype=torch.long),
+        "greedy_rewards": torch.zeros(2),
+        "token_rewards": rewards[:, None],
+        "mask": torch.ones(2, 1, dtype=torch.bool),
+        "step_ends": torch.ones(2, 1, dtype=torch.bool),
+        "ended": torch.ones(2, dtype=torch.bool),
+    }
+
+
+def _of_rows(function: Callable[..., Tensor], columns: dict[str, Tensor]) -> Tensor:
+    others = {name: column for name, column in columns.items() if name not in ("rewards", "group_id")}
+    return function(columns["rewards"], columns["group_id"], **named(function, others))
 
 
 def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
@@ -62,6 +166,7 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
         module.reward_functions.bind(data.columns)
         _context(module, "sampling", data.longest_prompt, module.sampling.max_new_tokens)
         _limits(module)
+        _reference(module)
     if longest := data.longest_val_prompt:
         own = module.evaluation.max_new_tokens
         _context(module, "sampling" if own is None else "eval", longest, own or module.sampling.max_new_tokens)
@@ -104,6 +209,14 @@ def _context(module: OnPolicyModule, group: str, longest: int, new_tokens: int) 
             f"The longest prompt has {longest} tokens; with {group}.max_new_tokens={new_tokens} that is "
             f"{longest + new_tokens}, but the context of {module.model.name} holds {context}. Lower "
             f"{group}.max_new_tokens to {max(1, context - longest)}, data.max_prompt_tokens to {context - new_tokens}."
+        )
+
+
+def _reference(module: OnPolicyModule) -> None:
+    if not (module.needs_reference or isinstance(module.reference, Auto)):
+        rank_zero_warn(
+            f"reference={type(module.reference).__name__} is not loaded: no KL term needs it. Set algo.beta or "
+            "algo.reward_beta above 0 to measure the KL against it."
         )
 
 

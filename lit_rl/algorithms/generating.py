@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lit_rl.algorithms import checks
 from lit_rl.algorithms.evaluation import Evaluation, EvaluationRows, prefixed
@@ -28,11 +29,11 @@ class GeneratingModule(PolicyModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions; a single function is taken as `Rewards(function)`.
+        reward: Reward functions and weights, or one function.
         generator: Draws the completions. None is the in-process decode loop.
         sampling: How training completions are drawn.
         evaluation: How validation samples.
-        group_size: Completions a prompt in training.
+        group_size: Completions a prompt; 2 or more where the advantage compares completions of one prompt.
         shared: What every `PolicyModule` takes.
     """
 
@@ -41,10 +42,10 @@ class GeneratingModule(PolicyModule):
         model: Any,
         reward: Any,
         *,
-        generator: Generator | None,
-        sampling: Sampling,
-        evaluation: Evaluation,
-        group_size: int,
+        generator: Generator | None = None,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
+        group_size: int = 8,
         **shared: Any,
     ) -> None:
         super().__init__(model, **shared)
@@ -69,7 +70,7 @@ class GeneratingModule(PolicyModule):
             version=self.step,
             seed=self.seed,
         )
-        self._seconds["generate"] = time.perf_counter() - started
+        self._seconds["generate"] += time.perf_counter() - started
         return replace(completions, group_id=completions.group_id + self.global_rank * len(batch))
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
@@ -81,8 +82,15 @@ class GeneratingModule(PolicyModule):
         trainer = self.trainer_or_none
         now = TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
         scores = self.reward_functions.score(prompts, answers, columns, completion_ids=ids, trainer_state=now)
-        self._seconds["reward"] = time.perf_counter() - started
+        self._seconds["reward"] += time.perf_counter() - started
         return scores
+
+    def greedy_rewards(self, batch: PromptBatch) -> Tensor:
+        """`(b,)`: the reward of the likeliest completion of each row's prompt."""
+        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        completions = self.generate(batch, greedy, group_size=1)
+        total = self.reward(batch, completions).total
+        return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
@@ -97,9 +105,12 @@ class GeneratingModule(PolicyModule):
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
         """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
+        seconds = dict(self._seconds)  # of the training's rollout
         with self.rollout_context():
             completions = self.generate(apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
-            return completions, self.reward(apart, completions)
+            scores = self.reward(apart, completions)
+        self._seconds = seconds
+        return completions, scores
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""

@@ -1,14 +1,13 @@
-"""What every on-policy algorithm shares: the rollout clock and its records.
+"""What every on-policy algorithm shares: the rollout clock.
 
 One rollout lasts R batches of Lightning's loop (`slots_per_rollout`). The data module yields the same prompts R times,
 tagged `slot`; slot 0 takes the rollout, and each `training_step` learns from one micro-batch of it. So everything that
 Lightning's automatic optimisation does (accumulation, clipping, precision, schedules, `max_steps`) means what it says,
-and `global_step` counts optimizer steps. Reading one algorithm's file shows every term of its objective: none is here.
+and `global_step` counts optimizer steps. No term of an objective is here.
 """
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -16,26 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import checks, state
+from lit_rl.algorithms import checks, over_ranks, state
 from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.algorithms.evaluation import prefixed
 from lit_rl.algorithms.generating import GeneratingModule
-from lit_rl.algorithms.micro_batches import frozen_logprobs, micro_batch, step_totals
-from lit_rl.algorithms.statistics import Averages, Metric, rollout_metrics
-from lit_rl.algorithms.tables import sample_table
-from lit_rl.errors import ConfigError, RewardError
-from lit_rl.generation.collect import response_ids
-from lit_rl.models.forward import token_logprobs
+from lit_rl.algorithms.groups import GroupSelection
+from lit_rl.algorithms.look_ahead import look_ahead
+from lit_rl.algorithms.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
+from lit_rl.algorithms.records import Records, Scored
+from lit_rl.errors import ConfigError
+from lit_rl.models.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
+from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
-MAX_UNSCORED = 8
-"""Rollouts in a row without any reward after which a run ends."""
-
 
 class OnPolicyModule(GeneratingModule, ABC):
-    """Abstract. Subclasses are final: they say what an advantage and a loss are, and override nothing that has a body.
+    """Abstract: subclasses say what an advantage and a loss are.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
@@ -43,6 +39,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         minibatches: Optimizer steps per pass over a rollout.
         iterations: Passes over a rollout.
         split_groups: Slices that every group is cut into, where a whole group is too large for a micro-batch.
+        groups: Which groups, or members of groups, are learned from. None: all.
         shared: What every `GeneratingModule` takes.
     """
 
@@ -51,53 +48,109 @@ class OnPolicyModule(GeneratingModule, ABC):
         model: Any,
         reward: Any,
         *,
-        minibatches: int,
-        iterations: int,
-        split_groups: int,
+        minibatches: int = 1,
+        iterations: int = 1,
+        split_groups: int = 1,
+        groups: GroupSelection | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
         self.minibatches, self.iterations, self.split_groups = minibatches, iterations, split_groups
-        checks.sampling(type(self).__name__, self.sampling, self.group_size)
-
+        self.groups = groups
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
-        self.samples: dict[str, list[Any]] = {}
-        """The last rollout as a table of text and numbers, for callbacks; empty after a resume until the next one."""
-        self._slot, self._totals, self._tokens_seen = -1, torch.zeros(0), 0
-        self._averages, self._stats = Averages(), {}
-        self._opened, self._unscored = time.perf_counter(), 0
+        self.scored: Scored | None = None
+        self._slot, self._counts = -1, torch.zeros(0)
+        self._step_tokens: StepTokens | None = None
+        self._records = Records()
 
     # ------------------------------------------------------------------ what an algorithm is
 
     @abstractmethod
-    def advantages(self, completions: Completions, scores: Scores) -> Rollout:
-        """Credit: from scored completions to a rollout that the loss can learn from. Runs without gradient."""
+    def advantages(
+        self,
+        completions: Completions,
+        scores: Scores,
+        *,
+        kept: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Rollout:
+        """Credit: from scored completions to a rollout that the loss can learn from. Runs without gradient.
+
+        Args:
+            completions: `b` of them.
+            scores: What the rewards said.
+            kept: Bool `(b,)`: the rows that are learned from. None: all.
+            greedy_rewards: Float `(b,)`: the reward of the greedy completion of each row's prompt, where
+                `needs_greedy_rewards`.
+        """
 
     @abstractmethod
-    def loss(self, rollout: Rollout, totals: StepTotals) -> tuple[Tensor, dict[str, Metric]]:
-        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics as pairs."""
+    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics.
+
+        Args:
+            rollout: The micro-batch.
+            totals: What the optimizer step counts.
+            step: The loss tokens of the whole step, where `needs_step`. None: this micro-batch is all of it.
+        """
+
+    needs_greedy_rewards = False
+    """Whether `advantages` compares with the greedy completion of each prompt."""
+
+    needs_step = False
+    """Whether a term of `loss` is defined over all tokens of an optimizer step."""
+
+    def after_step(self) -> None:
+        """Called after each optimizer step: what changes between steps changes here."""
+        if self.needs_reference:
+            self.reference.update(self.policy, self.reference_policy, self.step + 1)
+
+    def coefficients(self) -> dict[str, float]:
+        """Numbers in force that are no constants of the run, for the log."""
+        return {}
 
     # ------------------------------------------------------------------ generate -> reward -> advantages -> loss
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
+            self._seconds = {"generate": 0.0, "reward": 0.0}
             with self.rollout_context():
                 completions = self.generate(batch)
                 scores = self.reward(batch, completions)
-                self.rollout = self.advantages(completions, scores)
+                kept = None
+                if self.groups is not None:
+                    batch, completions, scores, kept = self.groups(self, batch, completions, scores)
+                greedy_rewards = self.greedy_rewards(batch) if self.needs_greedy_rewards else None
+                self.rollout = self.advantages(completions, scores, kept=kept, greedy_rewards=greedy_rewards)
+                self.scored = Scored(batch, completions, scores, greedy_rewards)
             self._open(batch, self.rollout, scores)
         self._slot = batch.slot
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         assert self.rollout is not None and self.plan is not None
-        micro = micro_batch(self.rollout, self.plan, slot=batch.slot, seed=self.seed, index=batch.rollout)
-        sequences, tokens = self._totals[batch.slot // self.plan.accumulate]
-        loss, metrics = self.loss(micro, StepTotals(sequences.float(), tokens.float()))
+        step, number = divmod(batch.slot, self.plan.accumulate)
+        micro = self.of_step(self._micro_batch(batch), self._counts[step])
+        if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
+            whole = [self._micro_batch(batch, ahead) for ahead in range(self.plan.accumulate)]
+            self._step_tokens = look_ahead(self, whole)
+        loss, metrics = self.loss(micro, totals_of(self._counts[step], self.plan), self._step_tokens)
         shares = self.plan.accumulate * self.plan.world_size
-        self._averages.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
+        self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return loss * shares
+
+    def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
+        assert self.rollout is not None and self.plan is not None
+        return micro_batch(self.rollout, self.plan, slot=batch.slot + ahead, seed=self.seed, index=batch.rollout)
+
+    def of_step(self, micro: Rollout, counts: Tensor) -> Rollout:
+        """The micro-batch as one of a step that counts `counts`, a row of `step_counts`."""
+        return micro
+
+    def acting(self, entropy: Tensor, mask: Tensor, step: StepTokens | None) -> Tensor:
+        """Bool `(b, t)`: the loss tokens that the policy loss acts on."""
+        return mask
 
     # ------------------------------------------------------------------ what advantages and losses are made with
 
@@ -106,9 +159,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         """One optimizer step a rollout: the policy that learns is the one that sampled."""
         return self.minibatches * self.iterations == 1
 
-    def logprobs(self, completions: Completions) -> tuple[Tensor, Tensor]:
-        """Log-probs `(b, t)` of the response under the policy, with gradient, and entropies `(b, t)`, without."""
-        return token_logprobs(self.policy, completions, temperature=self.sampling.temperature)
+    def token_scores(self, completions: Completions, **terms: bool) -> TokenScores:
+        """Log-probs `(b, t)` of the response under the policy, with gradient, and entropies `(b, t)`."""
+        return score(self.policy, completions, self.sampling, **terms)
 
     def old_logprobs(self, completions: Completions) -> Tensor:
         """`(b, t)` under the policy now, without gradient: to be taken when the rollout is."""
@@ -120,20 +173,25 @@ class OnPolicyModule(GeneratingModule, ABC):
             return self._frozen(scorer, completions)
 
     def _frozen(self, model: Any, completions: Completions) -> Tensor:
-        # No more rows at once than a micro-batch has: scoring must not need more memory than learning.
+        return frozen_logprobs(model, completions, sampling=self.sampling, rows_at_once=self.rows_at_once(completions))
+
+    def rows_at_once(self, completions: Completions) -> int:
+        """As many rows as a micro-batch has: scoring must not need more memory than learning."""
         parts = self.minibatches * (self.plan.accumulate if self.plan else 1)
-        rows = max(1, len(completions) // parts)
-        return frozen_logprobs(model, completions, temperature=self.sampling.temperature, rows_at_once=rows)
+        return max(1, len(completions) // parts)
 
-    def over_all_ranks(self, estimator: Any, rewards: Tensor, group_id: Tensor) -> Tensor:
-        """Apply `estimator(rewards (n,), group_id (n,)) -> (n,)` to the rows of every rank; returns our `(b,)`."""
-        rewards = rewards.to(group_id.device)
-        if self.world_size == 1:
-            return estimator(rewards, group_id)
-        everyone = estimator(self.all_gather(rewards).flatten(), self.all_gather(group_id).flatten())  # pyright: ignore
-        return everyone[self.global_rank * len(rewards) :][: len(rewards)]
+    over_all_ranks = over_ranks.over_all_ranks
+    everyones = over_ranks.everyones
 
-    # ------------------------------------------------------------------ records
+    def counts_of_ranks(self, count: int) -> list[int]:
+        """The numbers that every rank gives, in the order of ranks. A collective."""
+        return self.everyones(torch.tensor([count])).tolist() if self.trainer_or_none else [count]
+
+    def record(self, metrics: Metrics) -> None:
+        """Add metrics of the rollout at hand."""
+        self._records.add(metrics)
+
+    # ------------------------------------------------------------------ the clock
 
     def setup(self, stage: str) -> None:
         """Check everything that can be known before weights are loaded."""
@@ -144,43 +202,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         """Micro-batches a rollout lasts: what the data module repeats its batches by."""
         return self.iterations * self.minibatches * self.trainer.accumulate_grad_batches
 
+    @property
+    def samples(self) -> dict[str, list[Any]]:
+        """The last rollout as a table of text and numbers, for callbacks; empty after a resume until the next one."""
+        return self._records.samples
+
     def _open(self, batch: PromptBatch, rollout: Rollout, scores: Scores) -> None:
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
-        completions = rollout.completions
-        self._totals = step_totals(rollout, self.plan, seed=self.seed, index=batch.rollout)
-        everyone = {
-            name: self._everyones(column)
-            for name, column in {
-                "values": scores.values,
-                "rewards": scores.total,
-                "group_id": completions.group_id,
-                "lengths": completions.lengths,
-                "ended": completions.ended,
-            }.items()
-        }
-        self._count_unscored(everyone["rewards"])
-        tokens = int(everyone["lengths"].sum())
-        self._tokens_seen += tokens
-        self._stats = rollout_metrics(scores.names, **everyone) | scores.metrics
-        self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
-        texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
-        self.samples = sample_table(self.step, batch, texts, completions, scores, rollout.advantages)
-        self._opened = time.perf_counter()
-
-    def _count_unscored(self, rewards: Tensor) -> None:
-        """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""
-        self._unscored = self._unscored + 1 if bool(rewards.isnan().all()) else 0
-        if self._unscored == MAX_UNSCORED:
-            names = ", ".join(self.reward_functions.names)
-            raise RewardError(
-                f"{names} returned None for every completion of {MAX_UNSCORED} rollouts in a row, so there is nothing "
-                "to learn from. Look at samples/ and at the columns that the functions decide by."
-            )
-
-    def _everyones(self, column: Tensor) -> Tensor:
-        column = column.to(self.device)
-        return self.all_gather(column).flatten(0, 1) if self.world_size > 1 else column  # pyright: ignore
+        self._counts = step_counts(rollout, self.plan, seed=self.seed, index=batch.rollout)
+        self._records.open(self, batch, rollout, scores)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -193,46 +224,33 @@ class OnPolicyModule(GeneratingModule, ABC):
             optimizer.zero_grad()
             return result
 
-        super().optimizer_step(epoch, batch_idx, optimizer, without_gradient if self._unscored else optimizer_closure)
-        self._averages.add({"grad_norm": (self.grad_norm, torch.ones_like(self.grad_norm))})
+        closure = without_gradient if self._records.unscored else optimizer_closure
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        self._records.add({"grad_norm": (self.grad_norm, torch.ones_like(self.grad_norm))})
+        self.after_step()
         if self.plan is not None and self._slot == self.plan.slots - 1:
-            self._close(self.step + 1)
-
-    def _close(self, step: int) -> None:
-        """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
-        seconds = {**self._seconds, "update": time.perf_counter() - self._opened}
-        stats = dict(self._stats)
-        tokens = stats.pop("rollout_tokens")
-        averages = self._averages.reduce(self.device)
-        learning_rate = self.trainer.optimizers[0].param_groups[0]["lr"]
-        metrics = prefixed({**stats, **averages, "lr": learning_rate}, "train")
-        metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
-        metrics["tokens_per_second"] = tokens / max(1e-9, sum(seconds.values()))
-        trainer: Any = self.trainer
-        every = trainer.log_every_n_steps
-        if every and step // every > (step - self.minibatches * self.iterations) // every:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=step)
-        self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
+            self._records.close(self, self.step + 1, self._seconds)
 
     def rank_state(self) -> dict[str, Any]:
-        counts = {"tokens_seen": self._tokens_seen, "unscored": self._unscored}
+        counts = self._records.counts()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
-        return counts | {
-            "rollout": state.to_plain(self.rollout),
-            "slot": self._slot,
-            "totals": state.to_plain(self._totals),
-            "averages": state.to_plain(self._averages.sums),
-            "stats": dict(self._stats),
-            "seconds": dict(self._seconds),
-        }
+        return (
+            counts
+            | self._records.half_used()
+            | {
+                "rollout": state.to_plain(self.rollout),
+                "slot": self._slot,
+                "totals": state.to_plain(self._counts),
+                "seconds": dict(self._seconds),
+            }
+        )
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
-        self._tokens_seen, self._unscored = saved["tokens_seen"], saved["unscored"]
+        self._records.load_counts(saved)
         if "rollout" in saved:
             device = self.trainer.strategy.root_device  # the module itself is moved there only later
             self.rollout = state.rollout_of(saved["rollout"], device)
-            self._slot, self._stats, self._seconds = saved["slot"], saved["stats"], saved["seconds"]
-            self._totals = saved["totals"].to(device)
-            self._averages.sums = state.to_device(saved["averages"], device)
+            self._records.load_half_used(saved, device)
+            self._slot, self._seconds = saved["slot"], saved["seconds"]
+            self._counts = saved["totals"].to(device)

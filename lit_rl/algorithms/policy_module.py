@@ -11,14 +11,17 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms import state
+from lit_rl.algorithms.batching import mix
 from lit_rl.algorithms.optimizers import AdamW, OptimizerFactory
-from lit_rl.algorithms.schedules import Linear, Schedule
+from lit_rl.algorithms.schedules import Linear, Schedule, by_group
+from lit_rl.errors import StorageError
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.reference import Auto, Reference
+from lit_rl.models.reference import Auto, Reference, Scorer
 from lit_rl.models.sharding import shard
 
 
@@ -27,20 +30,20 @@ class PolicyModule(L.LightningModule):
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
-        reference: What a KL term is measured against. None chooses by the policy (`lit_rl.models.reference.Auto`).
-        optimizer: Makes the optimizer. None is AdamW at 1e-6.
+        reference: What the KL is measured against, loaded only where a term needs it. None chooses by the policy.
+        optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
         scheduler: Makes the learning-rate schedule. None is linear to zero.
-        seed: Of everything that this module draws.
+        seed: Of the samples and of the order of groups.
     """
 
     def __init__(
         self,
         model: LanguageModel | str,
         *,
-        reference: Reference | None,
-        optimizer: OptimizerFactory | None,
-        scheduler: Schedule | None,
-        seed: int,
+        reference: Reference | None = None,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: Schedule | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.model = LanguageModel(model) if isinstance(model, str) else model
@@ -49,13 +52,16 @@ class PolicyModule(L.LightningModule):
         self.scheduler: Schedule = Linear() if scheduler is None else scheduler
         self.seed = seed
         self.policy: Any = None
-        self.reference_policy: nn.Module | None = None
+        self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
         self._resumed_rng: dict[str, Any] | None = None
         self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
 
     needs_reference = False
     """Whether a term of the objective reads the reference; without one no reference is loaded."""
+
+    trained_beside: tuple[str, ...] = ()
+    """Attribute names of `companions`: modules whose weights belong into a checkpoint too."""
 
     @property
     def tokenizer(self) -> Any:
@@ -79,22 +85,38 @@ class PolicyModule(L.LightningModule):
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self.policy is not None:
             return
-        policy = self.model.load()
-        reference = self.reference.module(policy) if self.needs_reference else None
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
+            policy = self.model.load()
+            reference = self.reference.module(policy) if self.needs_reference else None
+            others = self.companions(policy)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ModelParallelStrategy):
             mesh = strategy.device_mesh["data_parallel"]
-            shard(policy, mesh)
-            if reference is not None:
-                shard(reference, mesh)
+            for module in (policy, reference, *others.values()):
+                if isinstance(module, nn.Module):
+                    shard(module, mesh)
         self.policy, self.reference_policy = policy, reference
+        for name, module in others.items():
+            setattr(self, name, module)
+
+    def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
+        """What is trained beside the policy, made from the policy as it is loaded, by attribute name."""
+        return {}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimizer trains, the policy's group first."""
+        return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "name": "policy"}]
+
+    def schedules(self) -> list[Schedule]:
+        """One for each parameter group."""
+        return [self.scheduler]
 
     def configure_optimizers(self) -> Any:
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        optimizer = self.optimizer([{"params": trained, "name": "policy"}])
+        optimizer = self.optimizer(self.parameter_groups())
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
-        schedule = self.scheduler(optimizer, self.total_steps)
+        schedule = by_group(optimizer, self.total_steps, self.schedules())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     @property
@@ -152,21 +174,42 @@ class PolicyModule(L.LightningModule):
             checkpoint["state_dict"] = weights
         mine = {"module": self.rank_state(), "rng": state.rng_state()}
         checkpoint["lit_rl"] = state.gather_ranks(mine)
+        if self.needs_reference and self.reference.moves:
+            checkpoint["reference"] = self.reference.state(self.reference_policy)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if weights := checkpoint.get("state_dict"):
             state.check_weights(weights, self._trained_names())
+        if self.needs_reference and self.reference.moves:
+            self._load_reference(checkpoint)
         if "lit_rl" in checkpoint and self.trainer_or_none is not None:
             saved = state.of_rank(checkpoint["lit_rl"], self.global_rank, self.world_size)
             self.load_rank_state(saved["module"])
             self._resumed_rng = saved["rng"]
 
+    def _load_reference(self, checkpoint: dict[str, Any]) -> None:
+        if "reference" in checkpoint:
+            self.reference.load_state(self.reference_policy, checkpoint["reference"])
+        elif self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING:
+            raise StorageError(
+                f"The checkpoint holds no reference, and reference={type(self.reference).__name__} follows the policy: "
+                "where it has got to is not known. Resume with the reference and the KL settings of the run's "
+                "config.yaml."
+            )
+
     def on_train_start(self) -> None:
         if self._resumed_rng is not None:
             state.set_rng_state(self._resumed_rng)
             self._resumed_rng = None
+        else:  # dropout and Clip-Cov draw from torch's own generator: the same in every run, another on every rank
+            torch.manual_seed(mix(self.seed, self.global_rank))
 
     def _trained_names(self) -> dict[str, Tensor]:
         """Names and tensors of what training changes: parameters with gradient, and buffers that are saved."""
-        saved = self.policy.state_dict(keep_vars=True)
-        return {f"policy.{name}": t for name, t in saved.items() if not isinstance(t, nn.Parameter) or t.requires_grad}
+        modules = {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
+        return {
+            f"{prefix}.{name}": tensor
+            for prefix, module in modules.items()
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, nn.Parameter) or tensor.requires_grad
+        }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,49 +17,71 @@ from lit_rl.errors import ConfigError, in_range
 class Schedule(Protocol):
     """Optimizer and total number of optimizer steps in, per-step scheduler out."""
 
+    def factor(self, step: int, total_steps: float) -> float:
+        """What the learning rate is multiplied by in step `step`, which counts from 0."""
+        ...
+
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR: ...
 
 
-def _scheduler(
-    optimizer: Optimizer, warmup_steps: int, total_steps: float, decay: Callable[[float], float]
-) -> LambdaLR:
-    """Linear warm-up from 1/warmup to 1, then `decay` of the fraction of the remaining steps that is done."""
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return decay(min(1.0, (step - warmup_steps) / max(1.0, total_steps - warmup_steps)))
-
-    return LambdaLR(optimizer, factor)
+def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule]) -> LambdaLR:
+    """One scheduler with a schedule for each parameter group, in the groups' order."""
+    return LambdaLR(optimizer, [_bound(schedule, total_steps) for schedule in schedules])
 
 
-def _finite(name: str, total_steps: float) -> None:
-    if not math.isfinite(total_steps):
-        raise ConfigError(
-            f"scheduler={name} falls towards the last step, but the number of steps is unknown: "
-            "set trainer.max_steps or trainer.max_epochs, or take scheduler=constant."
-        )
+def _bound(schedule: Schedule, total_steps: float) -> Callable[[int], float]:
+    # A plain function: of any other callable LambdaLR would put the attributes into every checkpoint.
+    return lambda step: schedule.factor(step, total_steps)
 
 
 @dataclass(frozen=True)
-class Constant:
-    """The learning rate stays where it is after the warm-up.
-
-    Args:
-        warmup_steps: Optimizer steps of linear warm-up.
-    """
+class _WarmedUp(ABC):
+    """Linear warm-up from 1/warmup to 1, then `decay` of the fraction of the remaining steps that is done."""
 
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         in_range("scheduler.warmup_steps", self.warmup_steps, low=0)
 
+    def factor(self, step: int, total_steps: float) -> float:
+        self.check(total_steps)
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return self.decay(min(1.0, (step - self.warmup_steps) / max(1.0, total_steps - self.warmup_steps)))
+
+    def check(self, total_steps: float) -> None:
+        """Raises ConfigError: the schedule falls towards an end that is not known."""
+        if not math.isfinite(total_steps):
+            raise ConfigError(
+                f"scheduler={type(self).__name__.lower()} falls towards the last step, but the number of steps is "
+                "unknown: set trainer.max_steps or trainer.max_epochs, or take scheduler=constant."
+            )
+
+    @abstractmethod
+    def decay(self, done: float) -> float:
+        """The factor after the share `done` of the steps after the warm-up, in [0, 1]."""
+
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
-        return _scheduler(optimizer, self.warmup_steps, total_steps, lambda done: 1.0)
+        return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
 
 
 @dataclass(frozen=True)
-class Linear:
+class Constant(_WarmedUp):
+    """The learning rate stays where it is after the warm-up.
+
+    Args:
+        warmup_steps: Optimizer steps of linear warm-up.
+    """
+
+    def check(self, total_steps: float) -> None:
+        """Nothing falls."""
+
+    def decay(self, done: float) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Linear(_WarmedUp):
     """Down on a line to `final` times the learning rate at the last step.
 
     Args:
@@ -66,20 +89,18 @@ class Linear:
         final: Share of the learning rate that is left at the end, in [0, 1].
     """
 
-    warmup_steps: int = 0
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        in_range("scheduler.warmup_steps", self.warmup_steps, low=0)
+        super().__post_init__()
         in_range("scheduler.final", self.final, low=0, high=1)
 
-    def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
-        _finite("linear", total_steps)
-        return _scheduler(optimizer, self.warmup_steps, total_steps, lambda done: 1 - (1 - self.final) * done)
+    def decay(self, done: float) -> float:
+        return 1 - (1 - self.final) * done
 
 
 @dataclass(frozen=True)
-class Cosine:
+class Cosine(_WarmedUp):
     """Down on half a cosine (1608.03983, without restarts) to `final` times the learning rate at the last step.
 
     Args:
@@ -87,18 +108,35 @@ class Cosine:
         final: Share of the learning rate that is left at the end, in [0, 1].
     """
 
-    warmup_steps: int = 0
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        in_range("scheduler.warmup_steps", self.warmup_steps, low=0)
+        super().__post_init__()
         in_range("scheduler.final", self.final, low=0, high=1)
 
+    def decay(self, done: float) -> float:
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@dataclass(frozen=True)
+class After:
+    """Nothing for `steps` optimizer steps, then `schedule`, whose first step is the next and whose last is the run's.
+
+    Args:
+        steps: Optimizer steps with a learning rate of 0.
+        schedule: What comes then.
+    """
+
+    steps: int
+    schedule: Schedule
+
+    def __post_init__(self) -> None:
+        in_range("steps", self.steps, low=0)
+
+    def factor(self, step: int, total_steps: float) -> float:
+        if step < self.steps:
+            return 0.0
+        return self.schedule.factor(step - self.steps, total_steps - self.steps)
+
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
-        _finite("cosine", total_steps)
-        return _scheduler(
-            optimizer,
-            self.warmup_steps,
-            total_steps,
-            lambda done: self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * done)),
-        )
+        return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))

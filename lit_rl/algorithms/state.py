@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ def to_plain(item: Any) -> Any:
         return item.detach().cpu().clone()
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
-    if isinstance(item, dict):
+    if isinstance(item, Mapping):
         return {key: to_plain(value) for key, value in item.items()}
     return item
 
@@ -30,6 +31,14 @@ def to_device(item: Any, device: torch.device) -> Any:
     if isinstance(item, dict):
         return {key: to_device(value, device) for key, value in item.items()}
     return item
+
+
+def to_device_dataclass(item: Any, device: torch.device) -> Any:
+    """A dataclass with its tensors, and those of dataclasses inside it, on `device`."""
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        fields = {f.name: to_device_dataclass(getattr(item, f.name), device) for f in dataclasses.fields(item)}
+        return dataclasses.replace(item, **fields)
+    return to_device(item, device)
 
 
 def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:
@@ -93,5 +102,5 @@ def check_weights(saved: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         found = [f"missing {missing[:5]}" * bool(missing), f"unexpected {extra[:5]}" * bool(extra), *shapes[:5]]
         raise StorageError(
             "The checkpoint is not of this model: " + "; ".join(part for part in found if part) + ". Resume with the "
-            "model and adapter settings of the run's config.yaml."
+            "algorithm, model and adapter settings of the run's config.yaml."
         )

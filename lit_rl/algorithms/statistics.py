@@ -4,37 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rl.ops.advantages import group_std
-
-Metric = tuple[Tensor, Tensor]
-"""Numerator and denominator."""
+from lit_rl.ops.step import Highest, Lowest, Metric
 
 
 class Averages:
-    """Sums of numerators over sums of denominators, kept on the device and reduced over ranks in one collective."""
+    """Sums of numerators over sums of denominators, and extremes, kept on the device and reduced over ranks at once."""
 
     def __init__(self) -> None:
         self.sums: dict[str, Tensor] = {}
+        self.highest: dict[str, Tensor] = {}
+        """Extremes; a lowest value is kept as its negative, under a name that begins with a minus sign."""
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        for name, (numerator, denominator) in metrics.items():
-            pair = torch.stack([numerator.detach().double(), denominator.detach().double()])
-            self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+        for name, metric in metrics.items():
+            if isinstance(metric, Highest):
+                self._raise_to(name, metric.value.detach().double())
+            elif isinstance(metric, Lowest):
+                self._raise_to(f"-{name}", -metric.value.detach().double())
+            else:
+                pair = torch.stack([part.detach().double() for part in metric])
+                self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+
+    def _raise_to(self, name: str, value: Tensor) -> None:
+        self.highest[name] = torch.maximum(self.highest[name], value) if name in self.highest else value
 
     def reduce(self, device: torch.device) -> dict[str, float]:
-        """The averages over everything added on every rank since the last call."""
-        if not self.sums:
+        """The averages and extremes over everything added on every rank since the last call; NaN where of nothing."""
+        sums, highest = self._over_ranks(self.sums, device, "SUM"), self._over_ranks(self.highest, device, "MAX")
+        self.sums, self.highest = {}, {}
+        means = {name: (num / den if den else math.nan) for name, (num, den) in sums.items()}
+        finite = {name: value if math.isfinite(value) else math.nan for name, value in highest.items()}
+        return means | {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
+
+    @staticmethod
+    def _over_ranks(values: dict[str, Tensor], device: torch.device, operation: str) -> dict[str, Any]:
+        if not values:
             return {}
-        names = sorted(self.sums)
-        table = torch.stack([self.sums[name].to(device) for name in names])
+        names = sorted(values)
+        table = torch.stack([values[name].to(device) for name in names])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(table)
-        self.sums = {}
-        return {name: (num / den if den else math.nan) for name, (num, den) in zip(names, table.tolist())}
+            torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation))
+        return dict(zip(names, table.tolist()))
 
 
 def rollout_metrics(

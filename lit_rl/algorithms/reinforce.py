@@ -1,0 +1,65 @@
+"""REINFORCE and its family: one completion a prompt is enough, because nothing is compared within a group.
+
+    token rewards  r_it = R_i at the last token - reward_beta (old_logprobs_it - ref_logprobs_it)
+    advantage      A_it = whiten(sum_{s >= t} r_is)                  REINFORCE++, arXiv:2501.03262, the default
+    objective      - min(r_it A_it, clip(r_it, 1 - clip_low, 1 + clip_high) A_it), averaged over tokens
+
+`algo=reinforce` is the plain estimator (Williams, 1992): the reward itself as advantage, and no clip; `algo=remax`
+takes the reward of the greedy completion as baseline (2310.10505). Every further term, off by default, stands in
+`lit_rl.algorithms.policy_gradient`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.ops.kl import k1
+from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.reductions import token_mean
+from lit_rl.ops.returns import reinforce_plus_plus
+from lit_rl.rewards.base import Rewards
+
+
+@final
+class Reinforce(PolicyGradient):
+    """REINFORCE++ by default; REINFORCE, ReMax and the like by their advantage and loss.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function.
+        advantage: Estimator of advantages from rewards.
+        loss: The loss of each token.
+        reduction: Which tokens and sequences the loss is averaged over.
+        reward_beta: Weight of the KL in the reward.
+        reward_kl: Estimator of the KL in the reward.
+        group_size: Completions a prompt, 1 or more.
+        terms: Everything else that a `PolicyGradient` takes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Rewards | Callable,
+        *,
+        advantage: Callable = reinforce_plus_plus,
+        loss: Callable = clipped_policy_loss,
+        reduction: Callable = token_mean,
+        reward_beta: float = 0.0,
+        reward_kl: Callable = k1,
+        group_size: int = 1,
+        **terms: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            reward,
+            advantage=advantage,
+            loss=loss,
+            reduction=reduction,
+            reward_beta=reward_beta,
+            reward_kl=reward_kl,
+            group_size=group_size,
+            **terms,
+        )
