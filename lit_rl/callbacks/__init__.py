@@ -1,9 +1,12 @@
 """They watch and save, and never steer: remove them all and the trained weights are the same."""
 
 from lit_rl.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+from lit_rl.callbacks.ema import EMAWeights as EMAWeights
 from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop
 from lit_rl.callbacks.histograms import Histograms as Histograms
 from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger
 from lit_rl.callbacks.progress import Progress as Progress
 from lit_rl.callbacks.record import Record as Record
+from lit_rl.callbacks.rollouts import Rollouts as Rollouts
+from lit_rl.callbacks.rollouts import SavedRollout as SavedRollout
 from lit_rl.callbacks.samples import Samples as Samples

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-FILES = ("metrics.jsonl", "events.out.tfevents.*", "samples/*.parquet", "csv/metrics.csv")
+FILES = ("metrics.jsonl", "events.out.tfevents.*", "samples/*.parquet", "rollouts/*.pt", "csv/metrics.csv")
 
 
 class Record(L.Callback):

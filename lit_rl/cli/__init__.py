@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 LIGHTNING = ("fit", "validate", "test", "predict")
-HYDRA = {"train": "fit", "eval": "eval"}
+HYDRA = {"train": "fit", "eval": "eval", "reward-test": "reward_test", "replay": "replay"}
 """Our commands, and the task that each stands for."""
 
 

@@ -21,10 +21,10 @@ ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
 """Prefixes that `_target_` may have. `allow_targets=[my_package]` adds the user's own, by their own hand."""
 
 _CLASSES_ONLY = ("lightning.", "torch.", "lit_rl.")
-_FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.")
+_FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.", "lit_rl.algorithms.groups.")
 """Where a config may name functions too."""
 
-OPTIONAL = {"lit_rl.models.lora.Lora"}
+OPTIONAL = {"lit_rl.models.lora.Lora", "lit_rl.data.supervised.SupervisedText"}
 """Objects that are there only if one of their settings is."""
 
 
@@ -47,15 +47,26 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return tree
 
 
-_HINTS = {"reward.fn": " (package.module:name or ./file.py:name)", "optimizer.path": " (such as torch.optim.SGD)"}
+_HINTS = {
+    "reward.fn": " (package.module:name or ./file.py:name)",
+    "optimizer.path": " (such as torch.optim.SGD)",
+    "reward.functions.reward_model.name": " (a folder or a hub id)",
+    "reward.functions.remote.urls": " (such as [https://host/score])",
+}
+
+
+ABSENT = "lit_rl.cli.build.absent"
+"""The target of a choice that stands for nothing: a file of a Hydra group cannot itself be null."""
 
 
 def prune(node: Any) -> Any:
-    """Null settings of optional objects are dropped; an optional object without any setting is None."""
+    """Null settings of optional objects are dropped; an optional object without any setting is None, as is `ABSENT`."""
     if isinstance(node, list):
         return [prune(item) for item in node]
     if not isinstance(node, dict):
         return node
+    if node.get("_target_") == ABSENT:
+        return None
     if str(node.get("_target_")) in OPTIONAL:
         given = {key: value for key, value in node.items() if value is not None}
         return given if len(given) > 1 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 _KEYS = """\
@@ -27,16 +28,11 @@ def page() -> str:
     folder = Path(__file__).parents[2] / "conf"
     if not folder.is_dir():  # installed from a wheel: conf is the package lit_rl.conf
         folder = Path(__file__).parents[1] / "conf"
-    rows = []
     hydra = [path for path in folder.iterdir() if path.name != "lightning"]  # whole configs, of LightningCLI
-    for group in sorted(path for path in hydra if path.is_dir() and any(path.glob("*.yaml"))):
-        choices = ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
-        rows.append(f"  {group.name:<11} {choices}")
-        rows += [
-            f"  {group.name}/{sub.name:<{max(1, 10 - len(group.name))}} "
-            + ", ".join(sorted(path.stem for path in sub.glob("*.yaml")))
-            for sub in sorted(path for path in group.iterdir() if path.is_dir() and any(path.glob("*.yaml")))
-        ]
+    rows = []
+    for group in sorted(path for path in hydra if path.is_dir()):
+        for place in [group, *sorted(path for path in group.rglob("*") if path.is_dir())]:
+            rows += _row(place.relative_to(folder).as_posix(), sorted(path.stem for path in place.glob("*.yaml")))
     return (
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
@@ -48,4 +44,14 @@ def page() -> str:
         + "\n\nEvery key: python train.py --cfg job. Examples:\n"
         + _EXAMPLES
         + "\n"
+    )
+
+
+def _row(group: str, choices: list[str]) -> list[str]:
+    """A group and its choices, on as many lines as they need."""
+    if not choices:
+        return []
+    head = f"  {group:<24} "
+    return textwrap.wrap(
+        ", ".join(choices), 118, initial_indent=head, subsequent_indent=" " * 27, break_on_hyphens=False
     )

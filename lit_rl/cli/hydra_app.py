@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
-from lit_rl.cli import quiet, schemas
+from lit_rl.cli import quiet, replays, schemas
 from lit_rl.cli.build import build, check_trainer, plain
 from lit_rl.cli.messages import reported
-from lit_rl.commands import evaluate, train
+from lit_rl.commands import evaluate, reward_test, train
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
@@ -33,6 +33,7 @@ TASKS = {
     "validate": evaluate.evaluate,
     "test": evaluate.test,
     "predict": evaluate.predict,
+    "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
 }
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)
@@ -60,8 +61,13 @@ def run(config: DictConfig) -> int:
     typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
+    if config.task == "replay":
+        return replays.run(config) if _is_main() else 0
+    if config.losses or config.rollout:
+        raise ConfigError("losses and rollout are keys of lit-rl replay (task=replay): no other command reads them.")
     if config.task not in TASKS:
-        raise ConfigError(f"task={config.task}: allowed is {', '.join(TASKS)}.{did_you_mean(config.task, TASKS)}")
+        allowed = (*TASKS, "replay")
+        raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
     if not _is_main() and _RUN_DIR in os.environ:
         run_dir, resume = RunDir(Path(os.environ[_RUN_DIR])), True
         config.ckpt_path = os.environ[_CKPT] or None
@@ -97,14 +103,15 @@ def _is_inside(path: str | None, folder: Path) -> bool:
 def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
     """Build everything and open the run directory; nothing is on the disk before the settings are sound."""
     tree = plain(config)
-    dry = bool(tree["trainer"].get("fast_dev_run"))
+    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] == "reward_test"
     module, data = build(tree["algo"]), build(tree["data"])
     trainer = _trainer(tree, run_dir, dry)
     if not dry:
         run_dir.open(resume=resume)
         if trainer.is_global_zero:
             run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
-    return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]))
+    options = {name: tree[name] for name in ("reward_test",)}
+    return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]), options)
 
 
 def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:

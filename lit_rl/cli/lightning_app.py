@@ -1,6 +1,7 @@
 """`lit-rl fit|validate|test|predict`: the same classes and the same defaults through LightningCLI.
 
-The keys are those of the constructors: `--model` is the LightningModule (GRPO, RLOO) and `--model.model` its policy.
+The keys are those of the constructors: `--model` is the LightningModule (GRPO, RLOO, Reinforce, PPO), `--model.model`
+its policy.
 Optimizer, schedule and reference stand at the top, as in the Hydra door: `--optimizer=AdamW --optimizer.lr=1e-5`.
 """
 
@@ -34,14 +35,17 @@ from lit_rl.commands.train import Run
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Task
 from lit_rl.errors import INTERRUPTED, TERMINATED, ConfigError, did_you_mean
-from lit_rl.models import reference
+from lit_rl.models import moving_reference, other_model, reference
 
 CONFIG_NAME = "lit_rl_config.yaml"
 
 FACTORIES = {
     "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.ByPath),
     "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant),
-    "reference": (reference.Auto, reference.FrozenCopy, reference.AdapterBase),
+    "reference": (
+        *(reference.Auto, reference.FrozenCopy, reference.AdapterBase, reference.InitialAdapter),
+        *(moving_reference.EMA, moving_reference.BEMA, moving_reference.Mixing, other_model.OtherModel),
+    ),
 }
 """Slots of a module that are keys of their own, as they are groups of the Hydra door. Left inside the module,
 jsonargparse would read the protocol of a factory as "a class of what the call returns" and take the optimizers of torch

@@ -55,7 +55,7 @@ def _explained(text: str, factories: Factories) -> ConfigError:
         option, whole, group, member = unknown.groups()
         return _unknown(whole or (f"{group}.{member}" if group else f"{key}.{option}"), text, factories)
     if name := re.search(r"Expected a dot import path string: (\w+)", text):
-        known = {"model": ["GRPO", "RLOO"]} | {
+        known = {"model": ["GRPO", "PPO", "RLOO", "Reinforce"]} | {
             slot: [kind.__name__ for kind in kinds] for slot, kinds in factories.items()
         }
         choices = known.get(key, [])

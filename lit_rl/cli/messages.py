@@ -90,6 +90,14 @@ def _hydra(error: BaseException) -> LitRLError | None:
         error = next((link for link in chain if isinstance(link, HydraException)), error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
         text = str(error).split("\nfull_key")[0]
+        if wrong := re.match(
+            r"Could not override '(?:.*@)?([^'@]+)/([^'/@]+)'.*No match in the defaults", text, re.DOTALL
+        ):
+            group, part = wrong.groups()
+            text = (
+                f"{group}/{part} chooses nothing here: the {group} of this run has no {part}. Leave it out, or take "
+                f"another {group}."
+            )
         return ConfigError(text if not _user_yaml(chain) else str(_user_yaml(chain)))
     return None
 

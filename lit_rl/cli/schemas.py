@@ -22,8 +22,19 @@ TARGETS = {
     "FrozenCopy": "lit_rl.models.reference.FrozenCopy",
     "AdapterBase": "lit_rl.models.reference.AdapterBase",
     "AutoReference": "lit_rl.models.reference.Auto",
+    "InitialAdapter": "lit_rl.models.reference.InitialAdapter",
+    "OtherModel": "lit_rl.models.other_model.OtherModel",
+    "EMAReference": "lit_rl.models.moving_reference.EMA",
+    "BEMAReference": "lit_rl.models.moving_reference.BEMA",
+    "MixingReference": "lit_rl.models.moving_reference.Mixing",
     "GRPO": "lit_rl.algorithms.GRPO",
     "RLOO": "lit_rl.algorithms.RLOO",
+    "Reinforce": "lit_rl.algorithms.Reinforce",
+    "PPO": "lit_rl.algorithms.PPO",
+    "DynamicSampling": "lit_rl.algorithms.groups.DynamicSampling",
+    "TopOfGroup": "lit_rl.algorithms.groups.TopOfGroup",
+    "GroupReplay": "lit_rl.algorithms.replay.GroupReplay",
+    "RunningNorm": "lit_rl.algorithms.running_norm.RunningNorm",
     "Evaluation": "lit_rl.algorithms.Evaluation",
     "AdamW": "lit_rl.algorithms.optimizers.AdamW",
     "AdamW8bit": "lit_rl.algorithms.optimizers.AdamW8bit",
@@ -31,38 +42,65 @@ TARGETS = {
     "Constant": "lit_rl.algorithms.schedules.Constant",
     "Linear": "lit_rl.algorithms.schedules.Linear",
     "Cosine": "lit_rl.algorithms.schedules.Cosine",
+    "SeparateCritic": "lit_rl.models.critic.SeparateCritic",
+    "SharedTrunk": "lit_rl.models.critic.SharedTrunk",
+    "AdapterCritic": "lit_rl.models.critic.AdapterCritic",
+    "FixedKL": "lit_rl.algorithms.controllers.FixedKL",
+    "AdaptiveKL": "lit_rl.algorithms.controllers.AdaptiveKL",
+    "FixedEntropy": "lit_rl.algorithms.controllers.FixedEntropy",
+    "AdaptiveEntropy": "lit_rl.algorithms.controllers.AdaptiveEntropy",
+    "SupervisedText": "lit_rl.data.supervised.SupervisedText",
     "Sampling": "lit_rl.rollout.Sampling",
     "NativeGenerator": "lit_rl.generation.native.NativeGenerator",
     "HFGenerator": "lit_rl.generation.hf.HFGenerator",
     "RolloutDataModule": "lit_rl.data.datamodule.RolloutDataModule",
     "Addition": "lit_rl.data.tasks.Addition",
     "from_paths": "lit_rl.rewards.from_paths",
+    "MathAccuracy": "lit_rl.rewards.MathAccuracy",
+    "SoftOverlong": "lit_rl.rewards.SoftOverlong",
+    "CosineScaledLength": "lit_rl.rewards.CosineScaledLength",
+    "RepetitionPenalty": "lit_rl.rewards.RepetitionPenalty",
+    "CodeExecution": "lit_rl.rewards.CodeExecution",
+    "RewardModel": "lit_rl.rewards.RewardModel",
+    "RemoteReward": "lit_rl.rewards.RemoteReward",
     "Samples": "lit_rl.callbacks.Samples",
+    "Rollouts": "lit_rl.callbacks.Rollouts",
     "Progress": "lit_rl.callbacks.Progress",
     "GracefulStop": "lit_rl.callbacks.GracefulStop",
     "Histograms": "lit_rl.callbacks.Histograms",
+    "EMAWeights": "lit_rl.callbacks.EMAWeights",
     "ModelCheckpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
     "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
     "Trainer": "lightning.Trainer",
 }
 """Classes and functions that build something, by the name of their schema."""
 
-FUNCTIONS = {
-    "clipped_policy_loss": "lit_rl.ops.losses.clipped_policy_loss",
-    "sequence_clipped_loss": "lit_rl.ops.losses.sequence_clipped_loss",
-    "group_normalized": "lit_rl.ops.advantages.group_normalized",
-    "batch_normalized": "lit_rl.ops.advantages.batch_normalized",
-    "centered": "lit_rl.ops.advantages.centered",
-    "leave_one_out": "lit_rl.ops.advantages.leave_one_out",
-    "k1": "lit_rl.ops.kl.k1",
-    "k2": "lit_rl.ops.kl.k2",
-    "k3": "lit_rl.ops.kl.k3",
-    "corrected_k3": "lit_rl.ops.kl.corrected_k3",
-    "token_mean": "lit_rl.ops.reductions.token_mean",
-    "sequence_mean": "lit_rl.ops.reductions.sequence_mean",
-    "constant_mean": "lit_rl.ops.reductions.constant_mean",
-}
-"""Functions of tensors, whose keywords are the setting: built as `functools.partial`."""
+OPS = (
+    "lit_rl.ops.ratios",
+    "lit_rl.ops.losses",
+    "lit_rl.ops.advantages",
+    "lit_rl.ops.returns",
+    "lit_rl.ops.kl",
+    "lit_rl.ops.reductions",
+    "lit_rl.ops.mismatch",
+    "lit_rl.ops.rejection",
+    "lit_rl.ops.selection",
+    "lit_rl.ops.shaping",
+)
+"""Where functions of tensors live whose keywords are the setting: built as `functools.partial`."""
+
+
+def functions() -> dict[str, str]:
+    """Every public function of these modules, by its name."""
+    found = {}
+    for module in OPS:
+        loaded = importlib.import_module(module)
+        for name, value in vars(loaded).items():
+            home = getattr(value, "__module__", "")
+            if inspect.isfunction(value) and not name.startswith("_") and f"{home}.".startswith(f"{module}."):
+                found[name] = f"{module}.{name}"
+    return found
+
 
 _PLAIN = (int, float, bool, str)
 
@@ -72,7 +110,7 @@ def register() -> None:
     store = ConfigStore.instance()
     for name, path in TARGETS.items():
         store.store(group="schemas", name=name, node=schema(name, path, _load(path)))
-    for name, path in FUNCTIONS.items():
+    for name, path in functions().items():
         store.store(group="schemas", name=name, node=schema(name, path, _load(path), keywords_only=True))
 
 
@@ -81,18 +119,34 @@ def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) ->
 
     With `keywords_only` the positional parameters (tensors) are left out and `_partial_` is set.
     """
-    function = target.__init__ if isinstance(target, type) else target
-    hints = _hints(function)
     fields: list[Any] = [("_target_", str, dataclasses.field(default=path))]
     if keywords_only:
         fields.append(("_partial_", bool, dataclasses.field(default=True)))
-    for parameter in inspect.signature(target).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
+    for parameter, hint in parameters(target):
         if keywords_only and parameter.kind is not parameter.KEYWORD_ONLY:
             continue
-        fields.append((parameter.name, *_field(parameter, hints.get(parameter.name, Any))))
+        fields.append((parameter.name, *_field(parameter, hint)))
     return dataclasses.make_dataclass(name, fields)
+
+
+def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
+    """The parameters of a function or a constructor, with their types.
+
+    Where a constructor hands `**keywords` on to its parent, the parent's are its own too, less those it names itself.
+    """
+    functions = [target]
+    if isinstance(target, type):
+        functions = [vars(cls)["__init__"] for cls in target.__mro__ if "__init__" in vars(cls)]
+    found: dict[str, tuple[inspect.Parameter, Any]] = {}
+    for function in functions:
+        hints, handed_on = _hints(function), False
+        for parameter in inspect.signature(function).parameters.values():
+            handed_on = handed_on or parameter.kind is parameter.VAR_KEYWORD
+            if parameter.name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                found.setdefault(parameter.name, (parameter, hints.get(parameter.name, Any)))
+        if not handed_on:
+            break
+    return list(found.values())
 
 
 def _load(path: str) -> Any:

@@ -52,7 +52,7 @@ class RunDir:
             raise StorageError(f"{self.summary} is not JSON ({error}): remove it to go on.") from error
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        _replace(self.summary, json.dumps(_finite(summary), indent=2, allow_nan=False) + "\n")
+        _replace(self.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
     def write_config(self, text: str) -> None:
         _replace(self.path / "config.yaml", text)
@@ -114,12 +114,12 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def _finite(node: Any) -> Any:
+def finite(node: Any) -> Any:
     """The tree with NaN and infinity, which JSON has not, as null."""
     if isinstance(node, dict):
-        return {key: _finite(value) for key, value in node.items()}
+        return {key: finite(value) for key, value in node.items()}
     if isinstance(node, list):
-        return [_finite(value) for value in node]
+        return [finite(value) for value in node]
     return None if isinstance(node, float) and not math.isfinite(node) else node
 
 

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -41,6 +41,8 @@ class Run:
     command: str
     """What the user typed, so that the printed commands can repeat it."""
     dataset: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of single commands, by the command's name."""
 
     @property
     def dry(self) -> bool:

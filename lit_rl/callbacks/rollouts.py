@@ -1,0 +1,129 @@
+"""The newest rollouts as tensors on the disk, so that other objectives can be computed of them: `lit-rl replay`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms import state
+from lit_rl.errors import StorageError, in_range
+from lit_rl.rewards.base import Scores
+from lit_rl.rollout import Completions
+
+
+@dataclass(frozen=True)
+class SavedRollout:
+    """A scored rollout of one rank, with everything that an objective is computed of but the policy. On the CPU."""
+
+    step: int
+    """Optimizer steps that the policy had taken when it drew the completions."""
+    number: int
+    """Of the rollout since the start of the run."""
+    rows: list[int]
+    """Index of each prompt in its data set."""
+    completions: Completions
+    scores: Scores
+    """Each function's own values, their weighted sum, and spans; what rewards logged is in `samples/`."""
+    weights: dict[str, float]
+    """Of the reward functions."""
+    micro_batches: int
+    """Into how many the run cut one pass over the rollout."""
+    split_groups: int
+    """Slices that a group was cut into."""
+    world_size: int
+    """Ranks of the run; the rows are those of rank 0."""
+    old_logprobs: Tensor | None = None
+    """Float32 `(b, t)`: the policy that drew them, as training scores them. None where the run had no use for it."""
+    ref_logprobs: Tensor | None = None
+    """Float32 `(b, t)`: the reference. None where the run's loss had no KL."""
+    greedy_rewards: Tensor | None = None
+    """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where the run had no use for it."""
+
+    @classmethod
+    def of(cls, module: Any) -> SavedRollout:
+        """The last rollout of an `OnPolicyModule`, as it was scored."""
+        scored, rollout, plan = module.scored, module.rollout, module.plan
+        # Where a replay buffer stepped in, the log-probs are of other rows than were scored.
+        known = rollout if rollout.completions is scored.completions else None
+        return cls(
+            step=scored.completions.version,
+            number=scored.batch.rollout,
+            rows=list(scored.batch.rows),
+            completions=scored.completions,
+            scores=dataclasses.replace(scored.scores, metrics={}, extras={}),
+            weights=dict(module.reward_functions.weights),
+            micro_batches=plan.minibatches * plan.accumulate,
+            split_groups=plan.split_groups,
+            world_size=plan.world_size,
+            old_logprobs=known and known.old_logprobs,
+            ref_logprobs=known and known.ref_logprobs,
+            greedy_rewards=scored.greedy_rewards,
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> SavedRollout:
+        """The file that `write` wrote.
+
+        Raises:
+            StorageError: the file is damaged, or is something else.
+        """
+        try:
+            plain = torch.load(path, map_location="cpu", weights_only=True)
+            plain["completions"] = Completions(**plain["completions"])
+            plain["scores"] = Scores(**plain["scores"])
+            return cls(**plain)
+        except Exception as error:  # an unpickler fails on a file of another kind in every way there is
+            raise StorageError(
+                f"{path} is no rollout that this version of lit_rl wrote: {error}. Take a file of run_dir/rollouts/."
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Tensors, numbers and strings only. Beside the target first, then renamed: it is there whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(".partial")  # one name, so that a killed run leaves no more than one of them
+        try:
+            with partial.open("wb") as file:
+                torch.save(state.to_plain(self), file)
+            partial.replace(path)
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)
+            raise StorageError(f"The rollout {path} could not be written: {error}.") from error
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+class Rollouts(L.Callback):
+    """Writes every rollout of rank 0 to `rollouts/` in the Trainer's `default_root_dir`, and removes the older ones.
+
+    Args:
+        keep: Rollouts that stay on the disk, the newest ones; 1 or more.
+    """
+
+    def __init__(self, keep: int = 1) -> None:
+        in_range("callbacks.rollouts.keep", keep, low=1)
+        self.keep = keep
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        fresh = batch.slot == 0 and getattr(pl_module, "scored", None) is not None
+        if not fresh or not trainer.is_global_zero or trainer.fast_dev_run:  # pyright: ignore
+            return
+        rollout = SavedRollout.of(pl_module)
+        folder = Path(trainer.default_root_dir) / "rollouts"
+        target = folder / f"step_{rollout.step:08d}.pt"
+        rollout.write(target)
+        up_to_now = [path for path in saved_rollouts(folder) if path.name <= target.name]
+        for path in saved_rollouts(folder):
+            if path not in up_to_now[-self.keep :]:  # those of a later step are another run's
+                path.unlink(missing_ok=True)
+
+
+def saved_rollouts(folder: Path) -> list[Path]:
+    """The files of a folder that hold rollouts, oldest first."""
+    return sorted(folder.glob("step_*.pt"))

@@ -1,0 +1,208 @@
+"""`lit-rl replay`: the objectives that are compared, each composed over the settings of the run whose rollout it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import yaml
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lit_rl.algorithms.groups import DynamicSampling
+from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
+from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
+from lit_rl.commands.replay import Replay, replay
+from lit_rl.commands.run_dir import RunDir
+from lit_rl.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.rewards.base import Rewards
+
+KEYS = (
+    "run_dir",
+    "losses",
+    "rollout",
+    "ckpt_path",
+    "trainer.accelerator",
+    "trainer.precision",
+    "allow_targets",
+    "task",
+)
+"""What may be set on the command line; everything else is the run's."""
+
+RUN = "run"
+"""The name of the objective that the run itself learned from."""
+
+_OF_THE_RUN = ("model", "reward", "generator", "sampling", "reference", "seed")
+"""Parts of an algorithm that are no part of an objective: they are the run's, whatever preset is asked for."""
+
+_OF_NO_USE = ("optimizer", "scheduler", "evaluation", "minibatches", "iterations", "group_size", "split_groups")
+"""Parts that a replay never asks, or that the saved rollout says."""
+
+
+def run(config: DictConfig) -> int:
+    """Compose, build, compare."""
+    _check_keys()
+    names = _names(config)
+    if not config.run_dir:
+        raise ConfigError("lit-rl replay needs the folder of a run: run_dir=runs/...")
+    run_dir = RunDir(Path(str(config.run_dir)).expanduser())
+    tree = _config_of(run_dir)
+    path = _rollout(config, run_dir)
+    rollout = SavedRollout.read(path)
+    allow = list(config.allow_targets)
+    presets = {name: tree["algo"] if name == RUN else _preset(name, tree, allow) for name in dict.fromkeys(names)}
+    parts = _shared(tree["algo"], rollout, allow)
+    modules = [(name, _module(name, presets[name], parts, rollout)) for name in names]
+    fabric, notes = _fabric(config, tree["trainer"])
+    checkpoint = _checkpoint(config, run_dir)
+    return replay(Replay(modules, rollout, path, checkpoint, run_dir.path, fabric, notes))
+
+
+def _check_keys() -> None:
+    for override in HydraConfig.get().overrides.task:
+        key = override.lstrip("+~").partition("=")[0]
+        if key in KEYS:
+            continue
+        hint = " Name presets in losses=[...]." if key == "algo" else ""
+        raise ConfigError(
+            f"{key} cannot be set for lit-rl replay: it is taken from the run's config.yaml.{hint} To be set are "
+            f"{', '.join(KEYS[:-1])}."
+        )
+
+
+def _names(config: DictConfig) -> list[str]:
+    if not isinstance(config.losses, ListConfig) or not config.losses:
+        raise ConfigError(
+            f"losses={config.losses} must be a list of algo presets, such as losses=[grpo,gspo,cispo]; {RUN!r} stands "
+            "for the run's own settings."
+        )
+    names, known = [str(name) for name in config.losses], _presets()
+    for name in names:
+        if name not in (RUN, *known):
+            raise ConfigError(
+                f"losses: {name!r} is no algo preset.{did_you_mean(name, (RUN, *known))} There are: {RUN} (the run's "
+                f"own settings), {', '.join(known)}."
+            )
+    return names
+
+
+def _presets() -> list[str]:
+    found: Any = GlobalHydra.instance().config_loader().get_group_options("algo")
+    return sorted(found)
+
+
+def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
+    """`algo=name`, where its settings lead elsewhere with what stands there in the run."""
+    algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
+    elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
+        "sampling": run["sampling"],
+        "allow_targets": allow,
+    }
+    return plain(OmegaConf.create(elsewhere | {"algo": algo}))["algo"]
+
+
+def _config_of(run_dir: RunDir) -> dict[str, Any]:
+    path = run_dir.path / "config.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"run_dir={run_dir.path} holds no config.yaml: give the folder of a run.") from error
+    except yaml.YAMLError as error:
+        raise StorageError(f"{path} is damaged: {error}.") from error
+    if not isinstance(tree, dict) or not {"algo", "sampling", "trainer"} <= tree.keys():
+        raise ConfigError(f"{path} is not the config of a run: it lacks algo, sampling or trainer.")
+    return tree
+
+
+def _rollout(config: DictConfig, run_dir: RunDir) -> Path:
+    if config.rollout is not None:
+        path = Path(str(config.rollout)).expanduser()
+        if not path.is_file():
+            raise ConfigError(f"rollout={path} does not exist. Null is the newest one of run_dir/rollouts.")
+        return path
+    found = saved_rollouts(run_dir.path / "rollouts")
+    if not found:
+        raise ConfigError(
+            f"There is no rollout in {run_dir.path / 'rollouts'}. A run writes its newest one with callbacks=default "
+            "(callbacks.rollouts); runs with callbacks=none, and those of earlier versions, have none."
+        )
+    return found[-1]
+
+
+def _checkpoint(config: DictConfig, run_dir: RunDir) -> Path:
+    """The file whose weights are the policy."""
+    if config.ckpt_path not in (None, "last"):
+        path = Path(str(config.ckpt_path)).expanduser()
+        if not path.exists():
+            raise ConfigError(f"ckpt_path={path} does not exist. Null is the newest whole checkpoint of run_dir.")
+    else:
+        last = run_dir.last_checkpoint()
+        if last is None:
+            raise StorageError(
+                f"There is no whole checkpoint in {run_dir.checkpoints}, and a replay needs a policy: set ckpt_path."
+            )
+        path = last
+    if path.is_dir():
+        raise StorageError(
+            f"{path} is a folder of pieces, and a replay reads one file. Make one of it with the strategy's own tool "
+            "(DeepSpeed: zero_to_fp32), or take another checkpoint with ckpt_path."
+        )
+    return path
+
+
+def _shared(algo: dict[str, Any], rollout: SavedRollout, allow: list[str]) -> dict[str, Any]:
+    """What all objectives have in common, built once. The rewards are those that were saved: nothing is called."""
+    tree = {name: algo[name] for name in _OF_THE_RUN if name in algo and name != "reward"}
+    allowed = (*ALLOWED, *(f"{name}." for name in allow))
+    for key, target in targets({"algo": algo | {"reward": None}}):  # the run's own file is a file like any other
+        check_target(key, target, allowed)
+    parts = {name: build(node) if isinstance(node, dict) else node for name, node in tree.items()}
+    parts["reward"] = Rewards(dict.fromkeys(rollout.scores.names, _not_called), rollout.weights)
+    return parts
+
+
+def _not_called(completions: list[str]) -> list[float]:
+    raise AssertionError("a replay takes the rewards that were saved")
+
+
+def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: SavedRollout) -> PolicyGradient:
+    """The objective of a preset, for the whole rollout as one optimizer step."""
+    left_out = {*_OF_THE_RUN, *_OF_NO_USE}
+    settings = {key: value for key, value in algo.items() if key not in left_out}
+    made = build(settings | {"_partial_": True})
+    if made.func.trained_beside:
+        raise ConfigError(
+            f"losses: {name} learns with a {made.func.trained_beside[0]}, and a rollout is saved without: leave it out."
+        )
+    group_size = len(rollout) // len(rollout.rows)
+    try:
+        module = made(**parts, group_size=group_size, split_groups=rollout.split_groups)
+    except ConfigError as error:
+        error.add_note(f"(in losses, for {name}: the rollout has {group_size} completions a prompt)")
+        raise
+    if module.needs_greedy_rewards and rollout.greedy_rewards is None:
+        raise ConfigError(
+            f"losses: {name} compares with the reward of greedy completions, and this rollout has none: only runs of "
+            "algo=remax draw them. Leave it out."
+        )
+    if isinstance(module.groups, DynamicSampling):
+        module.groups = DynamicSampling(max_draws=0)  # there is nothing to draw from: groups without spread only drop
+    return module
+
+
+def _fabric(config: DictConfig, trainer: dict[str, Any]) -> tuple[L.Fabric, list[str]]:
+    """One device in the run's precision, and a note where that is another one."""
+    typed = [override.partition("=")[0] for override in HydraConfig.get().overrides.task]
+    chosen = {
+        key: config.trainer[key] if f"trainer.{key}" in typed else trainer.get(key)
+        for key in ("accelerator", "precision")
+    }
+    precision, notes = chosen["precision"] or "32-true", []
+    if str(precision) in ("16", "16-mixed"):
+        precision = "32-true"
+        notes.append("computed in float32: float16 gradients would need the loss scale of the training")
+    return L.Fabric(accelerator=chosen["accelerator"] or "auto", devices=1, precision=precision), notes

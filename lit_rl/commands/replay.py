@@ -1,0 +1,245 @@
+"""`lit-rl replay`: one saved rollout, several objectives: what each would make of it, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lit_rl.algorithms import state
+from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.algorithms.look_ahead import look_ahead
+from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.objective import policy_objective
+from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.statistics import Averages
+from lit_rl.callbacks.rollouts import SavedRollout
+from lit_rl.commands.replay_report import Outcome, Report, say, write
+from lit_rl.errors import StorageError
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.step import Metrics
+from lit_rl.rollout import PromptBatch, Rollout
+
+_CHUNK = 1 << 24
+_LARGE = 4 << 30
+"""Bytes of gradients held at once above which a note says so."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What is compared, built but not loaded."""
+
+    modules: list[tuple[str, PolicyGradient]]
+    """Objectives with their names, all of one model description, one reference and one sampling."""
+    rollout: SavedRollout
+    source: Path
+    """The file of the rollout."""
+    checkpoint: Path
+    """The file of the policy's weights."""
+    folder: Path
+    """Where the numbers are written."""
+    fabric: L.Fabric
+    """Device and precision."""
+    notes: list[str]
+    """What a reader has to know of how it was done."""
+
+
+def replay(job: Replay) -> int:
+    """Loss and gradient of every objective, for the whole rollout as one optimizer step; prints and writes them.
+
+    Raises:
+        StorageError: the checkpoint is not of the run's model.
+        RewardError, ConfigError: an objective needs what was not saved.
+    """
+    with torch.random.fork_rng(devices=[]):
+        step = _load(job)
+    notes = [*job.notes, *_notes(job, step)]
+    outcomes, gradients = [], []
+    for name, module in job.modules:
+        outcome, gradient = _measure(name, module, job)
+        outcomes.append(outcome)
+        gradients.append(gradient)
+    cosines = [[_cosine(one, two) for two in gradients] for one in gradients]
+    report = Report(
+        rollout=str(job.source),
+        rollout_step=job.rollout.step,
+        completions=len(job.rollout),
+        checkpoint=str(job.checkpoint),
+        policy_step=step,
+        notes=notes,
+        objectives=outcomes,
+        cosines=cosines,
+    )
+    say(report)
+    write(report, job.folder)
+    return 0
+
+
+# ---------------------------------------------------------------------- what all objectives share
+
+
+def _load(job: Replay) -> int:
+    """One policy for all modules, with the checkpoint's weights, and one reference; its step."""
+    wanted = job.rollout.ref_logprobs is None and any(module.needs_reference for _, module in job.modules)
+    host = next((m for _, m in job.modules if m.needs_reference == wanted), job.modules[0][1])
+    host.configure_model()
+    try:
+        saved = torch.load(job.checkpoint, map_location="cpu", weights_only=True)
+        weights = {name: t for name, t in saved["state_dict"].items() if name.startswith("policy.")}
+        step = int(saved["global_step"])
+    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
+        raise StorageError(f"{job.checkpoint} is no checkpoint of a run: {error}.") from error
+    # The same way that a resumed run takes: refuses another model's weights, and brings a reference that moved.
+    host.on_load_checkpoint({"state_dict": weights} | {k: saved[k] for k in ("reference",) if k in saved})
+    host.load_state_dict(weights, strict=False)
+    job.fabric._precision.convert_module(host)
+    host.to(job.fabric.device)
+    for _, module in job.modules:
+        module.policy, module.reference_policy = host.policy, host.reference_policy
+        module.fabric = job.fabric  # what asks for a world size and a device asks it here
+        module.to(job.fabric.device)
+        _as_saved(module, job)
+    return step
+
+
+def _as_saved(module: PolicyGradient, job: Replay) -> None:
+    """Log-probs that were taken with the rollout are never taken anew."""
+    rollout, device = job.rollout, job.fabric.device
+    old = _old_logprobs(rollout).to(device)
+    module.old_logprobs = lambda completions: old
+    if rollout.ref_logprobs is not None:
+        ref = rollout.ref_logprobs.to(device)
+        module.ref_logprobs = lambda completions: ref
+    module.plan = BatchPlan(
+        prompts_per_rollout=len(rollout.rows),
+        group_size=module.group_size,
+        minibatches=1,
+        iterations=1,
+        accumulate=rollout.micro_batches,
+        world_size=1,
+        split_groups=rollout.split_groups,
+    )
+
+
+def _old_logprobs(rollout: SavedRollout) -> Tensor:
+    return rollout.completions.sampler_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
+
+
+def _notes(job: Replay, step: int) -> list[str]:
+    rollout, notes = job.rollout, []
+    if step == rollout.step:
+        notes.append("policy and rollout are of the same step: every ratio is about 1, and nothing is clipped")
+    if step < rollout.step:
+        notes.append("the policy is older than the rollout: ratios say how it was before, not after, an update")
+    if rollout.old_logprobs is None:
+        notes.append("the run took no old log-probs: those that the generator reported stand for them")
+    if rollout.world_size > 1:
+        notes.append(f"the rows are those of rank 0: a share of 1/{rollout.world_size} of the rollout")
+    if any(module.groups is not None for _, module in job.modules):
+        notes.append("groups that an objective would replace by fresh ones are left out")
+    size = 4 * len(job.modules) * sum(p.numel() for p in _trained(job.modules[0][1].policy))
+    if size > _LARGE:
+        notes.append(f"the gradients took {size / (1 << 30):.1f} GiB of memory: name fewer losses to lower it")
+    return notes
+
+
+# ---------------------------------------------------------------------- one objective
+
+
+def _measure(name: str, module: PolicyGradient, job: Replay) -> tuple[Outcome, Tensor]:
+    """The outcome, and the gradient as one float32 vector on the CPU."""
+    devices = [job.fabric.device] if job.fabric.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(module.seed)  # dropout, where there is any, and random shares are the same for all
+        with job.fabric.autocast(), module.rollout_context():
+            rollout = _credited(module, job)
+        module.policy.train()
+        return _backward(name, module, rollout, job)
+
+
+def _credited(module: PolicyGradient, job: Replay) -> Rollout:
+    """The rollout with this objective's advantages."""
+    saved, device = job.rollout, job.fabric.device
+    completions = state.to_device_dataclass(saved.completions, device)
+    scores, kept = saved.scores, None
+    if module.groups is not None:
+        texts = module.tokenizer.batch_decode([ids[mask].tolist() for ids, mask in _prompts(saved)])
+        rows = PromptBatch(texts, [], {}, saved.rows, [0] * len(saved.rows), rollout=saved.number)
+        _, completions, scores, kept = module.groups(module, rows, completions, scores)
+    greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
+    rollout = module.advantages(completions, scores, kept=kept, greedy_rewards=greedy)
+    return dataclasses.replace(rollout, old_logprobs=_old_logprobs(saved).to(device))
+
+
+def _prompts(saved: SavedRollout) -> list[tuple[Tensor, Tensor]]:
+    group = len(saved) // len(saved.rows)
+    return list(zip(saved.completions.prompt_ids[::group], saved.completions.prompt_mask[::group]))
+
+
+def _backward(name: str, module: PolicyGradient, rollout: Rollout, job: Replay) -> tuple[Outcome, Tensor]:
+    plan, saved = module.plan, job.rollout
+    assert plan is not None
+    (counts,) = step_counts(rollout, plan, seed=module.seed, index=saved.number)
+    micros = [
+        module.of_step(micro_batch(rollout, plan, slot=slot, seed=module.seed, index=saved.number), counts)
+        for slot in range(plan.slots)
+    ]
+    with job.fabric.autocast():
+        step = look_ahead(module, micros) if module.needs_step and len(micros) > 1 else None
+    parameters = _trained(module.policy)
+    gradient = torch.zeros(sum(p.numel() for p in parameters))
+    averages, total = Averages(), 0.0
+    for micro in micros:
+        with job.fabric.autocast():
+            scores = module.token_scores(micro.completions, **module.score_terms)
+            scores.logprobs.retain_grad()
+            loss, metrics = policy_objective(module, micro, scores, totals_of(counts, plan), step)
+        loss.backward()
+        total += float(loss.detach())
+        _add_gradient(gradient, parameters)
+        averages.add(metrics | _of_tokens(micro, scores.logprobs.grad))
+    numbers = averages.reduce(job.fabric.device)
+    return Outcome(name, total, math.sqrt(_dot(gradient, gradient)), numbers), gradient
+
+
+def _of_tokens(micro: Rollout, gradient: Tensor | None) -> Metrics:
+    """The mean size of an advantage, and the share of loss tokens whose log-prob the objective does not move."""
+    mask, advantages = micro.loss_mask, micro.advantages
+    per_token = advantages if advantages.ndim == 2 else advantages[:, None].expand(mask.shape)
+    still = torch.ones_like(mask) if gradient is None else gradient == 0
+    return {
+        "advantage_size": (masked_sum(per_token.abs(), mask), mask.sum()),
+        "no_gradient": ((still & mask).sum(), mask.sum()),
+    }
+
+
+def _trained(policy: nn.Module) -> list[nn.Parameter]:
+    return [p for p in policy.parameters() if p.requires_grad]
+
+
+def _add_gradient(gradient: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+    """Add what stands in `.grad` to the vector, and clear it."""
+    start = 0
+    for p in parameters:
+        if p.grad is not None:
+            gradient[start : start + p.numel()] += p.grad.detach().float().flatten().cpu()
+            p.grad = None
+        start += p.numel()
+
+
+def _dot(one: Tensor, two: Tensor) -> float:
+    """In float64, a piece at a time: float32 sums over millions of entries lose digits."""
+    return sum(float(a.double() @ b.double()) for a, b in zip(one.split(_CHUNK), two.split(_CHUNK)))
+
+
+def _cosine(one: Tensor, two: Tensor) -> float:
+    """NaN where one of them is 0."""
+    sizes: Any = math.sqrt(_dot(one, one)) * math.sqrt(_dot(two, two))
+    return _dot(one, two) / sizes if sizes else math.nan

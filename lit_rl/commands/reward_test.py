@@ -1,0 +1,174 @@
+"""`task=reward_test`: what the configured reward says of a few rows of the configured data, and how long it takes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lit_rl.commands.train import Run
+from lit_rl.errors import ConfigError, DataError, in_range
+from lit_rl.rewards import Rewards, Scores, text_of
+from lit_rl.rollout import Message, PromptBatch
+
+_PROMPT, _COMPLETION = 40, 60
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A completion to score."""
+
+    row: int
+    """The row of the data that it answers."""
+    kind: str
+    text: str
+
+
+def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> int:
+    """Score a few completions of the first training rows and print the scores and the time. Loads no weights.
+
+    Each row gets its own `completion` column, if there is one, else its `answer`, plain and in a box; the answer of
+    another row; and an empty text. A function is called twice with all of them: the first call may load something.
+
+    Args:
+        run: Built by the command line.
+        rows: Rows of the data.
+        completions: A JSONL file of what to score instead, each line ``{"completion": text, "row": number}``; without
+            ``row`` the first line answers row 0, and so on.
+
+    Raises:
+        ConfigError: ``rows`` is below 1, or the file does not exist.
+        DataError: a line of the file cannot be used.
+        RewardError: as in training.
+    """
+    in_range("reward_test.rows", rows, low=1)
+    given = None if completions is None else _read(Path(completions).expanduser())
+    tokenizer, reward = run.module.tokenizer, run.module.reward_functions
+    data: Any = run.data
+    data.prepare(tokenizer, stage="predict")
+    reward.bind(data.columns)
+    batch = data.peek(rows if given is None else max(trial.row for trial in given) + 1)
+    trials = list(_trials(batch)) if given is None else given
+    if (beyond := max(trial.row for trial in trials)) >= len(batch):
+        raise DataError(f"{completions}: row {beyond} is asked for, and the data has {len(batch)} rows.")
+    inputs = _inputs(batch, trials, tokenizer)
+    scores, seconds = _score(reward, inputs)
+    if run.trainer.is_global_zero:
+        Console().print(_scores_table(batch, trials, scores))
+        Console().print(_times_table(scores, seconds, len(trials)))
+    return 0
+
+
+def _read(path: Path) -> list[Trial]:
+    if not path.is_file():
+        raise ConfigError(f"reward_test.completions={str(path)!r}: there is no such file.")
+    trials = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        where = f"{path}, line {number + 1}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where} is no JSON: {error}.") from error
+        text = entry.get("completion") if isinstance(entry, dict) else None
+        if not isinstance(text, str):
+            raise DataError(f'{where}: a line is {{"completion": text}}, and may hold "row": number; it is {line:.80}.')
+        row = entry.get("row", number)
+        if not isinstance(row, int) or row < 0:
+            raise DataError(f"{where}: row={row!r} must be the number of a row of the data, from 0 on.")
+        trials.append(Trial(row, "given", text))
+    if not trials:
+        raise DataError(f"{path} is empty: there is nothing to score.")
+    return trials
+
+
+def _trials(batch: PromptBatch) -> Iterator[Trial]:
+    """Right, wrong and empty completions of every row, as far as its columns tell them."""
+    answers = [None if a is None else str(a) for a in batch.columns.get("answer", [None] * len(batch))]
+    for row, answer in enumerate(answers):
+        own = batch.columns["completion"][row] if "completion" in batch.columns else None
+        if own is not None:
+            yield Trial(row, "completion", text_of(own))
+        elif answer is not None:
+            yield Trial(row, "answer", answer)
+            yield Trial(row, "boxed", f"\\boxed{{{answer}}}")
+        others = [other for other in answers if other not in (None, answer)]
+        yield Trial(row, "wrong", others[row % len(others)] or "" if others else "something else")
+        yield Trial(row, "empty", "")
+
+
+def _inputs(batch: PromptBatch, trials: Sequence[Trial], tokenizer: Any) -> dict[str, Any]:
+    """What `Rewards.score` takes, by its argument names."""
+    prompts = [batch.prompts[trial.row] for trial in trials]
+    completions: list[str | list[Message]] = [
+        trial.text if isinstance(prompt, str) else [{"role": "assistant", "content": trial.text}]
+        for prompt, trial in zip(prompts, trials, strict=True)
+    ]
+    ids = [tokenizer(trial.text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for trial in trials]
+    columns = {name: [values[trial.row] for trial in trials] for name, values in batch.columns.items()}
+    return {"prompts": prompts, "completions": completions, "columns": columns, "completion_ids": ids}
+
+
+def _score(reward: Rewards, inputs: dict[str, Any]) -> tuple[Scores, dict[str, tuple[float, float]]]:
+    """The scores of all functions, and the seconds that the first and the second call of each alone took."""
+    seconds = {}
+    for name in reward.names:
+        alone = copy.copy(reward)  # shares everything that a call loads or starts
+        alone.functions, alone.weights = {name: reward.functions[name]}, {name: 1.0}
+        alone._callers = {name: reward._callers[name]}
+        seconds[name] = _seconds(alone, inputs), _seconds(alone, inputs)
+    return reward.score(**inputs), seconds
+
+
+def _seconds(reward: Rewards, inputs: dict[str, Any]) -> float:
+    started = time.perf_counter()
+    reward.score(**inputs)
+    return time.perf_counter() - started
+
+
+def _scores_table(batch: PromptBatch, trials: Sequence[Trial], scores: Scores) -> Table:
+    table = Table(title="Scores", title_justify="left")
+    for name in ("row", "prompt", "kind", "completion"):
+        table.add_column(name)
+    for name in (*scores.names, "total"):
+        table.add_column(name, justify="right")
+    for name in scores.extras:
+        table.add_column(name)
+    for i, trial in enumerate(trials):
+        prompt = batch.prompts[trial.row]
+        question = prompt if isinstance(prompt, str) else text_of(prompt[-1:])
+        first = i == 0 or trials[i - 1].row != trial.row
+        numbers = [*scores.values[i].tolist(), scores.total[i].item()]
+        texts = _cut(question, _PROMPT) if first else "", trial.kind, _cut(trial.text, _COMPLETION)
+        extras = [Text(_cut(str(values[i]), _COMPLETION)) for values in scores.extras.values()]
+        table.add_row(str(trial.row) if first else "", *map(Text, texts), *map(_number, numbers), *extras)
+    return table
+
+
+def _times_table(scores: Scores, seconds: dict[str, tuple[float, float]], count: int) -> Table:
+    table = Table(title=f"Seconds for {count} completions", title_justify="left")
+    table.add_column("function")
+    for name in ("first call", "second call", "per 100 completions", "scored"):
+        table.add_column(name, justify="right")
+    for column, name in enumerate(scores.names):
+        first, second = seconds[name]
+        scored = int((~scores.values[:, column].isnan()).sum())
+        table.add_row(name, f"{first:.3f}", f"{second:.3f}", f"{100 * second / count:.3f}", f"{scored} of {count}")
+    return table
+
+
+def _cut(text: str, length: int) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[: length - 1]}…"
+
+
+def _number(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value:g}"
