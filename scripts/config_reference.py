@@ -23,13 +23,46 @@ CONF = ROOT / "conf"
 DOCUMENT = ROOT / "docs" / "configuration.md"
 MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand. -->\n"
 
-GROUPS = "algo algo/advantage algo/loss algo/kl algo/reduction model data reward reference sampling generator optimizer"
-GROUPS += " scheduler eval strategy logger callbacks experiment debug"
+
+def settings(name: str) -> Iterator[tuple[str, Any, str]]:
+    """`(parameter, default, meaning)` of what a schema names."""
+    path = {**schemas.TARGETS, **schemas.functions()}[name]
+    target = schemas._load(path)
+    meanings: dict[str, str] = {}
+    for described in reversed(target.__mro__ if isinstance(target, type) else [target]):
+        meanings |= arguments(inspect.cleandoc(described.__doc__ or ""))
+    for parameter, _ in schemas.parameters(target):
+        if name in schemas.functions() and parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        yield parameter.name, parameter.default, meanings.get(parameter.name, f"See `{path}`.")
+
+
+def arguments(docstring: str) -> dict[str, str]:
+    """The `Args:` section of a Google-style docstring."""
+    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", docstring, re.MULTILINE)
+    if section is None:
+        return {}
+    entries = re.split(r"^(\w+): ", textwrap.dedent(section[1]), flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2])}
+
+
+TERMS = [path.relative_to(CONF).as_posix() for path in sorted((CONF / "algo").rglob("*")) if path.is_dir()]
+"""The sub-groups of `algo`."""
+
+GROUPS = ["algo", *TERMS, "model", "data", "reward", "reference", "sampling", "generator", "optimizer", "scheduler"]
+GROUPS += ["eval", "strategy", "logger", "callbacks", "experiment", "debug"]
+
+
+def schemas_in(group: str) -> list[str]:
+    """The schemas that the files of a group take up, those that have settings."""
+    files = sorted((CONF / group).glob("*.yaml"))
+    names = [name for path in files for name in re.findall(r"/schemas/(\w+)@", path.read_text())]
+    return [name for name in dict.fromkeys(names) if any(settings(name))]
+
 
 KEYS = {
-    "algo": ["GRPO", "RLOO"],
-    "algo.loss": ["clipped_policy_loss", "sequence_clipped_loss"],
-    "algo.advantage": ["group_normalized", "batch_normalized"],
+    "algo": ["GRPO", "RLOO", "Reinforce", "PPO"],
+    **{term.replace("/", "."): schemas_in(term) for term in TERMS if schemas_in(term)},
     "model": ["LanguageModel"],
     "model.lora": ["Lora"],
     "data": ["RolloutDataModule"],
@@ -48,7 +81,9 @@ KEYS = {
 
 SLOTS = {
     **{name: name for name in ("model", "reward", "reference", "optimizer", "scheduler", "sampling", "generator")},
-    **{name: f"algo/{name}" for name in ("advantage", "loss", "kl", "reduction")},
+    **{term.removeprefix("algo/"): term for term in TERMS if term.count("/") == 1},
+    "ratio": "algo/loss/ratio",
+    "statistic": "algo/rejection/statistic",
     "evaluation": "eval",
     "lora": "model.lora",
     "task": "data.task",
@@ -65,7 +100,7 @@ DEPARTURES = [
 def tables() -> str:
     """Everything below the marker."""
     parts = [MARKER, "## The groups and their choices\n"]
-    parts += [f"{group_table(group)}\n" for group in GROUPS.split()]
+    parts += [f"{group_table(group)}\n" for group in GROUPS]
     parts += ["## Every key\n", "### Top level\n", f"{top_level()}\n"]
     for prefix, names in KEYS.items():
         parts += [f"### `{prefix}.*`\n", f"{key_table(prefix, names)}\n"]
@@ -111,26 +146,6 @@ def key_table(prefix: str, names: list[str]) -> str:
         text = cell(" ".join([meanings[0], *others]))
         lines.append(f"| `{prefix}.{key}` | {defaults(key, found)} | {text}{only} |")
     return "\n".join(lines)
-
-
-def settings(name: str) -> Iterator[tuple[str, Any, str]]:
-    """`(parameter, default, meaning)` of what a schema names."""
-    path = {**schemas.TARGETS, **schemas.FUNCTIONS}[name]
-    target = schemas._load(path)
-    meanings = arguments(inspect.getdoc(target) or "")
-    for parameter in inspect.signature(target).parameters.values():
-        if name in schemas.FUNCTIONS and parameter.kind is not parameter.KEYWORD_ONLY:
-            continue
-        yield parameter.name, parameter.default, meanings.get(parameter.name, f"See `{path}`.")
-
-
-def arguments(docstring: str) -> dict[str, str]:
-    """The `Args:` section of a Google-style docstring."""
-    section = re.search(r"^Args:\n((?:[ ]+.*\n?|\n)+)", docstring, re.MULTILINE)
-    if section is None:
-        return {}
-    entries = re.split(r"^(\w+): ", textwrap.dedent(section[1]), flags=re.MULTILINE)[1:]
-    return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2])}
 
 
 def defaults(key: str, found: list[tuple[str, Any, str]]) -> str:
