@@ -33,8 +33,8 @@ demo: setup  ## train the shipped policy on the CPU: two to three minutes
 
 test: lint test-core test-dist test-faults  ## everything that a change has to pass
 
-test-core: $(STAMPS)/dev  ## the tests that need one process
-	$(PYTEST) -m 'not dist and not faults and not slow' $(args)
+test-core: $(STAMPS)/dev  ## the tests that need one process, two at a time (args='-n 0' for one)
+	$(PYTEST) -n 2 -m 'not dist and not faults and not slow' $(args)
 
 test-dist: $(STAMPS)/dev  ## the tests that start several processes
 	$(PYTEST) -m 'dist and not slow' $(args)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lit_rl.algorithms.optimizers import AdamW, AdamW8bit, ByPath
-from lit_rl.algorithms.schedules import Constant, Cosine, Linear
+from lit_rl.algorithms.schedules import After, Constant, Cosine, Linear, by_group
 from lit_rl.errors import BackendError, ConfigError
 
 
@@ -41,6 +41,87 @@ def test_cosine_is_half_a_period():
 def test_a_schedule_that_ends_needs_an_end(schedule):
     with pytest.raises(ConfigError, match="trainer.max_steps"):
         rates(schedule, math.inf, 1)
+
+
+@pytest.mark.parametrize("schedule", [Constant(3), Linear(2, 0.1), Cosine(1, 0.2), After(3, Linear(2))])
+def test_the_factor_is_the_share_of_the_learning_rate(schedule):
+    assert rates(schedule, 8, 8) == pytest.approx([2.0 * schedule.factor(step, 8) for step in range(8)])
+
+
+def two_groups(*schedules, total=6):
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "name": name} for name in ("policy", "critic")]
+    groups[1]["lr"] = 0.5
+    optimizer = torch.optim.SGD(groups, lr=2.0)
+    return optimizer, by_group(optimizer, total, list(schedules))
+
+
+def test_each_group_has_its_own_schedule_and_learning_rate():
+    optimizer, scheduler = two_groups(Linear(), Constant(warmup_steps=2))
+    seen = []
+    for _ in range(3):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    assert seen == [pytest.approx(pair) for pair in ([2.0, 0.25], [2.0 * 5 / 6, 0.5], [2.0 * 4 / 6, 0.5])]
+
+
+def test_a_schedule_for_each_group_is_needed():
+    with pytest.raises(ValueError, match="2"):
+        two_groups(Linear())
+
+
+def test_after_is_the_inner_schedule_later():
+    inner = Linear(warmup_steps=2, final=0.5)
+    waits = After(3, inner)
+    assert [waits.factor(step, 9) for step in range(10)] == [0.0] * 3 + [inner.factor(step, 6) for step in range(7)]
+    assert After(0, inner).factor(2, 9) == inner.factor(2, 9)
+    assert After(2, Constant()).factor(5, math.inf) == 1.0
+    with pytest.raises(ConfigError, match="trainer.max_steps"):
+        After(2, inner).factor(5, math.inf)
+    with pytest.raises(ConfigError, match="out of range"):
+        After(-1, inner)
+
+
+def test_a_weight_waits_while_its_factor_is_zero():
+    """Also where weight decay or moments would move it: AdamW multiplies both by the learning rate."""
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    groups = [{"params": [weight], "name": name} for weight, name in zip(weights, ("policy", "critic"))]
+    optimizer = AdamW(lr=0.1, weight_decay=0.5)(groups)
+    scheduler = by_group(optimizer, 10, [After(2, Constant()), Constant()])
+    for step in range(3):
+        for weight in weights:
+            weight.grad = torch.ones(1)
+        assert bool(weights[0] == 1) and bool(weights[1] == 1) == (step == 0)
+        optimizer.step()
+        scheduler.step()
+    assert weights[0] != 1
+
+
+def test_a_restored_schedule_goes_on():
+    optimizer, scheduler = two_groups(Linear(), After(1, Cosine()))
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    saved = scheduler.state_dict()
+    assert saved["lr_lambdas"] == [None, None]  # nothing of ours has to be unpickled
+    _, again = two_groups(Linear(), After(1, Cosine()))
+    again.load_state_dict(saved)
+    assert again.get_last_lr() == scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize(
+    "factory", [AdamW(lr=0.1), ByPath("torch.optim.SGD", lr=0.1), ByPath("torch.optim.RMSprop", 0.1)]
+)
+def test_a_groups_own_learning_rate_beats_the_optimizers(factory):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    groups = [{"params": [weights[0]], "name": "policy"}, {"params": [weights[1]], "name": "critic", "lr": 0.01}]
+    optimizer = factory(groups)
+    assert [(group["name"], group["lr"]) for group in optimizer.param_groups] == [("policy", 0.1), ("critic", 0.01)]
+    for weight in weights:
+        weight.grad = torch.ones(1)
+    optimizer.step()
+    moved = [1 - weight.item() for weight in weights]
+    assert moved[0] == pytest.approx(10 * moved[1], rel=1e-3)
 
 
 def test_adamw_is_torchs():

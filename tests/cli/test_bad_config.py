@@ -63,8 +63,8 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("lora-and-adapter", ["model.lora.r=4", "model.adapter=x"], 2, ["model.lora", "model.adapter", "one of them"]),
     ("quantised", ["model.quantization=nf4"], 2, ["model.quantization=nf4", "model.lora"]),
     # truncated sampling and the importance ratio
-    ("top_p", ["sampling.top_p=0.9"], 2, ["sampling.top_p=0.9", "importance ratio", "eval.top_p"]),
-    ("top_k", ["sampling.top_k=20"], 2, ["sampling.top_k=20", "importance ratio"]),
+    ("penalty", ["sampling.repetition_penalty=1.2"], 2, ["sampling.repetition_penalty=1.2", "importance ratio"]),
+    ("min_new_tokens", ["sampling.min_new_tokens=2"], 2, ["sampling.min_new_tokens=2", "importance ratio"]),
     ("top_p-zero", ["sampling.top_p=0"], 2, ["sampling.top_p=0", "(0, 1]"]),
     ("top_k-negative", ["sampling.top_k=-5"], 2, ["sampling.top_k=-5", "[0, inf]"]),
     ("top_p-eval", ["eval.top_p=0", "eval.temperature=1"], 2, ["top_p=0", "(0, 1]"]),

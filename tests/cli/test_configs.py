@@ -21,7 +21,7 @@ from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.errors import BackendError
 from lit_rl.models import LanguageModel
-from lit_rl.ops import advantages, losses, reductions
+from lit_rl.ops import advantages, losses, ratios, reductions
 
 CONF = Path(lit_rl.__file__).parents[1] / "conf"
 FILES = sorted(
@@ -34,7 +34,21 @@ VALUES = {  # what has no default
     "model/local": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
     "reward/function": ["reward.fn=lit_rl.rewards:contains"],
-    "algo/loss/sequence_clipped": ["algo=rloo"],
+    "algo/advantage/gae": ["algo=ppo"],
+    "algo/critic/separate": ["algo=ppo"],
+    "algo/critic/shared_trunk": ["algo=ppo"],
+    "algo/critic/adapter": ["algo=ppo", "model.lora.r=2"],
+    **{f"algo/critic_scheduler/{name}": ["algo=ppo"] for name in ("same", "constant", "linear", "cosine")},
+    "algo/kl_control/adaptive": ["algo.beta=0.1"],
+    "algo/weight_norm/token": ["algo/correction=token_truncate"],
+    "algo/weight_norm/sequence": ["algo/correction=sequence_mask"],
+    "algo/rejection/statistic/k1": ["algo/rejection=sequence_mean", "algo.rejection.low=-0.1"],
+    "algo/rejection/statistic/k2": ["algo/rejection=sequence_mean"],
+    "algo/rejection/statistic/k3": ["algo/rejection=sequence_mean"],
+    "reference/path": ["reference.name=tiny"],
+    "reward/code": ["reward.functions.code_execution.allow_execution=true"],
+    "reward/remote": ["reward.functions.remote.urls=[https://h/x]"],
+    "reward/reward_model": ["reward.functions.reward_model.name=o/m"],
 }
 PACKAGES = {"strategy/deepspeed_2": "deepspeed", "strategy/deepspeed_3": "deepspeed", "logger/wandb": "wandb"}
 """What building needs beyond the package's own requirements."""
@@ -113,7 +127,8 @@ class TestPresets:
         module = build(composed("algo=rloo")["algo"])
         assert type(module) is RLOO
         assert module.advantage.func is advantages.leave_one_out
-        assert module.policy_loss.func is losses.sequence_clipped_loss
+        assert module.policy_loss.func is losses.clipped_policy_loss
+        assert module.policy_loss.keywords["ratio"].func is ratios.sequence_sum_ratio
 
     def test_the_command_line_beats_a_preset(self, composed):
         tree = composed("algo=dapo", "algo.loss.clip_high=0.25", "algo.mask_truncated=false")
@@ -230,7 +245,7 @@ def test_recipes_are_for_the_hub_unless_told_otherwise(composed):
     assert (tree["data"]["path"], tree["data"]["name"]) == ("openai/gsm8k", "main")
     assert (tree["data"]["split"], tree["data"]["val_split"]) == ("train", "test")
     assert tree["trainer"]["max_steps"] == -1 and tree["trainer"]["max_epochs"] == 3  # the additions' limit is theirs
-    assert composed("data=math")["reward"]["functions"].keys() == {"math_answer"}
+    assert composed("data=math")["reward"]["functions"].keys() == {"math_accuracy"}
 
 
 def test_a_tokenizer_alone_is_enough_to_look_at_the_data(composed, tmp_path):

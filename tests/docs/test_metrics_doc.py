@@ -15,6 +15,24 @@ Train = Callable[..., int]
 
 COMMON = ["data.prompts_per_rollout=2", "algo.group_size=2", "callbacks=none", "trainer.max_steps=3", "eval.limit=4"]
 
+TERMS = [
+    ["algo/correction=token_truncate", "algo/rejection=tokens", "algo.off_policy_threshold=1", "algo.loss.delta=2"],
+    ["algo/entropy=fixed", "algo/kl_control=adaptive", "algo.beta=0.1", "algo/groups=dynamic", "algo/replay=buffer"],
+    [
+        *("algo/groups=top", "algo.groups.keep=2", "reward=function", "reward.fn=lit_rl.rewards:exact_match"),
+        *("reward.on_error=0", "reward.cache=10"),
+    ],
+    ["algo=cispo", "algo.minibatches=1"],
+    ["algo=vespo", "algo.minibatches=1"],
+    ["algo=clip_cov", "algo.minibatches=1"],
+    ["algo=kl_cov", "algo.minibatches=1"],
+    [
+        *("algo=ppo", "algo.critic_lr=1e-4", "algo.iterations=1"),
+        *("algo.ptx_coef=0.1", "algo.ptx.path=rows.jsonl", "algo.ptx.text_key=prompt"),
+    ],
+]
+"""Settings that log something of their own."""
+
 
 def documented(root: Path) -> dict[str, re.Pattern[str]]:
     """The first column of every table, as patterns: `<fn>` stands for one part of a name."""
@@ -30,7 +48,7 @@ def logged(run_dir: Path) -> set[str]:
 
 @pytest.fixture
 def names(train: Train, cwd: Path) -> set[str]:
-    """What three small runs log: GRPO with KL, RLOO with a named validation set, and a test."""
+    """What small runs log: GRPO with KL, RLOO with a named validation set, a test, and every term of an objective."""
     rows = cwd / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(8)))
     own = ["data=jsonl", f"data.path={rows}", f"data.val_path={{easy: {rows}}}", "eval.group_size=2"]
@@ -38,16 +56,19 @@ def names(train: Train, cwd: Path) -> set[str]:
     assert train("algo.beta=0.01", "run_dir=grpo", *COMMON, *histograms) == 0
     assert train("algo=rloo", "run_dir=rloo", "logger=none", "eval.temperature=1", *COMMON, *own) == 0
     assert train("task=test", "run_dir=test", "logger=none", *COMMON) == 0
+    for number, terms in enumerate(TERMS):
+        assert train(*terms, f"run_dir=terms{number}", "logger=none", *COMMON) == 0, terms
     (tested,) = (cwd / "test").glob("test_*")
     (events,) = {path.parent for path in (cwd / "grpo").glob("events.*")}
     board = EventAccumulator(str(events))
     board.Reload()
-    found = logged(cwd / "grpo") | logged(cwd / "rloo") | logged(tested) | set(board.Tags()["histograms"])
+    found = set().union(*(logged(cwd / f"terms{number}") for number in range(len(TERMS))))
+    found |= logged(cwd / "grpo") | logged(cwd / "rloo") | logged(tested) | set(board.Tags()["histograms"])
     assert "val/easy/reward" in found and "test/reward" in found
     return {re.sub(r"^(val/easy|test)/", "val/", name) for name in found}
 
 
 def test_every_name_is_documented_and_every_documented_name_is_logged(names: set[str], root: Path) -> None:
     patterns = documented(root)
-    assert not {name for name in names if not any(p.fullmatch(name) for p in patterns.values())}
-    assert not {told for told, p in patterns.items() if not any(p.fullmatch(name) for name in names)}
+    assert sorted(name for name in names if not any(p.fullmatch(name) for p in patterns.values())) == []
+    assert {told for told, p in patterns.items() if not any(p.fullmatch(name) for name in names)} == set()

@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom, and again in the same kernel, and what it shows is true."""
+"""The notebooks run from top to bottom, the first one again in the same kernel, and what they show is true."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import copy
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
-
-"""What one pass may take on one thread."""
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,31 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def read(root: Path, name: str) -> nbformat.NotebookNode:
+    return nbformat.read(root / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
 @pytest.fixture(scope="module")
 def notebook(root: Path) -> nbformat.NotebookNode:
-    return nbformat.read(root / "notebooks" / "01_first_grpo.ipynb", as_version=4)
+    return read(root, "01_first_grpo")
 
 
 @pytest.fixture(scope="module")
-def passes(
-    kernel: Path, notebook: nbformat.NotebookNode, tmp_path_factory: pytest.TempPathFactory
-) -> list[tuple[list[nbformat.NotebookNode], float]]:
+def execute(kernel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[nbformat.NotebookNode], None]:
+    """`execute(notebook)` runs its cells in a kernel of its own; a cell that raises ends the test."""
+
+    def run(notebook: nbformat.NotebookNode) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("JUPYTER_PATH", str(kernel))
+            patch.setenv("JUPYTER_DATA_DIR", str(kernel))  # the user's own kernels come first otherwise
+            where = {"metadata": {"path": str(tmp_path_factory.mktemp("cwd"))}}
+            NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def passes(execute: Callable, notebook: nbformat.NotebookNode) -> list[list[nbformat.NotebookNode]]:
     """The cells of two passes in one kernel."""
     twice = copy.deepcopy(notebook)
     size = len(twice.cells)
@@ -49,17 +64,16 @@ def passes(
     for cell in again:
         cell["id"] = f"{cell['id']}-again"
     twice.cells += again
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_PATH", str(kernel))
-        patch.setenv("JUPYTER_DATA_DIR", str(kernel))  # the user's own kernels come first otherwise
-        client = NotebookClient(
-            twice,
-            timeout=600,
-            kernel_name="python3",
-            resources={"metadata": {"path": str(tmp_path_factory.mktemp("cwd"))}},
-        )
-        client.execute()
+    execute(twice)
     return [twice.cells[:size], twice.cells[size:]]
+
+
+@pytest.fixture(scope="module")
+def ppo(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
+    """The cells of the PPO notebook, run."""
+    notebook = read(root, "02_ppo_step_by_step")
+    execute(notebook)
+    return notebook.cells
 
 
 def printed(cells: list[nbformat.NotebookNode]) -> str:
@@ -77,11 +91,22 @@ def html(cells: list[nbformat.NotebookNode]) -> str:
     return "".join(output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {}))
 
 
-def test_is_committed_without_outputs(notebook: nbformat.NotebookNode) -> None:
+NAMES = ("01_first_grpo", "02_ppo_step_by_step")
+
+
+def test_every_notebook_is_tested(root: Path) -> None:
+    assert sorted(path.stem for path in (root / "notebooks").glob("*.ipynb")) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_committed_without_outputs(root: Path, name: str) -> None:
+    notebook = read(root, name)
     assert not [cell["id"] for cell in notebook.cells if cell.get("outputs") or cell.get("execution_count")]
 
 
-def test_uses_no_hydra(notebook: nbformat.NotebookNode) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_uses_no_hydra(root: Path, name: str) -> None:
+    notebook = read(root, name)
     code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     assert "hydra" not in code and "omegaconf" not in code and "lit_rl.cli" not in code
 
@@ -114,3 +139,32 @@ def test_shows_a_curve_and_a_coloured_table(passes: list) -> None:
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.get("outputs", []))
     table = html(cells)
     assert table.count("<tr style=") == 24 and "#1a7f37" in table and "#cf222e" in table
+
+
+class TestPPO:
+    def test_advantages_by_hand_are_those_of_the_library(self, ppo: list) -> None:
+        found = re.findall(r"largest difference\s+(\d\.\de[+-]\d+)", printed(ppo))
+        assert len(found) == 3 and all(float(number) < 1e-5 for number in found)
+
+    def test_one_step_by_hand_moves_policy_and_critic_the_right_way(self, ppo: list) -> None:
+        text = printed(ppo)
+        changes = [
+            tuple(map(float, re.search(rf"{what}: (-?\d+\.\d+) before, (-?\d+\.\d+) after", text).groups()))  # pyright: ignore
+            for what in ("good minus bad tokens", "error of the critic")
+        ]
+        (gap, wider), (error, smaller) = changes
+        assert wider > gap and smaller < error
+
+    def test_the_policy_and_the_critic_learn(self, ppo: list) -> None:
+        text = printed(ppo)
+        before, after = (float(re.search(rf"^{n}\s+(\d\.\d+)", text, re.M).group(1)) for n in ("before", "after"))  # pyright: ignore
+        assert after > before + 0.1
+        values = {name: float(value) for name, value in re.findall(r"(\w+) answers: value (\d\.\d+)", text)}
+        assert values["right"] > values["wrong"] + 0.05
+
+    def test_shows_curves_and_coloured_tables(self, ppo: list) -> None:
+        pictures = [
+            output for cell in ppo for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
+        ]
+        assert len(pictures) == 2
+        assert "#1a7f37" in html(ppo) and "#cf222e" in html(ppo)

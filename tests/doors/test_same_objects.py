@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
-from lit_rl.algorithms import GRPO, RLOO
+from lit_rl.algorithms import GRPO, PPO, RLOO
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.lightning_app import command_line
@@ -24,7 +24,7 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.rewards import exact_match
 
-ALGORITHMS = {"grpo": GRPO, "rloo": RLOO}
+ALGORITHMS = {"grpo": GRPO, "rloo": RLOO, "ppo": PPO}
 TRAINER = {
     "max_epochs": 3,
     "gradient_clip_val": 1.0,
@@ -103,7 +103,8 @@ def function(target: Callable, keywords: dict[str, Any]) -> dict[str, Any]:
     """A function and its keyword-only settings: one left at its default equals the default spelled out."""
     only = [p for p in inspect.signature(target).parameters.values() if p.kind is p.KEYWORD_ONLY]
     defaults = {p.name: p.default for p in only if p.default is not p.empty}
-    return {"function": f"{target.__module__}.{target.__qualname__}", **defaults, **keywords}
+    own = {name: settings(value) for name, value in {**defaults, **keywords}.items()}
+    return {"function": f"{target.__module__}.{target.__qualname__}", **own}
 
 
 def of_trainer(trainer: L.Trainer) -> dict[str, Any]:
@@ -156,8 +157,8 @@ def expected(algorithm: str) -> dict[str, Any]:
 def test_the_tree_reaches_every_setting(algorithm: str, expected: dict[str, Any]) -> None:
     """Every parameter of the constructors stands in the tree, so that none can differ unseen."""
     renamed = {"reward": "reward_functions", "loss": "policy_loss"}
-    parameters = inspect.signature(ALGORITHMS[algorithm]).parameters
-    assert {renamed.get(name, name) for name in parameters} <= expected["module"].keys()
+    names = [parameter.name for parameter, _ in schemas.parameters(ALGORITHMS[algorithm])]
+    assert {renamed.get(name, name) for name in names} <= expected["module"].keys()
     data = expected["data"] | expected["data"]["options"]
     covered_by = {"path": "sources", "split": "sources", "name": "sources", "val_path": "val_sources"}
     covered_by |= {"val_split": "val_sources"}

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, next_logits, responses, spell
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import logits_process as peer
@@ -20,6 +22,7 @@ from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation.base import Generator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.forward import score
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 ENGINES: dict[str, Callable[[], Any]] = {
@@ -71,7 +74,7 @@ def scored_rows(completions: Completions, prompts: Prompts) -> Iterator[tuple[li
 def same(ours: Completions, theirs: Completions, tolerance: float = 1e-4) -> None:
     for field in dataclasses.fields(Completions):
         left, right = getattr(ours, field.name), getattr(theirs, field.name)
-        if field.name == "sampler_logprobs":
+        if field.name in ("sampler_logprobs", "kept_logmass") and isinstance(left, Tensor):
             torch.testing.assert_close(left, right, atol=tolerance, rtol=0)
         elif isinstance(left, Tensor):
             assert torch.equal(left, right), field.name
@@ -81,6 +84,7 @@ def same(ours: Completions, theirs: Completions, tolerance: float = 1e-4) -> Non
 
 def test_engines_are_generators(engine: Any) -> None:
     assert isinstance(engine, Generator)
+    assert engine.reports_kept_mass is True
 
 
 def test_greedy_equals_argmax_without_cache_or_padding(engine: Any, policy: nn.Module) -> None:
@@ -181,6 +185,54 @@ def check_logprobs(engine: Any, policy: nn.Module, sampling: Sampling, processor
             logits = torch.cat([processor(torch.tensor([prompt + response[:t]]), logits[t : t + 1]) for t in steps])
         expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
         torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_kept_mass_leads_from_the_drawn_to_the_whole_distribution(engine: Any, qwen: nn.Module, name: str) -> None:
+    prompts = ask(group_size=8)  # rows end at different steps, so some leave the batch
+    out = run(engine, qwen, prompts, dataclasses.replace(DISTRIBUTIONS[name][0], max_new_tokens=12))
+    if name not in ("top_p", "top_k", "min_p"):
+        assert out.kept_logmass is None
+        return
+    mass, temperature = out.kept_logmass, DISTRIBUTIONS[name][0].temperature
+    assert mass is not None and mass.dtype == torch.float32
+    assert mass.shape == out.response_ids.shape
+    assert (mass[~out.response_mask] == 0).all()
+    assert (mass <= 0).all() and (mass < 0).any()
+    for row, (prompt, response, logprobs) in enumerate(scored_rows(out, prompts)):
+        whole = (all_logits(qwen, prompt, response) / temperature).log_softmax(-1)
+        expected = whole.gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(logprobs + mass[row, : len(response)], expected, atol=1e-4, rtol=0)
+
+
+def test_greedy_decoding_cuts_nothing(engine: Any, qwen: nn.Module) -> None:
+    out = run(engine, qwen, ask(), dataclasses.replace(GREEDY, top_p=0.5, top_k=3, min_p=0.2))
+    assert out.kept_logmass is None
+    same(out, run(engine, qwen, ask(), GREEDY), tolerance=0)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    temperature=st.floats(0.4, 2.5),
+    top_k=st.integers(0, 45),
+    top_p=st.one_of(st.just(1.0), st.floats(0.1, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 0.5)),
+)
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_training_scores_what_the_engine_drew_from(
+    name: str, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    """With equal weights both sides cut the same tokens and renormalise alike, and the whole softmax is in reach."""
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_new_tokens=6)
+    policy = shared("qwen2")
+    out = run(ENGINES[name](), policy, ask(group_size=2, seed=seed), sampling)
+    mask = out.response_mask
+    scores = score(policy, out, sampling)
+    torch.testing.assert_close(scores.logprobs[mask], out.sampler_logprobs[mask], atol=1e-5, rtol=1e-5)
+    if out.kept_logmass is not None:
+        whole = score(policy, out, dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)).logprobs[mask]
+        torch.testing.assert_close((out.sampler_logprobs + out.kept_logmass)[mask], whole, atol=1e-5, rtol=1e-5)
 
 
 def test_keys_make_the_samples(engine: Any, qwen: nn.Module) -> None:

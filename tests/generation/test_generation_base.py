@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import context_length, decode_batches, left_pad, rollout_mode
+from lit_rl.generation.base import context_length, rollout_mode
+from lit_rl.generation.batches import decode_batches, left_pad
 from lit_rl.generation.hf import HFGenerator, blank_generation_config
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import row_keys

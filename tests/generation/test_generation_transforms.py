@@ -12,9 +12,9 @@ from transformers.generation import logits_process as peer
 
 from lit_rl.generation import transforms
 from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.ops.transforms import temperature, top_k
 from lit_rl.rollout import Prompts, Sampling
 
-NO_IDS = torch.empty(0, dtype=torch.long)
 LARGEST = 1 - 2**-24
 seeds = st.integers(0, 2**31)
 
@@ -23,35 +23,6 @@ def random_logits(seed: int, rows: int = 4, vocabulary: int = 17) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(rows, vocabulary, generator=generator)
     return torch.where(torch.rand(rows, vocabulary, generator=generator) < 0.2, logits.round(), logits)  # some ties
-
-
-def equal_distributions(ours: Tensor, theirs: Tensor) -> None:
-    assert torch.equal(ours.isinf(), theirs.isinf())
-    torch.testing.assert_close(ours.softmax(-1), theirs.softmax(-1), rtol=1e-5, atol=1e-7)
-
-
-@given(seed=seeds, value=st.floats(0.05, 5))
-def test_temperature_equals_transformers(seed: int, value: float) -> None:
-    logits = random_logits(seed)
-    equal_distributions(transforms.temperature(logits, value), peer.TemperatureLogitsWarper(value)(NO_IDS, logits))
-
-
-@given(seed=seeds, k=st.integers(1, 30))
-def test_top_k_equals_transformers(seed: int, k: int) -> None:
-    logits = random_logits(seed)
-    equal_distributions(transforms.top_k(logits, k), peer.TopKLogitsWarper(k)(NO_IDS, logits))
-
-
-@given(seed=seeds, p=st.floats(0.01, 0.999))
-def test_top_p_equals_transformers(seed: int, p: float) -> None:
-    logits = random_logits(seed)
-    equal_distributions(transforms.top_p(logits, p), peer.TopPLogitsWarper(p)(NO_IDS, logits))
-
-
-@given(seed=seeds, p=st.floats(0.01, 1))
-def test_min_p_equals_transformers(seed: int, p: float) -> None:
-    logits = random_logits(seed)
-    equal_distributions(transforms.min_p(logits, p), peer.MinPLogitsWarper(p)(NO_IDS, logits))
 
 
 @given(seed=seeds, penalty=st.floats(0.5, 2))
@@ -63,54 +34,20 @@ def test_repetition_penalty_equals_transformers(seed: int, penalty: float) -> No
     torch.testing.assert_close(transforms.repetition_penalty(logits, seen, penalty), theirs)
 
 
-@given(
-    seed=seeds,
-    temperature=st.floats(0.3, 2),
-    k=st.integers(1, 17),
-    p=st.floats(0.2, 0.99),
-    min_p=st.floats(0.01, 0.5),
-)
-def test_chain_equals_transformers_in_its_order(seed: int, temperature: float, k: int, p: float, min_p: float) -> None:
-    logits = random_logits(seed)
-    sampling = Sampling(temperature=temperature, top_k=k, top_p=p, min_p=min_p)
-    theirs = logits
-    for processor in (
-        peer.TemperatureLogitsWarper(temperature),
-        peer.TopKLogitsWarper(k),
-        peer.TopPLogitsWarper(p),
-        peer.MinPLogitsWarper(min_p),
-    ):
-        theirs = processor(NO_IDS, theirs)
-    equal_distributions(transforms.reshape(logits, sampling), theirs)
-
-
-def test_the_hardest_settings_leave_the_likeliest_token() -> None:
-    logits = random_logits(3)
-    sampling = Sampling(temperature=1e-9, top_k=1, top_p=1e-9, min_p=1.0)
-    assert (transforms.reshape(logits, sampling).softmax(-1).amax(-1) > 0.3).all()
-    assert torch.equal(transforms.top_p(logits, 1e-9).isfinite().sum(-1), torch.ones(4))
-
-
-def test_transforms_that_are_off_leave_the_very_same_tensor() -> None:
-    logits = random_logits(0)
-    assert transforms.reshape(logits, Sampling()) is logits
-
-
-def test_transforms_edit_nothing() -> None:
-    logits = random_logits(1)
-    before = logits.clone()
-    transforms.reshape(logits, Sampling(temperature=0.5, top_k=5, top_p=0.8, min_p=0.1))
-    transforms.draw(logits, torch.rand(4))
-    transforms.greedy(logits)
-    assert torch.equal(logits, before)
-
-
 @pytest.mark.parametrize("value", [1e-6, 1e-30, 1e-40])
 def test_tiny_temperature_is_greedy_and_finite(value: float) -> None:
     logits = random_logits(2)
-    tokens, logprobs = transforms.draw(transforms.temperature(logits, value), torch.full((4,), LARGEST))
+    tokens, logprobs = transforms.draw(temperature(logits, value), torch.full((4,), LARGEST))
     assert torch.equal(logits.gather(1, tokens[:, None]), logits.amax(1, keepdim=True))
     assert logprobs.isfinite().all()
+
+
+def test_draws_edit_nothing() -> None:
+    logits = random_logits(1)
+    before = logits.clone()
+    transforms.draw(logits, torch.rand(4))
+    transforms.greedy(logits)
+    assert torch.equal(logits, before)
 
 
 def test_draw_by_hand() -> None:
@@ -125,7 +62,7 @@ def test_draw_by_hand() -> None:
 @settings(max_examples=200)
 @given(seed=seeds, kept=st.integers(1, 16), u=st.sampled_from([0.0, 2**-24, 0.5, LARGEST - 2**-24, LARGEST]))
 def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: float) -> None:
-    logits = transforms.top_k(random_logits(seed, rows=8, vocabulary=5000), kept)
+    logits = top_k(random_logits(seed, rows=8, vocabulary=5000), kept)
     tokens, logprobs = transforms.draw(logits, torch.full((8,), u))
     assert logits.gather(1, tokens[:, None]).isfinite().all()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
@@ -188,8 +125,38 @@ def test_kept_rows_keep_their_history_and_noise() -> None:
     rows = torch.tensor([1, 4])
     whole(logits, 0), part(logits, 0)
     part.keep(rows)
-    for ours, theirs in zip(part(logits[rows], 1), whole(logits, 1)):
-        assert torch.equal(ours, theirs[rows])
+    ours, theirs = part(logits[rows], 1), whole(logits, 1)
+    assert torch.equal(ours.tokens, theirs.tokens[rows])
+    assert torch.equal(ours.logprobs, theirs.logprobs[rows])
+
+
+truncated = {"top_k": st.integers(0, 17), "top_p": st.floats(0.2, 1), "min_p": st.floats(0, 0.5)}
+
+
+@given(seed=seeds, temperature=st.floats(0.3, 2), penalty=st.sampled_from([1.0, 1.3]), **truncated)
+def test_the_kept_mass_leads_from_the_drawn_to_the_whole_distribution(
+    seed: int, temperature: float, penalty: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    draw = sampler(Sampling(repetition_penalty=penalty, **settings), [[i, i + 1] for i in range(4)], [[1, 1]] * 4)
+    logits = random_logits(seed)
+    drawn = draw(logits, 0)
+    assert (drawn.kept_logmass is None) == (top_k == 0 and top_p == 1 and min_p == 0)
+    if penalty != 1:
+        seen = torch.zeros(4, 17, dtype=torch.bool)
+        seen[range(4), range(4)] = seen[range(4), range(1, 5)] = True
+        logits = transforms.repetition_penalty(logits, seen, penalty)
+    whole = (logits / temperature).log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]
+    mass = torch.zeros(4) if drawn.kept_logmass is None else drawn.kept_logmass
+    torch.testing.assert_close(drawn.logprobs + mass, whole, atol=1e-5, rtol=0)
+
+
+def test_greedy_is_not_truncated() -> None:
+    logits = random_logits(1)
+    free, cut = (sampler(Sampling(temperature=0, top_k=k), [[1]] * 4, [[1]] * 4)(logits, 0) for k in (0, 2))
+    assert cut.kept_logmass is None
+    assert torch.equal(cut.tokens, free.tokens)
+    assert torch.equal(cut.logprobs, free.logprobs)
 
 
 def test_min_new_tokens_holds_back_every_eos() -> None:

@@ -6,10 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.forward import token_logits, token_logprobs
-from lit_rl.rollout import trim
+from lit_rl.models.forward import score, token_logits, token_logprobs
+from lit_rl.ops.logprobs import logprobs_and_entropy
+from lit_rl.ops.transforms import Truncation
+from lit_rl.rollout import Sampling, trim
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
 RESPONSES = [[1, 2], [3, 4, 5, 258], [258]]
@@ -97,3 +101,125 @@ def test_extra_inputs_of_the_rows_reach_the_model(make_completions):
     completions = dataclasses.replace(make_completions([[5]], [[1, 2, 3]]), model_inputs={"pixels": torch.ones(1, 2)})
     token_logits(spy, completions)
     assert torch.equal(spy.seen["pixels"], torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 20, "top_p": 0.9, "min_p": 0.01}], ids=["whole", "truncated"])
+def test_scores_are_those_of_the_distribution_that_sampling_draws_from(
+    make_model, make_completions, cut, entropy_gradient
+):
+    policy = LanguageModel(str(make_model())).load()
+    completions = make_completions(PROMPTS, RESPONSES, left=1, right=1)
+    scores = score(policy, completions, Sampling(temperature=0.7, **cut), entropy_gradient=entropy_gradient)
+    wanted = logprobs_and_entropy(
+        token_logits(policy, completions), completions.response_ids, temperature=0.7, truncation=Truncation(**cut)
+    )
+    assert torch.equal(scores.logprobs, wanted[0])
+    assert torch.equal(scores.entropy, wanted[1])
+    assert scores.aux_loss is None
+    assert scores.logprobs.requires_grad
+    assert scores.entropy.requires_grad == entropy_gradient
+
+
+def test_settings_of_the_end_of_a_response_have_no_part_in_scores(make_model, make_completions):
+    policy = LanguageModel(str(make_model())).load()
+    completions = make_completions(PROMPTS, RESPONSES)
+    plain = score(policy, completions, Sampling())
+    other = score(policy, completions, Sampling(max_new_tokens=9, stop=("x",)))
+    assert torch.equal(plain.logprobs, other.logprobs)
+
+
+# ------------------------------------------------------------------ mixtures of experts
+
+MIXTURE = dict(
+    vocab_size=264,
+    hidden_size=32,
+    intermediate_size=48,
+    moe_intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    num_experts=4,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+    initializer_range=0.3,
+)
+MIXTURES = {
+    "mixtral": (MixtralConfig, {}),
+    "qwen2_moe": (Qwen2MoeConfig, {"shared_expert_intermediate_size": 48}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16}),
+    "olmoe": (OlmoeConfig, {}),
+    "gpt_oss": (GptOssConfig, {"head_dim": 16}),
+}
+
+
+def mixture(kind: str):
+    config, extra = MIXTURES[kind]
+    torch.manual_seed(0)
+    ids = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    settings = {name: value for name, value in MIXTURE.items() if hasattr(config(), name)}
+    return AutoModelForCausalLM.from_config(config(**settings, **extra, **ids))
+
+
+def router_gradients(policy) -> list[torch.Tensor]:
+    routers = [p for name, p in policy.named_parameters() if name.endswith((".gate.weight", ".router.weight"))]
+    assert len(routers) == 2, "one for each layer"
+    return [p.grad for p in routers]
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_routers_loss_is_the_same_with_padding_and_trains_the_routers(make_completions, kind):
+    policy = mixture(kind)
+    losses = []
+    for left, right in ((0, 0), (4, 3)):
+        completions = make_completions(PROMPTS[:1], RESPONSES[:1], left=left, right=right)
+        scores = score(policy, completions, Sampling(), router_aux=True)
+        assert torch.equal(scores.logprobs, score(policy, completions, Sampling()).logprobs)
+        losses.append(scores.aux_loss)
+    assert losses[0].shape == () and losses[0].isfinite() and losses[0] > 0
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    losses[1].backward()
+    assert all(gradient is not None and gradient.abs().max() > 0 for gradient in router_gradients(policy))
+
+
+def test_the_routers_loss_of_even_routers_is_the_number_of_experts_per_token(make_completions):
+    """E * sum_e f_e P_e with equal P_e = 1 / E, and f_e that sum to the experts of a token."""
+    policy = mixture("mixtral")
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if name.endswith(".gate.weight"):
+                parameter.zero_()
+    scores = score(policy, make_completions(PROMPTS, RESPONSES, left=2), Sampling(), router_aux=True)
+    assert scores.aux_loss.item() == pytest.approx(2.0)
+
+
+def test_gradient_checkpointing_leaves_the_routers_gradient_as_it_is(make_completions):
+    policy = mixture("qwen2_moe").train()
+    completions, found = make_completions(PROMPTS, RESPONSES), []
+    for checkpointing in (False, True):
+        if checkpointing:
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        policy.zero_grad()
+        scores = score(policy, completions, Sampling(), router_aux=True)
+        (scores.aux_loss + scores.logprobs[completions.response_mask].sum()).backward()
+        found.append([gradient.clone() for gradient in router_gradients(policy)])
+    for plain, checkpointed in zip(*found):
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_the_routers_loss_under_an_adapter(make_completions):
+    from peft import LoraConfig, get_peft_model
+
+    policy = mixture("mixtral")
+    completions = make_completions(PROMPTS, RESPONSES)
+    wanted = score(policy, completions, Sampling(), router_aux=True).aux_loss
+    adapted = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"]))
+    torch.testing.assert_close(score(adapted, completions, Sampling(), router_aux=True).aux_loss, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dense_model_has_no_routers_loss(make_model, make_completions, kind):
+    policy = LanguageModel(str(make_model(kind))).load()
+    with pytest.raises(ConfigError, match=rf"algo\.router_aux_loss_coef.*{type(policy).__name__}.*Set it to 0"):
+        score(policy, make_completions(PROMPTS, RESPONSES), Sampling(), router_aux=True)

@@ -2,9 +2,15 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.generation import logits_process as peer
 
 from lit_rl.ops import logprobs as module
-from lit_rl.ops.logprobs import gather_logprobs, logprobs_and_entropy
+from lit_rl.ops.logprobs import gather_logprobs, logprobs_and_entropy, logprobs_and_entropy_with_gradient
+from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+
+CUT = Truncation(top_k=7, top_p=0.9, min_p=0.02)
 
 
 @pytest.fixture
@@ -62,7 +68,13 @@ def test_bfloat16_logits_are_scored_in_float32(batch):
     torch.testing.assert_close(half.grad.double(), exact.grad, atol=1e-2, rtol=1e-2)
 
 
-def test_no_float32_tensor_of_the_size_of_the_logits(monkeypatch):
+def both(logits, ids, **settings):
+    return sum(logprobs_and_entropy_with_gradient(logits, ids, **settings))
+
+
+@pytest.mark.parametrize("function", [gather_logprobs, both])
+@pytest.mark.parametrize("truncation", [NO_TRUNCATION, CUT])
+def test_no_float32_tensor_of_the_size_of_the_logits(monkeypatch, function, truncation):
     """Forward and backward: the largest float32 tensor in flight is one block."""
     monkeypatch.setattr(module, "CPU_BLOCK", 64)
     largest = 0
@@ -79,7 +91,8 @@ def test_no_float32_tensor_of_the_size_of_the_logits(monkeypatch):
     logits = torch.randn(4, 8, 16).bfloat16().requires_grad_()
     ids = torch.zeros(4, 8, dtype=torch.long)
     with Watch():
-        gather_logprobs(logits, ids).sum().backward()
+        function(logits, ids, truncation=truncation).sum().backward()
+    # 32 numbers are the results themselves.
     assert 32 <= largest <= 64
 
 
@@ -139,3 +152,181 @@ def test_temperature_must_be_above_zero(batch, temperature):
 
 def test_no_rows():
     assert gather_logprobs(torch.zeros(0, 4, 7), torch.zeros(0, 4, dtype=torch.long)).shape == (0, 4)
+
+
+# ------------------------------------------------------------------ entropy with gradient
+
+
+def entropy_of(logits, temperature):
+    """The definition, in float64, over the finite logits."""
+    log_softmax = (logits.double() / temperature).log_softmax(-1)
+    return -(log_softmax.exp() * log_softmax.masked_fill(log_softmax == -math.inf, 0.0)).sum(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 2.5])
+@pytest.mark.parametrize("numbers", [1, 20, 60, 2**22], ids=lambda n: f"blocks of {n}")
+def test_gradient_of_both_is_that_of_the_definition(batch, temperature, numbers, monkeypatch):
+    monkeypatch.setattr(module, "CPU_BLOCK", numbers)
+    logits, ids, weights = batch
+    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    logprobs, entropy = logprobs_and_entropy_with_gradient(ours, ids, temperature=temperature)
+    expected = entropy_of(exact, temperature)
+    torch.testing.assert_close(entropy.double(), expected, atol=1e-6, rtol=1e-6)
+    (logprobs * weights + entropy * weights.flip(0)).sum().backward()
+    (plain(exact, ids, temperature) * weights + expected * weights.flip(0)).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-6, rtol=1e-6)
+
+
+def test_gradient_of_the_entropy_alone_by_hand():
+    logits = torch.tensor([[[0.0, math.log(3.0)]]], requires_grad=True)
+    _, entropy = logprobs_and_entropy_with_gradient(logits, torch.tensor([[0]]))
+    entropy.sum().backward()
+    # -p (log p + H): p = (1/4, 3/4), and log p_1 + H = log p_1 - p_1 log p_1 - p_2 log p_2 = -(3/4) log 3.
+    expected = 3 / 16 * math.log(3)
+    torch.testing.assert_close(logits.grad, torch.tensor([[[expected, -expected]]]))
+
+
+def test_a_uniform_distribution_is_where_entropy_is_highest():
+    logits = torch.zeros(1, 2, 9, requires_grad=True)
+    _, entropy = logprobs_and_entropy_with_gradient(logits, torch.tensor([[3, 4]]))
+    entropy.sum().backward()
+    assert logits.grad.abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("truncation", [NO_TRUNCATION, CUT])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_every_function_gives_the_same_bits(batch, temperature, truncation):
+    logits, ids, _ = batch
+    settings = {"temperature": temperature, "truncation": truncation}
+    logprobs, entropy = logprobs_and_entropy(logits, ids, **settings)
+    with_gradient = logprobs_and_entropy_with_gradient(logits.clone().requires_grad_(), ids, **settings)
+    assert torch.equal(gather_logprobs(logits, ids, **settings), logprobs)
+    assert torch.equal(gather_logprobs(logits.clone().requires_grad_(), ids, **settings), logprobs)
+    assert torch.equal(with_gradient[0], logprobs)
+    assert torch.equal(with_gradient[1], entropy)
+    assert with_gradient[1].requires_grad
+
+
+def test_the_gradient_of_log_probs_does_not_depend_on_who_asks_for_entropy(batch):
+    logits, ids, weights = batch
+    gradients = []
+    for function in (gather_logprobs, lambda *args: logprobs_and_entropy_with_gradient(*args)[0]):
+        leaf = logits.clone().requires_grad_()
+        (function(leaf, ids) * weights).sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-6)
+
+
+def test_excluded_tokens_have_no_gradient_however_large_the_weight():
+    logits = torch.tensor([[[0.0, 1.0, -math.inf]]], requires_grad=True)
+    _, entropy = logprobs_and_entropy_with_gradient(logits, torch.tensor([[0]]), temperature=0.1)
+    (1e30 * entropy).sum().backward()
+    assert logits.grad.isfinite().all()
+    assert logits.grad[0, 0, 2] == 0
+    torch.testing.assert_close(logits.grad[0, 0, 1], -logits.grad[0, 0, 0])
+    assert logits.grad[0, 0, 0] > 0
+
+
+# ------------------------------------------------------------------ truncation
+
+
+def kept_by_transformers(logits, ids, temperature, truncation):
+    """Bool `(b, t, v)`: what the peer's processors keep, and the scored token."""
+    flat = logits.flatten(0, 1) / temperature
+    if truncation.top_k:
+        flat = peer.TopKLogitsWarper(truncation.top_k)(None, flat)
+    if truncation.top_p < 1:
+        flat = peer.TopPLogitsWarper(truncation.top_p)(None, flat)
+    if truncation.min_p > 0:
+        flat = peer.MinPLogitsWarper(truncation.min_p)(None, flat)
+    return flat.isfinite().view_as(logits).scatter(-1, ids.unsqueeze(-1), True)
+
+
+truncations = st.builds(
+    Truncation,
+    top_k=st.integers(0, 12),
+    top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.01, 0.5)),
+)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    temperature=st.floats(0.4, 2.5),
+    truncation=truncations,
+    numbers=st.sampled_from([1, 160, 2**22]),
+)
+def test_truncated_values_and_gradients_are_those_of_the_definition(seed, temperature, truncation, numbers):
+    """Any combination, any block size, and tokens that truncation would have cut off."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(2, 4, 11, generator=generator)
+    ids = torch.randint(11, (2, 4), generator=generator)
+    weights = torch.randn(2, 2, 4, generator=generator)
+    kept = kept_by_transformers(logits, ids, temperature, truncation)
+    settings = {"temperature": temperature, "truncation": truncation}
+    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CPU_BLOCK", numbers)
+        logprobs, entropy = logprobs_and_entropy_with_gradient(ours, ids, **settings)
+        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
+    masked = exact.masked_fill(~kept, -math.inf)
+    expected = plain(masked, ids, temperature), entropy_of(masked, temperature)
+    torch.testing.assert_close(logprobs.double(), expected[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(entropy.double(), expected[1], atol=1e-5, rtol=1e-5)
+    (expected[0] * weights[0] + expected[1] * weights[1]).sum().backward()
+    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
+    assert (ours.grad[~kept] == 0).all()
+
+
+def test_truncation_by_hand():
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = probs.log().expand(1, 3, 4).clone().requires_grad_()
+    got = gather_logprobs(logits, torch.tensor([[0, 1, 3]]), truncation=Truncation(top_k=2))
+    # The third token is not among the two likeliest: it joins them.
+    expected = torch.tensor([[0.5 / 0.8, 0.3 / 0.8, 0.05 / 0.85]])
+    torch.testing.assert_close(got.exp(), expected)
+    got.sum().backward()
+    rows = [[1 - 5 / 8, -3 / 8, 0, 0], [-5 / 8, 1 - 3 / 8, 0, 0], [-50 / 85, -30 / 85, 0, 1 - 5 / 85]]
+    torch.testing.assert_close(logits.grad, torch.tensor([rows]))
+
+
+def test_what_cuts_nothing_changes_nothing(batch):
+    logits, ids, _ = batch
+    cut = gather_logprobs(logits, ids, temperature=0.7, truncation=Truncation(top_k=11))
+    torch.testing.assert_close(cut, gather_logprobs(logits, ids, temperature=0.7), atol=1e-6, rtol=1e-6)
+
+
+def test_the_only_token_that_is_kept_is_certain(batch):
+    logits, _, _ = batch
+    leaf = logits.clone().requires_grad_()
+    logprobs, entropy = logprobs_and_entropy_with_gradient(leaf, logits.argmax(-1), truncation=Truncation(top_k=1))
+    assert (logprobs == 0).all() and (entropy == 0).all()
+    (logprobs + entropy).sum().backward()
+    assert (leaf.grad == 0).all()
+
+
+@given(seed=st.integers(0, 2**31), truncation=truncations)
+def test_the_backward_pass_has_the_set_of_the_forward_pass_where_logits_tie(seed, truncation):
+    """Half-precision logits are full of ties, and top-p cuts between equals."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-2, 3, (2, 4, 11), generator=generator).float()
+    ids = torch.randint(11, (2, 4), generator=generator)
+    leaf = logits.clone().requires_grad_()
+    logprobs = gather_logprobs(leaf, ids, truncation=truncation)
+    logprobs.sum().backward()
+    kept = truncation(logits).scatter(-1, ids.unsqueeze(-1), logits.gather(-1, ids.unsqueeze(-1)))
+    expected = -kept.softmax(-1)
+    expected.scatter_add_(-1, ids.unsqueeze(-1), torch.ones(2, 4, 1))
+    torch.testing.assert_close(leaf.grad, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_truncated_bfloat16(batch):
+    logits, ids, weights = batch
+    half = logits.bfloat16().requires_grad_()
+    got = gather_logprobs(half, ids, truncation=CUT)
+    single = half.detach().float().requires_grad_()
+    expected = gather_logprobs(single, ids, truncation=CUT)
+    assert torch.equal(got, expected)
+    (got * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert torch.equal(half.grad, single.grad.bfloat16())

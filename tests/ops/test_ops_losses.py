@@ -1,105 +1,103 @@
+"""What every policy loss must do, whatever its formula. Values by hand: test_ops_losses_by_hand.py."""
+
+import inspect
 import math
+from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.ops.losses import clipped_policy_loss, sequence_clipped_loss
+from lit_rl.ops import losses
+from lit_rl.ops.losses import (
+    cispo_loss,
+    cispo_two_sided_loss,
+    clip_cov_loss,
+    clipped_policy_loss,
+    cpgd_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
+    gmpo_loss,
+    importance_weighted_loss,
+    kl_cov_loss,
+    prime_rl_ipo_loss,
+    prime_rl_loss,
+    reinforce_loss,
+    sapo_loss,
+    up_grpo_loss,
+    vespo_loss,
+)
+from lit_rl.ops.ratios import sequence_mean_ratio, sequence_sum_ratio, sequence_token_ratio, token_ratio
+from lit_rl.ops.reductions import StepTotals, sequence_mean, token_mean
+from lit_rl.ops.step import Highest, Lowest, StepTokens
 
-reproducible = settings(derandomize=True, deadline=None)
-LOSSES = [clipped_policy_loss, sequence_clipped_loss]
-every_loss = pytest.mark.parametrize("loss", LOSSES)
-
-
-def one_token(ratio, advantage, **settings):
-    """Loss and gradient by the log-prob of a single token whose ratio is given."""
-    logprobs = torch.tensor([[math.log(ratio) - 1.0]], requires_grad=True)
-    old = torch.tensor([[-1.0]])
-    loss, _ = clipped_policy_loss(logprobs, old, torch.tensor([advantage]), torch.tensor([[True]]), **settings)
-    loss.sum().backward()
-    return loss.item(), logprobs.grad.item()
+RATIOS = {
+    "token": token_ratio,
+    "sequence_mean": sequence_mean_ratio,
+    "sequence_sum": sequence_sum_ratio,
+    "sequence_token": sequence_token_ratio,
+}
+WITH_RATIO = [clipped_policy_loss, cispo_loss, cispo_two_sided_loss, sapo_loss, importance_weighted_loss]
+PLAIN = [
+    *WITH_RATIO,
+    cpgd_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
+    gmpo_loss,
+    prime_rl_ipo_loss,
+    prime_rl_loss,
+    reinforce_loss,
+    up_grpo_loss,
+    vespo_loss,
+]
+LOSSES = {
+    **{loss.__name__: loss for loss in PLAIN},
+    **{
+        f"{loss.__name__}/{level}": partial(loss, ratio=ratio)
+        for loss in WITH_RATIO
+        for level, ratio in RATIOS.items()
+        if level != "token"
+    },
+    "clipped_policy_loss/delta": partial(clipped_policy_loss, delta=1.3),
+    # Shares that a batch of fourteen tokens can show. With share 1 every token of the band goes: nothing is random.
+    "clip_cov_loss": partial(clip_cov_loss, share=1.0, band=(0.05, 5.0)),
+    "kl_cov_loss": partial(kl_cov_loss, share=0.2),
+}
+every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 
 
 @pytest.fixture
 def batch():
+    """Four rows of 6, 4, 1 and 3 tokens; ratios on both sides of every range, both signs of the advantage."""
     generator = torch.Generator().manual_seed(3)
-    old = -3 * torch.rand(4, 6, generator=generator)
-    logprobs = (old + 0.4 * torch.randn(4, 6, generator=generator)).requires_grad_()
+    old = -0.05 - 3 * torch.rand(4, 6, generator=generator)
+    logprobs = (old + 0.4 * torch.randn(4, 6, generator=generator)).clamp(max=-0.01).requires_grad_()
     advantages = torch.tensor([1.0, -2.0, 0.5, -0.25])
     mask = torch.arange(6) < torch.tensor([6, 4, 1, 3]).unsqueeze(1)
     return logprobs, old, advantages, mask
 
 
-@pytest.mark.parametrize("advantage", [-1.5, 2.0])
-def test_at_ratio_one_value_is_minus_the_advantage_and_gradient_that_of_reinforce(advantage):
-    assert one_token(1.0, advantage) == pytest.approx((-advantage, -advantage))
+def run(loss, logprobs, old, advantages, mask, **more):
+    """Losses, metrics and the gradient of their sum; every random choice is made alike."""
+    torch.manual_seed(0)
+    now = logprobs.detach().clone().requires_grad_()
+    out, metrics = loss(now, old, advantages, mask, **more)
+    (grad,) = torch.autograd.grad(out.sum(), now)
+    return out.detach(), metrics, grad
 
 
-@every_loss
-def test_gradient_at_ratio_one_equals_reinforce(loss, batch):
-    logprobs, _, advantages, mask = batch
-    out, _ = loss(logprobs, logprobs.detach().clone(), advantages, mask)
-    (ours,) = torch.autograd.grad(out.sum(), logprobs)
-    reinforce = -(advantages.unsqueeze(1) * logprobs * mask).sum()
-    (expected,) = torch.autograd.grad(reinforce, logprobs)
-    torch.testing.assert_close(ours, expected)
+def values(metric):
+    return (metric.value,) if isinstance(metric, Highest | Lowest) else metric
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "slope"),
-    [
-        (1.5, 1.0, -1.2, 0.0),  # above the range, good token: stop
-        (1.5, -1.0, 1.5, 1.5),  # above the range, bad token: push it down, however far it went
-        (0.5, -1.0, 0.8, 0.0),  # below the range, bad token: stop
-        (0.5, 1.0, -0.5, -0.5),  # below the range, good token: push it up
-        (1.1, 1.0, -1.1, -1.1),  # inside: the plain ratio
-        (0.9, -1.0, 0.9, 0.9),
-    ],
-)
-def test_clip_acts_on_the_right_side_only(ratio, advantage, value, slope):
-    assert one_token(ratio, advantage) == pytest.approx((value, slope), rel=1e-5)
-
-
-def test_upper_bound_has_its_own_setting():
-    assert one_token(1.25, 1.0) == pytest.approx((-1.2, 0.0))
-    assert one_token(1.25, 1.0, clip_high=0.28) == pytest.approx((-1.25, -1.25))
-    assert one_token(0.75, -1.0, clip_high=0.28) == pytest.approx((0.8, 0.0))
-    assert one_token(1.35, 1.0, clip_low=0.4) == pytest.approx((-1.35, -1.35)), "clip_high follows clip_low"
-
-
-def test_delta_bounds_only_what_the_clip_leaves_open():
-    assert one_token(5.0, -1.0) == pytest.approx((5.0, 5.0))
-    assert one_token(5.0, -1.0, delta=3.0) == pytest.approx((3.0, 0.0))
-    assert one_token(2.5, -1.0, delta=3.0) == pytest.approx((2.5, 2.5))
-    for ratio in (0.5, 1.1, 5.0):
-        assert one_token(ratio, 1.0, delta=3.0) == one_token(ratio, 1.0)
-    # As in TRL the clipped term keeps the whole ratio, so a delta inside the clip range does not bound a bad token.
-    assert one_token(1.5, -1.0, clip_high=0.9, delta=1.2) == pytest.approx((1.5, 1.5))
-
-
-@reproducible
-@given(st.floats(0.05, 20), st.floats(-3, 3))
-def test_never_less_than_the_plain_surrogate(ratio, advantage):
-    """Clipping makes the objective pessimistic: a lower bound of r A."""
-    value, _ = one_token(ratio, advantage)
-    assert value >= -ratio * advantage - 1e-4 * max(1.0, abs(ratio * advantage))
-
-
-def test_sequence_ratio_is_the_product_over_loss_tokens(batch):
-    logprobs, old, advantages, mask = batch
-    out, _ = sequence_clipped_loss(logprobs, old, advantages, mask, clip_low=1.0, clip_high=1e9)
-    product = torch.stack([(logprobs - old).exp()[i][mask[i]].prod() for i in range(4)])
-    torch.testing.assert_close(out, -product * advantages)
-
-
-def test_a_response_of_one_token_is_the_same_in_both_losses():
-    old, mask = torch.tensor([[-1.0], [-1.0], [-1.0]]), torch.ones(3, 1, dtype=torch.bool)
-    logprobs, advantages = torch.tensor([[-0.5], [-1.1], [-2.0]]), torch.tensor([1.0, -1.0, -1.0])
-    by_token, token_metrics = clipped_policy_loss(logprobs, old, advantages, mask, clip_high=0.3)
-    by_row, row_metrics = sequence_clipped_loss(logprobs, old, advantages, mask, clip_high=0.3)
-    torch.testing.assert_close(by_token[:, 0], by_row)
-    torch.testing.assert_close(token_metrics, row_metrics)
+def test_the_table_is_complete():
+    public = {name for name, value in vars(losses).items() if inspect.isfunction(value)}
+    assert (
+        public
+        == {getattr(loss, "func", loss).__name__ for loss in LOSSES.values()}
+        == {*losses.__all__} - {"MAX_LOG_RATIO"}
+    )
 
 
 @every_loss
@@ -108,93 +106,360 @@ def test_masked_positions_do_not_matter(loss, batch, bad):
     logprobs, old, advantages, mask = batch
     mask = mask.clone()
     mask[3] = False  # a whole row, as for a truncated response
-    clean, clean_metrics = loss(logprobs, old, advantages, mask)
-    (clean_grad,) = torch.autograd.grad(clean.sum(), logprobs)
-    for spoiled in ("logprobs", "old", "advantages"):
-        now = logprobs.detach().clone()
-        then, weights = old.clone(), advantages.clone()
-        if spoiled == "logprobs":
-            now[~mask] = bad
-        elif spoiled == "old":
-            then[~mask] = bad
-        else:
-            weights[3] = bad
-        now.requires_grad_()
-        dirty, metrics = loss(now, then, weights, mask)
-        assert torch.equal(dirty, clean), spoiled
-        torch.testing.assert_close(metrics, clean_metrics, rtol=0, atol=0)
-        (grad,) = torch.autograd.grad(dirty.sum(), now)
-        assert torch.equal(grad, clean_grad), spoiled
+    advantages = advantages.unsqueeze(1).repeat(1, 6)
+    clean = run(loss, logprobs, old, advantages, mask)
+    for spoiled in range(3):
+        inputs = [x.detach().clone() for x in (logprobs, old, advantages)]
+        inputs[spoiled][~mask] = bad
+        dirty = run(loss, *inputs, mask)
+        assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[2], clean[2]), spoiled
+        for name, metric in clean[1].items():
+            assert all(torch.equal(*pair) for pair in zip(values(dirty[1][name]), values(metric))), name
+    assert clean[0][~mask].eq(0).all() and clean[2][~mask].eq(0).all()
+
+
+@every_loss
+def test_the_advantage_of_a_masked_row_may_be_nan(loss, batch):
+    logprobs, old, advantages, mask = batch
+    mask = mask.clone()
+    mask[3] = False
+    clean = run(loss, logprobs, old, advantages, mask)
+    advantages = advantages.clone()
+    advantages[3] = math.nan
+    dirty = run(loss, logprobs, old, advantages, mask)
+    assert torch.equal(dirty[0], clean[0]) and torch.equal(dirty[2], clean[2])
+
+
+@every_loss
+def test_rows_may_come_in_any_order(loss, batch):
+    order = torch.tensor([2, 0, 3, 1])
+    out, metrics, grad = run(loss, *batch)
+    moved, moved_metrics, moved_grad = run(loss, *(x[order] for x in batch))
+    torch.testing.assert_close(moved, out[order])
+    torch.testing.assert_close(moved_grad, grad[order])
+    for name, metric in metrics.items():
+        torch.testing.assert_close(values(moved_metrics[name]), values(metric))
+
+
+@every_loss
+def test_one_advantage_a_row_is_the_same_one_for_each_token(loss, batch):
+    logprobs, old, advantages, mask = batch
+    by_row = run(loss, logprobs, old, advantages, mask)
+    by_token = run(loss, logprobs, old, advantages.unsqueeze(1).repeat(1, 6), mask)
+    assert torch.equal(by_row[0], by_token[0]) and torch.equal(by_row[2], by_token[2])
+
+
+AT_RATIO_ONE = {
+    name: loss
+    for name, loss in LOSSES.items()
+    # The random drop of Clip-Cov acts here too: test_clip_cov_without_its_drop_is_the_clipped_loss.
+    if name != "clip_cov_loss"
+    # A row's tokens carry as many gradients of the row's sum: test_sequence_sum_of_a_row_mean_is_reinforce. CISPO takes
+    # its gradient from the log-prob, whatever the level of the weight.
+    and (not name.endswith("/sequence_sum") or "cispo" in name)
+}
+
+
+@pytest.mark.parametrize("loss", AT_RATIO_ONE.values(), ids=AT_RATIO_ONE.keys())
+def test_at_ratio_one_the_gradient_is_that_of_reinforce(loss, batch):
+    logprobs, _, advantages, mask = batch
+    _, metrics, grad = run(loss, logprobs, logprobs.detach().clone(), advantages, mask)
+    torch.testing.assert_close(grad, -advantages.unsqueeze(1) * mask)
+    assert metrics["ratio_mean"][0] == metrics["ratio_mean"][1] == 14 and metrics["approx_kl"][0] == 0
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [loss for loss in PLAIN if loss not in (gmpo_loss,)] + [LOSSES["kl_cov_loss"]],
+    ids=lambda loss: getattr(loss, "func", loss).__name__,
+)
+def test_at_ratio_one_each_token_follows_its_own_advantage(loss, batch):
+    """Not GMPO and not the sequence levels: there a token's log-prob moves the losses of its whole row."""
+    logprobs, _, _, mask = batch
+    advantages = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    _, _, grad = run(loss, logprobs, logprobs.detach().clone(), advantages, mask)
+    torch.testing.assert_close(grad, -advantages * mask)
+
+
+def test_gspo_token_follows_the_advantage_of_each_token(batch):
+    logprobs, _, _, mask = batch
+    advantages = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    loss = LOSSES["clipped_policy_loss/sequence_token"]
+    _, _, grad = run(loss, logprobs, logprobs.detach().clone(), advantages, mask)
+    torch.testing.assert_close(grad, -advantages * mask)
+
+
+@pytest.mark.parametrize("loss", [clipped_policy_loss, sapo_loss, importance_weighted_loss])
+def test_sequence_sum_of_a_row_mean_is_reinforce(loss, batch):
+    """RLOO: the mean over rows of ``-r A`` has the gradient of ``-A sum_t lp``, at ratio 1."""
+    logprobs, _, advantages, mask = batch
+    out, _ = loss(logprobs, logprobs.detach().clone(), advantages, mask, ratio=sequence_sum_ratio)
+    (grad,) = torch.autograd.grad(sequence_mean(out, mask, StepTotals.of(mask)), logprobs)
+    torch.testing.assert_close(grad, -advantages.unsqueeze(1) * mask / 4)
 
 
 @every_loss
 def test_all_masked_gives_zero_attached_to_the_graph(loss, batch):
     logprobs, old, advantages, mask = batch
-    out, metrics = loss(logprobs, old, advantages, torch.zeros_like(mask))
-    assert out.eq(0).all()
-    (grad,) = torch.autograd.grad(out.sum(), logprobs)
-    assert grad.eq(0).all()
-    assert all(numerator.item() == denominator.item() == 0 for numerator, denominator in metrics.values())
+    out, metrics, grad = run(loss, logprobs, old, advantages, torch.zeros_like(mask))
+    assert out.eq(0).all() and grad.eq(0).all()
+    for metric in metrics.values():
+        if isinstance(metric, Lowest | Highest):
+            assert metric.value.item() == (math.inf if isinstance(metric, Lowest) else -math.inf)
+        else:
+            assert metric[0].item() == metric[1].item() == 0
 
 
 @every_loss
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
-@pytest.mark.parametrize("gap", [-500.0, 500.0])
-def test_a_huge_ratio_stays_finite(loss, advantage, gap):
-    logprobs = torch.tensor([[gap, 0.0]], requires_grad=True)
-    out, metrics = loss(logprobs, torch.zeros(1, 2), torch.tensor([advantage]), torch.tensor([[True, True]]))
-    out.sum().backward()
-    assert out.isfinite().all() and logprobs.grad.isfinite().all()
-    assert all(numerator.isfinite() for numerator, _ in metrics.values())
+@pytest.mark.parametrize(("now", "then"), [(-1.0, -1001.0), (-1001.0, -1.0), (0.0, -1000.0), (-1000.0, 0.0)])
+def test_a_log_ratio_of_a_thousand_stays_finite(loss, advantage, now, then):
+    logprobs, old = torch.tensor([[now, -0.5]]), torch.tensor([[then, -0.5]])
+    out, metrics, grad = run(loss, logprobs, old, torch.tensor([advantage]), torch.ones(1, 2, dtype=torch.bool))
+    assert out.isfinite().all() and grad.isfinite().all()
+    assert all(value.isfinite() for metric in metrics.values() for value in values(metric))
 
 
 @every_loss
-def test_half_precision_logprobs_give_a_float32_ratio(loss, batch):
+def test_half_precision_logprobs_give_a_float32_loss(loss, batch):
     logprobs, old, advantages, mask = batch
     half, half_old = logprobs.detach().bfloat16(), old.bfloat16()
-    ours, _ = loss(half, half_old, advantages, mask)
+    ours = run(loss, half, half_old, advantages, mask)[0]
     assert ours.dtype == torch.float32
-    assert torch.equal(ours, loss(half.float(), half_old.float(), advantages, mask)[0])
-
-
-def test_metrics_by_hand():
-    """Five tokens: two clipped above (one good, one bad), two below (one good, one bad), one inside; one masked."""
-    ratios = torch.tensor([[1.5, 0.5, 1.0], [1.5, 0.5, 9.0]])
-    mask = torch.tensor([[True, True, True], [True, True, False]])
-    logprobs, old, advantages = ratios.log().requires_grad_(), torch.zeros(2, 3), torch.tensor([1.0, -1.0])
-    _, metrics = clipped_policy_loss(logprobs, old, advantages, mask)
-    means = {name: (numerator / denominator).item() for name, (numerator, denominator) in metrics.items()}
-    kl = sum(r - 1 - math.log(r) for r in (1.5, 0.5, 1.0, 1.5, 0.5)) / 5
-    assert means == pytest.approx(
-        {
-            "clip_ratio/low_mean": 1 / 5,
-            "clip_ratio/high_mean": 1 / 5,
-            "clip_ratio/region_mean": 2 / 5,
-            "ratio_mean": 1.0,
-            "approx_kl": kl,
-        }
-    )
-    assert not any(part.requires_grad for pair in metrics.values() for part in pair)
-    _, wider = clipped_policy_loss(logprobs, old, advantages, mask, clip_high=0.6)
-    assert wider["clip_ratio/high_mean"][0] == 0 and wider["clip_ratio/low_mean"][0] == 1
-
-
-def test_row_metrics_count_rows_with_loss_tokens():
-    logs = torch.tensor([[0.5, 0.5], [0.0, 0.0], [3.0, 3.0]])
-    mask = torch.tensor([[True, True], [True, True], [False, False]])
-    _, metrics = sequence_clipped_loss(logs, torch.zeros(3, 2), torch.ones(3), mask)
-    high, rows = metrics["clip_ratio/high_mean"]
-    assert (high.item(), rows.item()) == (1, 2)
-    assert metrics["ratio_mean"][0].item() == pytest.approx(math.e + 1)
+    assert torch.equal(ours, run(loss, half.float(), half_old.float(), advantages, mask)[0])
 
 
 @every_loss
-def test_metrics_sum_over_micro_batches(loss, batch):
+def test_micro_batches_make_the_same_losses_and_metrics(loss, batch):
+    """Numerators and denominators sum, extremes are extremes of extremes; what is of the step is told by ``step``."""
     logprobs, old, advantages, mask = batch
-    _, whole = loss(logprobs, old, advantages, mask)
-    halves = [
-        loss(logprobs[rows], old[rows], advantages[rows], mask[rows])[1] for rows in (slice(0, 1), slice(1, None))
-    ]
-    for name, (numerator, denominator) in whole.items():
-        torch.testing.assert_close(sum(half[name][0] for half in halves), numerator)
-        torch.testing.assert_close(sum(half[name][1] for half in halves), denominator)
+    step = StepTokens.of(mask, logprobs=logprobs, advantages=advantages)
+    more = {"step": step} if "step" in inspect.signature(loss).parameters else {}
+    whole, whole_metrics, whole_grad = run(loss, *batch)
+    parts = [run(loss, *(x[rows] for x in batch), **more) for rows in (slice(0, 1), slice(1, None))]
+    torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole)
+    torch.testing.assert_close(torch.cat([part[2] for part in parts]), whole_grad)
+    for name, metric in whole_metrics.items():
+        pieces = [torch.stack(values(part[1][name])) for part in parts]
+        expected = torch.stack(values(metric))
+        combined = sum(pieces)
+        if isinstance(metric, Highest):
+            combined = torch.maximum(*pieces)
+        elif isinstance(metric, Lowest):
+            combined = torch.minimum(*pieces)
+        torch.testing.assert_close(combined, expected)
+
+
+@every_loss
+def test_metrics_carry_no_graph(loss, batch):
+    metrics = loss(*batch)[1]
+    assert {"ratio_mean", "approx_kl"} <= metrics.keys()
+    assert not any(value.requires_grad or value.ndim for metric in metrics.values() for value in values(metric))
+
+
+SMOOTH = {name: loss for name, loss in LOSSES.items() if "cispo" not in name and "/sequence_token" not in name}
+for stop_gradient in ("vespo_loss", "dppo_tv_loss", "dppo_kl_loss", "up_grpo_loss"):
+    del SMOOTH[stop_gradient]
+
+
+@pytest.mark.parametrize("loss", SMOOTH.values(), ids=SMOOTH.keys())
+def test_the_gradient_is_the_slope_of_the_value(loss, batch):
+    """By central differences, where nothing is held constant. Kinks are far enough from this batch."""
+    logprobs, old, advantages, mask = batch
+    *_, grad = run(loss, *batch)
+    step, width = StepTokens.of(mask, logprobs=logprobs, advantages=advantages), 2e-3
+    more = {"step": step} if "step" in inspect.signature(loss).parameters else {}
+    for i, t in mask.nonzero().tolist():
+        moved = torch.zeros_like(old)
+        moved[i, t] = width
+        above, below = (run(loss, logprobs + d, old, advantages, mask, **more)[0].double() for d in (moved, -moved))
+        slope = (above - below).sum().item() / (2 * width)
+        assert grad[i, t].item() == pytest.approx(slope, abs=4e-3, rel=4e-3), (i, t)
+
+
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        (clipped_policy_loss, 0.79, 1.21),
+        (partial(clipped_policy_loss, clip_high=0.28), 0.79, 1.29),
+        (partial(clip_cov_loss, band=(1e9, 2e9)), 0.79, 1.21),
+        (gmpo_loss, math.exp(-0.41), math.exp(0.41)),
+        (cpgd_loss, 0.79, 1.21),
+        (up_grpo_loss, 0.79, None),
+        # A probability of 0.5 that moves by 0.2; a binary KL of 0.05 lies at 0.5 -+ 0.15.
+        (dppo_tv_loss, 0.58, 1.42),
+        (partial(dppo_tv_loss, threshold_high=0.1), 0.58, 1.22),
+        (dppo_kl_loss, 0.68, 1.32),
+        (partial(prime_rl_loss, kl_tau=0.0), 0.58, 1.42),
+        (partial(prime_rl_ipo_loss, kl_tau=0.0), 0.78, 1.22),
+    ],
+)
+def test_beyond_its_bound_a_token_has_no_gradient(loss, low, high):
+    """Two tokens, so that one that stands still shows that the other only has stopped."""
+
+    def slope(ratio, advantage):
+        now = torch.tensor([[0.5 * ratio, 0.5]]).log().requires_grad_()
+        old, mask = torch.tensor([[0.5, 0.5]]).log(), torch.ones(1, 2, dtype=torch.bool)
+        out, _ = loss(now, old, torch.tensor([advantage]), mask)
+        (grad,) = torch.autograd.grad(out.sum(), now)
+        assert grad[0, 1] != 0
+        return grad[0, 0].item()
+
+    assert slope(low, -1.0) == 0 and slope(low + 0.05, -1.0) > 0
+    if high is not None:
+        assert slope(high, 1.0) == 0 and slope(high - 0.05, 1.0) < 0
+    if "ipo" not in str(loss):
+        assert slope(low, 1.0) < 0 and slope(1.4, -1.0) > 0, "the way back is open"
+
+
+@given(st.floats(0.05, 20), st.floats(-3, 3), st.sampled_from([None, 3.0]))
+def test_the_clip_is_never_less_than_the_plain_surrogate(ratio, advantage, delta):
+    """Clipping makes the objective pessimistic: a lower bound of r A. The dual clip bounds the loss by delta |A|."""
+    logprobs, mask = torch.tensor([[math.log(ratio)]]), torch.tensor([[True]])
+    out, _ = clipped_policy_loss(logprobs, torch.zeros(1, 1), torch.tensor([advantage]), mask, delta=delta)
+    value, slack = out.item(), 1e-4 * max(1.0, abs(ratio * advantage))
+    if delta is None:
+        assert value >= -ratio * advantage - slack
+    elif advantage < 0:
+        assert value <= delta * abs(advantage) + slack
+
+
+def test_the_weight_of_cispo_stays_where_a_clip_would_drop_the_token(batch):
+    logprobs, _, advantages, mask = batch
+    old = logprobs.detach() - 1.0  # every ratio is e
+    *_, grad = run(partial(cispo_loss, cap=2.0), logprobs, old, advantages, mask)
+    torch.testing.assert_close(grad, -2.0 * advantages.unsqueeze(1) * mask)
+
+
+def test_the_gradient_of_sapo_fades_on_both_sides():
+    ratios = torch.tensor([[0.05, 0.3, 1.0, 2.0, 4.0, 8.0]])
+    gate = {}
+    for sign in (1.0, -1.0):
+        *_, grad = run(sapo_loss, ratios.log(), torch.zeros(1, 6), torch.tensor([sign]), torch.ones(1, 6).bool())
+        gate[sign] = -sign * (grad / ratios)[0]  # the slope by the ratio itself
+        assert gate[sign].argmax() == 2 and gate[sign][2] == pytest.approx(1)
+        assert (gate[sign][:3].diff() > 0).all() and (gate[sign][2:].diff() < 0).all()
+    assert (gate[-1.0][3:] < gate[1.0][3:]).all(), "negative gradients fade sooner"
+
+
+def test_vespo_takes_in_the_weights_of_the_engine_mismatch(batch):
+    """phi of w = r u: weights u that undo the ratio give phi = 1, and outside the mask they do not count."""
+    logprobs, old, advantages, mask = batch
+    weights = (old - logprobs.detach()).exp().masked_fill(~mask, math.nan)
+    _, metrics, grad = run(vespo_loss, logprobs, old, advantages, mask, weights=weights)
+    torch.testing.assert_close(grad, -advantages.unsqueeze(1) * mask, rtol=1e-5, atol=1e-5)
+    assert metrics["vespo/phi_seq_mean"][0].item() == pytest.approx(4)
+    dropped = run(vespo_loss, logprobs, old, advantages, mask, weights=torch.zeros_like(weights))
+    assert dropped[2].abs().max() < 1e-6, "a weight of 0, as of a masked token, closes the whole row"
+
+
+def test_clip_cov_without_its_drop_is_the_clipped_loss(batch):
+    ours = run(partial(clip_cov_loss, band=(1e9, 2e9)), *batch)
+    theirs = run(clipped_policy_loss, *batch)
+    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[2], theirs[2])
+    assert ours[1].pop("clip_cov/share")[0] == 0 and ours[1].keys() == theirs[1].keys()
+
+
+def test_clip_cov_drops_its_share_on_average_however_the_step_is_cut():
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -3 * torch.rand(16, 64, generator=generator)
+    advantages, mask = torch.randn(16, generator=generator), torch.ones(16, 64, dtype=torch.bool)
+    step = StepTokens.of(mask, logprobs=logprobs, advantages=advantages)
+    loss = partial(clip_cov_loss, share=0.02, band=(0.1, 5.0), step=step)
+    torch.manual_seed(0)
+
+    def dropped(rows):
+        parts = [loss(logprobs[at], logprobs[at], advantages[at], mask[at]) for at in torch.arange(16).split(rows)]
+        return sum(part[1]["clip_cov/share"][0].item() for part in parts)
+
+    for rows in (16, 2):
+        assert sum(dropped(rows) for _ in range(60)) / 60 == pytest.approx(int(0.02 * 1024), rel=0.1)
+
+
+def test_kl_cov_takes_the_top_of_the_step_and_not_of_the_micro_batch(batch):
+    logprobs, old, advantages, mask = batch
+    step = StepTokens.of(mask, logprobs=logprobs.detach() * (1 + 1e-6), advantages=advantages)  # of another pass
+    for share, count in ((0.01, 1), (0.15, 2), (0.5, 7), (1.0, 14)):
+        loss = partial(kl_cov_loss, share=share)
+        whole = run(loss, *batch)
+        assert whole[1]["kl_cov/share"] == (count, 14)
+        parts = [run(loss, *(x[rows] for x in batch), step=step) for rows in (slice(0, 2), slice(2, 4))]
+        torch.testing.assert_close(torch.cat([part[0] for part in parts]), whole[0])
+        alone = [run(loss, *(x[rows] for x in batch)) for rows in (slice(0, 2), slice(2, 4))]
+        assert count in (1, 14) or not torch.equal(torch.cat([part[0] for part in alone]), whole[0])
+
+
+def test_a_sequence_level_gives_every_token_the_value_of_its_row(batch):
+    """So that the mean over rows of row means is the mean over rows, and GMPO is what its paper averages."""
+    logprobs, old, advantages, mask = batch
+    for loss in (gmpo_loss, *(LOSSES[f"clipped_policy_loss/sequence_{level}"] for level in ("mean", "sum"))):
+        out = run(loss, *batch)[0]
+        rows = out[:, 0]
+        assert torch.equal(out, rows.unsqueeze(1) * mask)
+        torch.testing.assert_close(sequence_mean(out, mask, StepTotals.of(mask)), rows.mean())
+
+
+def test_a_response_of_one_token_has_the_same_ratio_at_every_level():
+    old, mask = torch.full((3, 1), -1.0), torch.ones(3, 1, dtype=torch.bool)
+    logprobs, advantages = torch.tensor([[-0.5], [-1.1], [-2.0]]), torch.tensor([1.0, -1.0, -1.0])
+    for loss in WITH_RATIO:
+        first = run(loss, logprobs, old, advantages, mask)
+        for ratio in RATIOS.values():
+            other = run(partial(loss, ratio=ratio), logprobs, old, advantages, mask)
+            torch.testing.assert_close(other[0], first[0])
+            torch.testing.assert_close(other[2], first[2])
+
+
+def test_gmpo_with_a_wide_clip_is_the_unclipped_sequence_mean(batch):
+    wide = run(partial(gmpo_loss, clip_low=50.0), *batch)
+    plain = run(partial(importance_weighted_loss, ratio=sequence_mean_ratio), *batch)
+    torch.testing.assert_close(wide[0], plain[0])
+    torch.testing.assert_close(wide[2], plain[2])
+
+
+def test_luspo_weighs_rows_with_their_lengths(batch):
+    from lit_rl.ops.reductions import sequence_total
+
+    logprobs, old, advantages, mask = batch
+    out = run(LOSSES["clipped_policy_loss/sequence_mean"], *batch)[0]
+    expected = sum(out[i, 0] * mask[i].sum() for i in range(4)) / 4
+    torch.testing.assert_close(sequence_total(out, mask, StepTotals.of(mask)), expected)
+
+
+def test_up_grpo_is_reinforce_on_one_side_and_the_dual_clip_on_the_other(batch):
+    logprobs, old, advantages, mask = batch
+    loss = partial(up_grpo_loss, delta=1.3)
+    out, metrics, grad = run(loss, *batch)
+    dual = run(LOSSES["clipped_policy_loss/delta"], *batch)
+    good = (advantages > 0).unsqueeze(1) & mask
+    bad = (advantages < 0).unsqueeze(1) & mask
+    torch.testing.assert_close(grad[good], -advantages.unsqueeze(1).expand_as(mask)[good])
+    assert torch.equal(out[bad], dual[0][bad]) and torch.equal(grad[bad], dual[2][bad])
+    assert metrics["clip_ratio/high_mean"][0] == 0
+    torch.testing.assert_close(metrics["clip_ratio/delta_mean"], dual[1]["clip_ratio/delta_mean"])
+    assert "clip_ratio/delta_mean" not in run(partial(up_grpo_loss, delta=None), *batch)[1]
+
+
+def test_prime_rl_pulls_dropped_tokens_back():
+    """The squared log ratio acts where the policy gradient is gone, and beyond the cut of the ratio."""
+    for now, then in ((0.8, 0.4), (0.1, 0.5)):
+        logprobs, old = torch.tensor([[now]]).log(), torch.tensor([[then]]).log()
+        advantage, mask = torch.tensor([1.0 if now > then else -1.0]), torch.tensor([[True]])
+        for loss in (prime_rl_loss, prime_rl_ipo_loss):
+            *_, grad = run(partial(loss, kl_tau=0.5), logprobs, old, advantage, mask)
+            assert grad.item() == pytest.approx(math.log(now / then))
+    *_, grad = run(
+        partial(prime_rl_loss, kl_tau=0.5), torch.tensor([[-1.0]]), torch.tensor([[-41.0]]), -advantage, mask
+    )
+    assert grad.item() == pytest.approx(40)
+
+
+def test_a_loss_reduced_over_tokens_is_what_the_module_minimises(batch):
+    """The whole way: loss, reduction, gradient of parameters that all tokens share."""
+    _, old, advantages, mask = batch
+    features = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(5))
+    for name, loss in LOSSES.items():
+        weight = torch.zeros(3, requires_grad=True)
+        out, _ = loss(old + features @ weight, old, advantages, mask)
+        (grad,) = torch.autograd.grad(token_mean(out, mask, StepTotals.of(mask)), weight)
+        assert grad.isfinite().all() and grad.abs().sum() > 0, name

@@ -1,41 +1,89 @@
-"""Every shipped conf/reward/*.yaml builds, binds and scores; the peer's own rewards run unchanged."""
+"""Every shipped conf/reward/*.yaml composes, builds, binds and scores; the peer's own rewards run unchanged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hydra.utils import instantiate
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from trl.rewards.format_rewards import think_format_reward
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
-from lit_rl.rewards import RegexFormat, Rewards
+from lit_rl.cli import schemas
+from lit_rl.cli.build import build
+from lit_rl.errors import ConfigError
+from lit_rl.rewards import RegexFormat, RemoteReward, RewardModel, Rewards
 
 FOLDER = Path(__file__).parents[2] / "conf" / "reward"
 GOOD = r"<think>20 + 22</think><answer>\boxed{42}</answer>"
-EXPECTED = {  # for the completions "42" and GOOD
+EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with room for ten
     "exact_match": [1.0, 0.0],
     "contains": [1.0, 1.0],
     "regex_format": [0.0, 1.0],
+    "reasoning_format": [0.0, 1.0],
     "length": [1.0, 1.0],
-    "math": [1.0, 1.0],
+    "math": [0.0, 1.0],
+    "math_answer": [1.0, 1.0],
     "combined": [1.0, 1.1],
     "function": [1.0, 1.0],
+    "soft_overlong": [0.0, -1.0],
+    "cosine_length": [0.5 + 0.25 * (1 + 0.8090169943749475), 0.5],
+    "repetition": [0.0, -8 / 9],
+    "code": [0.0, 0.0],
+    "recipes": [1.0, 1.1],
 }
+ASKS_ELSEWHERE = {"reward_model": RewardModel, "remote": RemoteReward}
+VALUES = {
+    "function": ["reward.fn=[lit_rl.rewards:math_answer,lit_rl.rewards:contains]", "reward.weights=[0.75,0.25]"],
+    "code": ["reward.functions.code_execution.allow_execution=true"],
+    "reward_model": ["reward.functions.reward_model.name=owner/model"],
+    "remote": ["reward.functions.remote.urls=[https://rewards.example/score]"],
+}
+COLUMNS = {"answer": ["42", "42"], "source": ["sums", "word_problems"], "tests": ["assert True", "assert True"]}
 
 
+@pytest.fixture
+def reward() -> Iterator[Callable[..., Rewards]]:
+    """`reward("math")` is what `train.py reward=math` builds."""
+    schemas.register()
+    GlobalHydra.instance().clear()
+
+    def made(name: str, *overrides: str) -> Rewards:
+        config = compose("config", [f"reward={name}", "sampling.max_new_tokens=10", *overrides])
+        return build(OmegaConf.to_container(config.reward, resolve=True))
+
+    with initialize_config_module("lit_rl.conf", version_base="1.3"):
+        yield made
+    GlobalHydra.instance().clear()
+
+
+@pytest.mark.filterwarnings("ignore:CodeExecution")
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
-def test_every_shipped_reward_builds_and_scores(name):
-    config = OmegaConf.load(FOLDER / f"{name}.yaml")
-    if name == "function":
-        config.fn = ["lit_rl.rewards:math_answer", "lit_rl.rewards:contains"]
-        config.weights = [0.75, 0.25]
-    rewards = instantiate(config)
+def test_every_shipped_reward_builds_and_scores(reward, name):
+    rewards = reward(name, *VALUES.get(name, []))
     assert isinstance(rewards, Rewards)
-    rewards.bind(["answer"])
-    scores = rewards.score(["20+22="] * 2, ["42", GOOD], {"answer": ["42", "42"]})
+    rewards.bind(list(COLUMNS))
+    if name in ASKS_ELSEWHERE:
+        assert {type(function) for function in rewards.functions.values()} == {ASKS_ELSEWHERE[name]}
+        return
+    ids = [[1, 2], [7] * 11]
+    scores = rewards.score(["20+22="] * 2, ["42", GOOD], COLUMNS, completion_ids=ids)
     assert scores.total.tolist() == pytest.approx(EXPECTED[name])
+
+
+def test_code_is_off_until_it_is_allowed(reward):
+    with pytest.raises(ConfigError, match="no sandbox"):
+        reward("code")
+
+
+def test_settings_are_checked_by_type(reward):
+    with pytest.raises(ConfigCompositionException, match="soft_overlong.cache"):
+        reward("soft_overlong", "reward.functions.soft_overlong.cache=much")
+    assert reward("repetition", "reward.functions.repetition_penalty.ngram_size=5").names == ("repetition_penalty",)
 
 
 def test_the_pattern_in_the_config_is_the_default():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from fractions import Fraction
 
 import numpy as np
@@ -235,31 +234,19 @@ def test_columns_with_reserved_names_are_refused():
         Rewards(returning([0.0])).bind(["trainer_state"])
 
 
-class AsyncJudge:
-    async def __call__(self, completions): ...
+class Judge:
+    def __call__(self, completions): ...
 
 
-async def async_reward(completions): ...
+def test_async_generators_are_refused_at_once():
+    async def my_reward(completions):
+        yield 1.0
+
+    with pytest.raises(RewardError, match="'my_reward' is an async generator"):
+        Rewards(my_reward)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [async_reward, AsyncJudge(), functools.partial(async_reward)],
-    ids=["function", "object", "partial"],
-)
-def test_async_functions_are_refused_at_once(function):
-    with pytest.raises(RewardError, match="Async rewards are not available yet"):
-        Rewards(function)
-
-
-def test_a_coroutine_behind_a_plain_function_is_refused_and_closed():
-    made = async_reward([])
-    with pytest.raises(RewardError, match="Async rewards are not available yet"):
-        score(lambda completions: made)
-    assert inspect.getcoroutinestate(made) == inspect.CORO_CLOSED
-
-
-@pytest.mark.parametrize("function", [3, None, AsyncJudge], ids=["number", "none", "class"])
+@pytest.mark.parametrize("function", [3, None, Judge], ids=["number", "none", "class"])
 def test_what_cannot_score_is_refused(function):
     with pytest.raises(RewardError, match="'mine'"):
         Rewards({"mine": function})
@@ -305,7 +292,7 @@ def test_columns_of_another_length_are_refused():
         score(returning([0.0] * 4), answer=[1, 2, 3])
 
 
-def test_log_metric_is_a_mean_and_log_extra_a_column():
+def test_log_metric_is_a_sum_with_its_count_and_log_extra_a_column():
     def one(completions, log_metric, log_extra):
         log_metric("tried", 1.0)
         log_metric("tried", torch.tensor(3))
@@ -317,7 +304,7 @@ def test_log_metric_is_a_mean_and_log_extra_a_column():
         return [0.0] * 4
 
     scores = Rewards([one, two]).score(PROMPTS, COMPLETIONS, {})
-    assert scores.metrics == {"tried": pytest.approx(5 / 3)} and scores.extras == {"found": [1, 2, 3, 4]}
+    assert scores.metrics == {"tried": (5.0, 3)} and scores.extras == {"found": [1, 2, 3, 4]}
     assert Rewards(two).score(PROMPTS, COMPLETIONS, {}).extras == {}  # nothing stays from an earlier batch
 
 
@@ -339,3 +326,12 @@ def test_wrong_logging_is_refused(log, told):
 
     with pytest.raises(RewardError, match=told):
         score(my_reward)
+
+
+def test_two_functions_cannot_log_one_extra_column():
+    def one(completions, log_extra):
+        log_extra("found", [1] * 4)
+        return [0.0] * 4
+
+    with pytest.raises(RewardError, match="'found'.*'two'"):
+        Rewards({"one": one, "two": one}).score(PROMPTS, COMPLETIONS, {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import os
 import pickle
 import subprocess
@@ -22,7 +24,7 @@ def score(prompts, completions, answer):
 
 def _private(completions): ...
 
-async def waits(completions): ...
+async def yields(completions): yield 1.0
 
 class Judge:
     def __call__(self, completions):
@@ -98,7 +100,7 @@ WRONG = {
     "module_attribute": ("lit_rl.rewards.math:math_anser", ConfigError, ["Did you mean 'math_answer'?"]),
     "class": ("./my_reward.py:Judge", RewardError, ["is a class", "Judge(...)"]),
     "number": ("./my_reward.py:LIMIT", RewardError, ["cannot be called"]),
-    "async": ("./my_reward.py:waits", RewardError, ["Async rewards are not available yet"]),
+    "async_generator": ("./my_reward.py:yields", RewardError, ["async generator"]),
 }
 
 
@@ -141,3 +143,37 @@ def test_from_paths_names_weights_and_clashes(folder):
         from_paths(["./other.py:score", "other.py:score"])
     with pytest.raises(ConfigError, match="2 numbers"):
         from_paths(["./other.py:score", "./other.py:bonus"], [1.0])
+
+
+DEFAULTS = {
+    key: value for key, value in inspect.signature(from_paths).parameters.items() if key not in ("fn", "weights")
+}
+
+
+def test_from_paths_takes_every_setting_of_rewards_and_hands_it_on(folder):
+    settings = inspect.signature(Rewards).parameters
+    assert {key: settings[key].default for key in DEFAULTS} == {key: p.default for key, p in DEFAULTS.items()}
+    assert set(settings) - {"functions", "weights"} == set(DEFAULTS)
+    given = {"on_error": 0.5, "timeout": 7.0, "workers": 3, "memory_mb": 9, "recycle_after": 4}
+    given |= {"max_concurrent": 6, "cache": 5}
+    rewards = from_paths("./my_reward.py:score", **given, constant_limit=8)
+    assert dataclasses.asdict(rewards.settings) == given
+    assert rewards.constant_limit == 8
+
+
+OUT_OF_RANGE = {
+    "on_error": float("nan"),
+    "timeout": 0,
+    "workers": -1,
+    "memory_mb": 0,
+    "recycle_after": -1,
+    "max_concurrent": 0,
+    "cache": -1,
+    "constant_limit": -1,
+}
+
+
+@pytest.mark.parametrize("key", OUT_OF_RANGE)
+def test_a_setting_out_of_range_is_refused_by_name(folder, key):
+    with pytest.raises(ConfigError, match=f"reward.{key}="):
+        from_paths("./my_reward.py:score", **{key: OUT_OF_RANGE[key]})

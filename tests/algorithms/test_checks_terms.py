@@ -1,0 +1,210 @@
+"""What a module refuses when it is made: settings out of range, and terms that do not go together."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rl.algorithms import GRPO, RLOO, Reinforce, checks
+from lit_rl.algorithms.controllers import AdaptiveKL
+from lit_rl.algorithms.loss_ranges import loss_settings
+from lit_rl.errors import ConfigError
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.ops import advantages, losses, mismatch, rejection, returns, selection, shaping
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+partial = functools.partial
+
+SOUND: list[tuple[Any, dict[str, list[Any]]]] = [
+    (losses.clipped_policy_loss, {"clip_low": [1e-6, 1.0], "clip_high": [1e-6, 5.0], "delta": [1.3]}),
+    (losses.up_grpo_loss, {"clip_low": [1.0], "delta": [1.01]}),
+    (losses.gmpo_loss, {"clip_low": [0.1, 3.0], "clip_high": [3.0]}),
+    (losses.cpgd_loss, {"clip_low": [1.0], "clip_high": [0.5]}),
+    (losses.cispo_loss, {"cap": [0.5, 8.0, math.inf]}),
+    (losses.cispo_two_sided_loss, {"clip_low": [1.0], "clip_high": [4.0]}),
+    (losses.dppo_tv_loss, {"threshold_low": [1.0], "threshold_high": [0.01], "cap": [1.01]}),
+    (losses.dppo_kl_loss, {"threshold_low": [2.5], "threshold_high": [3.5], "cap": [1.01]}),
+    (losses.prime_rl_loss, {"threshold_low": [1.0], "kl_tau": [0.0]}),
+    (losses.prime_rl_ipo_loss, {"threshold": [1.0, 0.001], "kl_tau": [0.0, 5.0]}),
+    (losses.sapo_loss, {"temperature_positive": [0.1], "temperature_negative": [9.0]}),
+    (losses.vespo_loss, {"positive": [(0.0, 0.1)], "negative": [[5.0, 5.0]]}),
+    (losses.clip_cov_loss, {"share": [1.0], "clip_range": [(1.0, 0.1)], "band": [(-1.0, 1.0), (0.0, math.inf)]}),
+    (losses.kl_cov_loss, {"share": [1e-9], "kl_coef": [0.0]}),
+]
+WRONG: list[tuple[Any, dict[str, list[Any]]]] = [
+    (losses.clipped_policy_loss, {"clip_low": [0.0, -1, 1.1, math.nan], "clip_high": [0.0, math.nan], "delta": [1.2]}),
+    (losses.up_grpo_loss, {"clip_low": [1.1], "delta": [1.0]}),
+    (losses.gmpo_loss, {"clip_low": [0.0, -1.0, math.nan], "clip_high": [0.0]}),
+    (losses.cpgd_loss, {"clip_low": [1.5], "clip_high": [-2.0]}),
+    (losses.cispo_loss, {"cap": [0.0, -1.0, math.nan]}),
+    (losses.cispo_two_sided_loss, {"clip_low": [2.0], "clip_high": [-0.1]}),
+    (losses.dppo_tv_loss, {"threshold_low": [0.0, 1.5], "threshold_high": [0.0, 1.5], "cap": [1.0]}),
+    (losses.dppo_kl_loss, {"threshold_low": [0.0], "threshold_high": [-1.0], "cap": [0.5]}),
+    (losses.prime_rl_loss, {"threshold_low": [2.0], "kl_tau": [-1e-3]}),
+    (losses.prime_rl_ipo_loss, {"threshold": [0.0, 1.01], "kl_tau": [math.nan]}),
+    (losses.sapo_loss, {"temperature_positive": [0.0], "temperature_negative": [-1.0]}),
+    (losses.vespo_loss, {"positive": [(-0.1, 1.0), (1.0, 0.0), (1.0,), (1.0, math.nan)], "negative": [(1.0, -1.0)]}),
+    (losses.clip_cov_loss, {"share": [0.0, 1.1], "clip_range": [(0.0, 0.1), (0.1, 0.0), (1.1, 1.0)], "band": [(5, 1)]}),
+    (losses.kl_cov_loss, {"share": [0.0, math.nan], "kl_coef": [-1.0]}),
+]
+
+
+def each(table: list[tuple[Any, dict[str, list[Any]]]]) -> list[Any]:
+    return [
+        pytest.param(loss, name, value, id=f"{loss.__name__}-{name}-{value}")
+        for loss, settings in table
+        for name, values in settings.items()
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(("loss", "name", "value"), each(SOUND))
+def test_a_sound_setting_of_a_loss_passes(loss, name, value):
+    GRPO("tiny", len, loss=partial(loss, **{name: value}))
+
+
+@pytest.mark.parametrize(("loss", "name", "value"), each(WRONG))
+def test_a_setting_of_a_loss_out_of_range_is_refused_by_its_key(loss, name, value):
+    with pytest.raises(ConfigError, match=rf"algo\.loss\.{name}="):
+        GRPO("tiny", len, loss=partial(loss, **{name: value}))
+
+
+def test_every_number_that_a_loss_takes_has_a_range():
+    """A loss that is added with a setting of another name is added to the table too."""
+    import inspect
+
+    for name in losses.__all__:
+        function = getattr(losses, name)
+        if not callable(function):
+            continue
+        for setting, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is not parameter.KEYWORD_ONLY or callable(parameter.default):
+                continue
+            bad = (math.nan, math.nan) if isinstance(parameter.default, tuple) else math.nan
+            with pytest.raises(ConfigError, match=rf"algo\.loss\.{setting}="):
+                loss_settings(partial(function, **{setting: bad}))
+
+
+@given(low=st.floats(0.01, 1), high=st.one_of(st.none(), st.floats(0.01, 3)), delta=st.floats(0.5, 5))
+def test_the_dual_clip_is_above_the_plain_one(low, high, delta):
+    loss = partial(losses.clipped_policy_loss, clip_low=low, clip_high=high, delta=delta)
+    if delta > 1 + (low if high is None else high):
+        loss_settings(loss)
+    else:
+        with pytest.raises(ConfigError, match=r"algo\.loss\.delta"):
+            loss_settings(loss)
+
+
+def test_settings_of_a_users_own_loss_are_the_users():
+    def mine(logprobs, old_logprobs, advantages, mask, *, cap, clip_low):
+        return losses.cispo_loss(logprobs, old_logprobs, advantages, mask)
+
+    GRPO("tiny", len, loss=partial(mine, cap=-1.0, clip_low=7.0))
+
+
+class Blind(NativeGenerator):
+    """An engine that cuts the distribution and cannot tell how much."""
+
+    reports_kept_mass = False
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        raise NotImplementedError
+
+
+TRUNCATED = [{"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}]
+
+
+@pytest.mark.parametrize("setting", TRUNCATED, ids=lambda s: next(iter(s)))
+def test_truncated_sampling_needs_an_engine_that_says_what_it_cut(setting):
+    name, value = next(iter(setting.items()))
+    GRPO("tiny", len, sampling=Sampling(**setting))
+    with pytest.raises(ConfigError, match=rf"sampling\.{name}={value}.*Blind.*generator=native"):
+        GRPO("tiny", len, sampling=Sampling(**setting), generator=Blind())
+
+
+@pytest.mark.parametrize("setting", [{"repetition_penalty": 1.1}, {"min_new_tokens": 2}], ids=lambda s: next(iter(s)))
+def test_a_distribution_that_depends_on_the_past_is_refused_whatever_the_engine(setting):
+    for algorithm in (GRPO, RLOO, Reinforce):
+        with pytest.raises(ConfigError, match=rf"sampling\.{next(iter(setting))}.*importance ratio"):
+            algorithm("tiny", len, sampling=Sampling(**setting))
+
+
+COMBINATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"kl_control": AdaptiveKL()}, r"algo/kl_control=adaptive.*algo\.beta.*algo\.reward_beta"),
+    ({"weight_norm": mismatch.normalize_token_weights}, r"algo/weight_norm.*algo/correction"),
+    ({"correction": partial(mismatch.token_truncate, low=4.0)}, r"algo\.correction: low=4\.0 high=3\.0"),
+    ({"correction": partial(mismatch.sequence_mask, low=-1.0)}, r"algo\.correction: low=-1\.0"),
+    ({"correction": partial(mismatch.token_mask, low=None, high=None)}, r"algo\.correction: low=None high=None"),
+    ({"correction": mismatch.sequence_truncate, "loss": losses.vespo_loss}, r"algo/correction.*token_truncate"),
+    ({"correction": mismatch.sequence_mask, "loss": losses.vespo_loss}, r"algo/correction.*token_mask"),
+    ({"rejection": partial(rejection.reject_tokens, statistic=rejection.k3_statistic, high=0.0)}, r"algo\.rejection"),
+    ({"selection": partial(selection.top_entropy, share=0.0)}, r"algo\.selection: share=0"),
+    ({"selection": partial(selection.top_entropy_per_sequence, share=1.1)}, r"algo\.selection: share=1\.1"),
+    ({"shaping": partial(shaping.missing_eos, penalty=0.0)}, r"algo\.shaping: penalty=0"),
+    ({"shaping": partial(shaping.clip_rewards, low=1.0, high=0.0)}, r"algo\.shaping: low=1\.0"),
+    ({"advantage": partial(returns.reinforce_plus_plus, gamma=1.5)}, r"algo\.advantage.*gamma=1\.5"),
+    ({"reward_clip": (1, -1)}, r"algo\.reward_clip=\[1, -1\]"),
+    ({"reward_clip": (1, 1)}, r"algo\.reward_clip=\[1, 1\]"),
+    ({"reward_clip": (1,)}, r"algo\.reward_clip=\[1\]"),
+    ({"reward_clip": (math.nan, 1)}, r"algo\.reward_clip"),
+    ({"beta": -0.1}, r"algo\.beta=-0\.1"),
+    ({"reward_beta": math.nan}, r"algo\.reward_beta=nan"),
+    ({"router_aux_loss_coef": -1.0}, r"algo\.router_aux_loss_coef=-1"),
+    ({"advantage_clip": 0.0}, r"algo\.advantage_clip=0"),
+    ({"off_policy_threshold": 0.0}, r"algo\.off_policy_threshold=0"),
+    ({"group_size": 0, "advantage": advantages.raw}, r"algo\.group_size=0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), COMBINATIONS, ids=[message for _, message in COMBINATIONS])
+def test_terms_that_do_not_go_together_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPO("tiny", len, **settings)
+
+
+COMPARES = {
+    advantages.group_normalized: True,
+    advantages.centered: True,
+    advantages.leave_one_out: True,
+    advantages.batch_normalized: True,
+    advantages.normalize_then_sum: True,
+    advantages.opo: True,
+    advantages.pass_at_k: True,
+    advantages.gpg: True,
+    advantages.maxrl: True,
+    advantages.cpgd: True,
+    returns.process_supervised: True,
+    returns.reinforce_plus_plus_baseline: True,
+    returns.centered_return_to_go: True,
+    advantages.raw: False,
+    advantages.remax: False,
+    returns.reinforce_plus_plus: False,
+    returns.remax_return_to_go: False,
+}
+
+
+@pytest.mark.parametrize(("estimator", "compares"), COMPARES.items(), ids=lambda x: getattr(x, "__name__", str(x)))
+def test_one_completion_a_prompt_is_enough_exactly_where_nothing_is_compared(estimator, compares):
+    assert checks.compares_within_groups(estimator) == compares
+    if compares:
+        with pytest.raises(ConfigError, match=r"algo\.group_size=1.*2 or more"):
+            GRPO("tiny", len, advantage=estimator, group_size=1)
+    else:
+        assert GRPO("tiny", len, advantage=estimator, group_size=1).group_size == 1
+
+
+def test_a_users_estimator_is_not_tried_out():
+    """It may keep a baseline of its own, which must see nothing but rollouts."""
+    seen = []
+
+    def mine(rewards, group_id):
+        seen.append(rewards)
+        return rewards
+
+    GRPO("tiny", len, advantage=mine, shaping=mine)
+    assert not seen

@@ -1,0 +1,298 @@
+"""From what rewards said to rewards of rows and tokens, in the order that the objective states."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_rollouts import completions, scores
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lit_rl.algorithms import GRPO, RLOO, Reinforce
+from lit_rl.algorithms.controllers import AdaptiveKL
+from lit_rl.algorithms.credit import token_rewards
+from lit_rl.algorithms.running_norm import RunningNorm
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.ops import advantages
+from lit_rl.ops.kl import k2
+from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.shaping import missing_eos
+from lit_rl.rollout import Completions, Sampling
+
+CHARACTERS = "ab é€😀"
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """Byte-level, with merges of letters, inside a character and across two characters, and an EOS."""
+
+    def symbols(text: str) -> str:
+        return BYTES.pre_tokenize_str(text)[0][0]
+
+    euro, accent = symbols("€"), symbols("é")
+    merges = [("a", "b"), ("ab", "a"), (euro[0], euro[1]), (accent[0], accent[1]), (accent, "a")]
+    vocabulary = {token: i for i, token in enumerate([*ALPHABET, *(one + two for one, two in merges)])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    backend.pre_tokenizer, backend.decoder = BYTES, decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def bytes_of(token: int) -> int:
+    """How many bytes of text a token writes: one for each symbol; special tokens write none."""
+    return 0 if token in tokenizer().all_special_ids else len(tokenizer().convert_ids_to_tokens(token))
+
+
+def completions_of(texts: list[str]) -> Completions:
+    """Each text, tokenised, with EOS after it."""
+    rows = [[*tokenizer()(text).input_ids, tokenizer().eos_token_id] for text in texts]
+    drawn = completions([len(row) for row in rows], 1)
+    ids = torch.tensor([row + [0] * (drawn.response_ids.shape[1] - len(row)) for row in rows])
+    return dataclasses.replace(drawn, response_ids=ids)
+
+
+VALUES = st.integers(-8, 8).map(lambda n: n / 4)  # sums of these are exact
+
+
+@st.composite
+def texts_and_spans(draw: Any) -> tuple[str, float, list[tuple[int, int, float]]]:
+    text = draw(st.text(CHARACTERS, min_size=1, max_size=8))
+    places = st.integers(0, len(text) - 1).flatmap(lambda s: st.tuples(st.just(s), st.integers(s + 1, len(text))))
+    spans = draw(st.lists(st.tuples(places, VALUES).map(lambda p: (*p[0], p[1])), max_size=3))
+    return text, draw(st.one_of(VALUES, st.just(math.nan))), spans
+
+
+@given(st.lists(texts_and_spans(), min_size=1, max_size=3))
+def test_a_span_is_earned_at_the_token_that_writes_its_last_byte_and_the_rest_at_the_last_token(rows):
+    texts, rewards, spans = zip(*rows)
+    drawn = completions_of(list(texts))
+    out, ends = token_rewards(torch.tensor(rewards), drawn, list(spans), tokenizer())
+    for i, (text, reward, row_spans) in enumerate(rows):
+        length = int(drawn.lengths[i])
+        expected = torch.zeros(out.shape[1])
+        last = {length - 1} if math.isnan(reward) or not row_spans else set()
+        if not math.isnan(reward):
+            written = torch.tensor([bytes_of(int(token)) for token in drawn.response_ids[i, :length]]).cumsum(0)
+            rest = reward
+            for _, end, value in row_spans:
+                token = int((written >= len(text[:end].encode())).nonzero()[0])
+                expected[token] += value
+                last.add(token)
+                rest -= value
+            expected[length - 1] += rest
+            assert out[i].sum() == reward
+        assert torch.equal(out[i], expected)
+        assert set(ends[i].nonzero().flatten().tolist()) == last
+    assert not out[~drawn.response_mask].any() and not ends[~drawn.response_mask].any()
+
+
+def test_without_spans_a_row_earns_at_its_last_token():
+    out, ends = token_rewards(torch.tensor([2.0, math.nan, -1.0]), completions([3, 2, 1], 3), None, None)
+    assert out.tolist() == [[0, 0, 2], [0, 0, 0], [-1, 0, 0]]
+    assert ends.tolist() == [[False, False, True], [False, True, False], [True, False, False]]
+
+
+# ---------------------------------------------------------------------- the order of the steps, by hand
+
+OLD = torch.tensor([[-1.0, -2.0], [-0.5, 0.0], [-1.0, -1.0], [-2.0, -1.0]])
+REF = torch.tensor([[-1.5, -1.0], [-1.0, 9.0], [-1.0, -3.0], [-2.5, -1.0]])
+"""k1 = old - ref: rows 0.5, -1 (sum -0.5); 0.5 (one token); 0, 2 (sum 2); 0.5, 0 (sum 0.5)."""
+KL = torch.tensor([-0.5, 0.5, 2.0, 0.5])
+
+
+def by_hand(monkeypatch: Any, algorithm: Any = GRPO, **settings: Any) -> Any:
+    """A module without weights, whose log-probs are the ones above."""
+    module = algorithm("tiny", len, **{"group_size": 2, "advantage": advantages.raw, **settings})
+    monkeypatch.setattr(module, "old_logprobs", lambda completions: OLD)
+    monkeypatch.setattr(module, "ref_logprobs", lambda completions: REF)
+    return module
+
+
+def drawn() -> Completions:
+    return completions([2, 1, 2, 2], 2)
+
+
+def logged(module: Any) -> dict[str, float]:
+    return module._records.averages.reduce(torch.device("cpu"))
+
+
+def test_shaping_comes_before_the_norm_and_the_clip_before_the_kl(monkeypatch):
+    module = by_hand(
+        monkeypatch, shaping=functools.partial(missing_eos, penalty=2.0), reward_norm=RunningNorm(eps=0.0),
+        reward_clip=(-0.5, 10), reward_beta=0.1,
+    )  # fmt: skip
+    ended = torch.tensor([True, True, False, True])
+    rollout = module.advantages(dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
+    shaped = torch.tensor([1.0, 2.0, 1.0, 4.0])  # mean 2, deviation sqrt(2)
+    clipped = ((shaped - 2) / math.sqrt(2)).clamp(min=-0.5)
+    assert clipped.tolist()[0] == clipped.tolist()[2] == -0.5
+    torch.testing.assert_close(rollout.rewards, clipped - 0.1 * KL)
+    torch.testing.assert_close(rollout.advantages, rollout.rewards)
+
+
+def test_the_kl_is_taken_off_token_by_token(monkeypatch):
+    got: dict[str, torch.Tensor] = {}
+
+    def estimator(rewards, group_id, token_rewards, mask):
+        got.update(token_rewards=token_rewards, mask=mask)
+        return token_rewards
+
+    module = by_hand(monkeypatch, advantage=estimator, reward_beta=0.1)
+    rollout = module.advantages(drawn(), scores([1.0, 2.0, math.nan, 4.0]))
+    # every token pays for its own KL, the last one has the reward; the unscored row neither earns nor pays
+    expected = torch.tensor([[-0.05, 1.1], [1.95, 0.0], [0.0, 0.0], [-0.05, 4.0]])
+    torch.testing.assert_close(got["token_rewards"], expected)
+    torch.testing.assert_close(got["token_rewards"].sum(1)[[0, 1, 3]], rollout.rewards[[0, 1, 3]])
+    assert rollout.rewards[2].isnan() and torch.equal(got["mask"], drawn().response_mask)
+    assert rollout.ref_logprobs is None  # the loss has no KL term
+    assert logged(module)["kl"] == pytest.approx(float(KL.sum()) / 7)
+
+
+def test_another_estimator_of_the_kl_in_the_reward(monkeypatch):
+    module = by_hand(monkeypatch, RLOO, reward_beta=1.0, reward_kl=k2, advantage=advantages.raw)
+    rollout = module.advantages(drawn(), scores([0.0] * 4))
+    k2s = torch.where(drawn().response_mask, (OLD - REF).square() / 2, 0.0).sum(1)
+    torch.testing.assert_close(rollout.advantages, -k2s)
+
+
+def test_the_adaptive_weight_is_that_of_the_rollouts_before(monkeypatch):
+    module = by_hand(monkeypatch, reward_beta=0.5, kl_control=AdaptiveKL(target=0.1, horizon=8))
+    # the mean over rows of the mean KL of their tokens: (-0.25 + 0.5 + 1 + 0.25) / 4 = 0.375; far above the target
+    factor = 1.0
+    for _ in range(3):
+        rollout = module.advantages(drawn(), scores([0.0] * 4))
+        torch.testing.assert_close(rollout.rewards, -0.5 * factor * KL)
+        assert module.kl_factor == factor
+        factor *= 1 + 0.2 * 4 / 8
+        assert module.kl_control.factor == pytest.approx(factor)
+
+
+def test_the_adaptive_weight_hears_the_mean_over_rows(monkeypatch):
+    module = by_hand(monkeypatch, beta=0.5, kl_control=AdaptiveKL(target=0.375, horizon=8))
+    rollout = module.advantages(drawn(), scores([0.0] * 4))
+    assert module.kl_control.factor == pytest.approx(1.0)  # exactly on target
+    assert rollout.ref_logprobs is REF and torch.equal(rollout.rewards, torch.zeros(4))  # this one is in the loss
+
+
+def test_a_row_that_is_left_out_is_in_no_statistic(monkeypatch):
+    module = by_hand(monkeypatch, advantage=advantages.group_normalized, reward_norm=RunningNorm(eps=0.0))
+    rollout = module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0]), kept=torch.tensor([True, True, True, False]))
+    assert rollout.rewards.tolist() == pytest.approx([-1.0, 0.0, 1.0, math.nan], nan_ok=True)
+    assert rollout.advantages[2:].tolist() == [0, 0]  # alone in its group
+    assert rollout.loss_mask.any(1).tolist() == [True, True, True, False]
+
+
+def test_advantages_are_whitened_and_then_clipped(monkeypatch):
+    module = by_hand(monkeypatch, whitening=functools.partial(advantages.whiten_rows, eps=0.0), advantage_clip=0.9)
+    rollout = module.advantages(drawn(), scores([1.0, 2.0, math.nan, 3.0]))
+    assert rollout.advantages.tolist() == pytest.approx([-0.9, 0.0, 0.0, 0.9])
+
+
+def test_truncated_rows_have_an_advantage_and_no_loss(monkeypatch):
+    module = by_hand(monkeypatch, mask_truncated=True)
+    ended = torch.tensor([True, False, True, True])
+    rollout = module.advantages(dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
+    assert torch.equal(rollout.loss_mask, drawn().response_mask & ended[:, None])
+    assert rollout.advantages.tolist() == [1, 2, 3, 4]
+
+
+# ---------------------------------------------------------------------- what a user's own function gets
+
+
+def test_an_estimator_gets_every_column_that_it_names(monkeypatch):
+    got: dict[str, Any] = {}
+
+    def mine(r, g, values, weights, lengths, greedy_rewards, token_rewards, mask, step_ends, *, scale):
+        got.update(locals())
+        return r * scale
+
+    module = by_hand(monkeypatch, advantage=functools.partial(mine, scale=3.0))
+    assert module.needs_greedy_rewards
+    table = [[1.0, 0.0], [1.0, math.nan], [0.5, 0.5], [math.nan, math.nan]]
+    greedy = torch.tensor([0.5, 0.5, 0.0, 0.0])
+    rollout = module.advantages(drawn(), scores(table), greedy_rewards=greedy)
+    assert rollout.advantages.tolist() == pytest.approx([3, 3, 3, math.nan], nan_ok=True)
+    assert got["r"].tolist() == pytest.approx([1, 1, 1, math.nan], nan_ok=True)
+    assert got["g"].tolist() == [0, 0, 1, 1] and got["lengths"].tolist() == [2, 1, 2, 2]
+    torch.testing.assert_close(got["values"], torch.tensor(table), equal_nan=True)
+    assert got["weights"].tolist() == [1.0] and got["greedy_rewards"] is greedy
+    assert got["token_rewards"].tolist() == [[0, 1], [1, 0], [0, 1], [0, 0]]
+    assert torch.equal(got["mask"], drawn().response_mask)
+    assert got["step_ends"].tolist() == [[False, True], [True, False], [False, True], [False, True]]
+
+
+def test_values_of_a_row_that_is_left_out_are_unscored(monkeypatch):
+    got = {}
+
+    def mine(rewards, group_id, values):
+        got["values"] = values
+        return rewards
+
+    module = by_hand(monkeypatch, advantage=mine)
+    kept = torch.tensor([True, False, True, True])
+    module.advantages(drawn(), scores([[1.0, 2.0]] * 4), kept=kept)
+    assert torch.equal(got["values"].isnan().all(1), ~kept)
+
+
+def test_a_shaping_function_gets_lengths_and_ends(monkeypatch):
+    def mine(rewards, group_id, ended, lengths):
+        return rewards - lengths - 10.0 * ~ended
+
+    module = by_hand(monkeypatch, shaping=mine)
+    ended = torch.tensor([True, False, True, True])
+    rollout = module.advantages(dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
+    assert rollout.rewards.tolist() == [-1, -9, 1, 2]
+
+
+def test_a_loss_gets_weights_and_step_if_it_names_them_and_only_then():
+    got: list[set[str]] = []
+
+    def plain(logprobs, old_logprobs, advantages, mask):
+        got.append(set())
+        return clipped_policy_loss(logprobs, old_logprobs, advantages, mask)
+
+    def curious(logprobs, old_logprobs, advantages, mask, weights=None, step=None, *, delta=None):
+        got.append({name for name, value in {"weights": weights, "step": step}.items() if value is None})
+        return plain(logprobs, old_logprobs, advantages, mask)
+
+    assert not GRPO("tiny", len, loss=plain).needs_step
+    assert GRPO("tiny", len, loss=curious).needs_step
+    assert GRPO("tiny", len, loss=functools.partial(curious, delta=4.0)).needs_step
+    assert got  # each was tried once when its module was made
+
+
+# ---------------------------------------------------------------------- the greedy baseline
+
+
+def test_remax_subtracts_the_reward_of_the_greedy_completion():
+    def length(completions):
+        return [float(len(text)) for text in completions]
+
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(2)]
+    data = RolloutDataModule(rows=rows, prompts_per_rollout=8, val_fraction=0)
+    sampling = Sampling(max_new_tokens=6, temperature=1.3, top_k=5)
+    module = Reinforce("tiny", length, advantage=advantages.remax, group_size=2, sampling=sampling)
+    module.configure_model()
+    data.prepare(module.tokenizer)
+    prompts = data.peek(8)
+    with module.rollout_context():
+        greedy = module.generate(prompts, Sampling(max_new_tokens=6, temperature=0.0), group_size=1)
+        baseline = module.greedy_rewards(prompts)
+        drawn = module.generate(prompts)
+        said = module.reward(prompts, drawn)
+        rollout = module.advantages(drawn, said, greedy_rewards=baseline)
+    texts = module.tokenizer.batch_decode(
+        [row[m].tolist() for row, m in zip(greedy.response_ids, greedy.response_mask)], skip_special_tokens=True
+    )
+    expected = torch.tensor([float(len(text)) for text in texts]).repeat_interleave(2)
+    assert torch.equal(baseline, expected)
+    torch.testing.assert_close(rollout.advantages, said.total - expected)
+    assert (said.total != expected).any()

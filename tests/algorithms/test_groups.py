@@ -1,0 +1,342 @@
+"""Which groups a rollout is learned from: dynamic sampling and the best of a group."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_rollouts import EachBatch, Ranks, batch, completions, scores, trainer
+
+from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.algorithms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
+from lit_rl.algorithms.micro_batches import step_counts
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.errors import ConfigError, RewardError
+from lit_rl.ops.advantages import group_normalized
+from lit_rl.rollout import Completions, PromptBatch, Sampling
+
+GROUP = 2
+SPARE = 1000
+"""The spare prompt at position p is row `SPARE + p`."""
+
+
+class World:
+    """What a module does for `DynamicSampling`. Which rows are flat is known; a row's tokens and scores name it."""
+
+    def __init__(self, flat: set[int]) -> None:
+        self.flat = flat
+        self.positions: list[int] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on(self, module: Any) -> Any:
+        module.trainer.datamodule = SimpleNamespace(spare=SimpleNamespace(batch=self._spare))
+        module.generate, module.reward, module.record = self.generate, self.reward, self._record
+        alone = module.world_size == 1
+        module.counts_of_ranks = lambda n: [n] if alone else module.all_gather(torch.tensor(n)).tolist()
+        return module
+
+    def generate(self, prompts: PromptBatch) -> Completions:
+        drawn = completions([1 + row % 3 for row in prompts.rows for _ in range(GROUP)], GROUP)
+        ids = torch.tensor(prompts.rows).repeat_interleave(GROUP)[:, None]
+        return dataclasses.replace(drawn, response_ids=ids * drawn.response_mask)
+
+    def reward(self, prompts: PromptBatch, drawn: Completions) -> Any:
+        values = [value for row in prompts.rows for value in ([0.5, 0.5] if row in self.flat else [0.0, 1.0])]
+        return scores(values, extras={"row": [row for row in prompts.rows for _ in range(GROUP)]})
+
+    def rollout(self, rows: list[int]) -> tuple[PromptBatch, Completions, Any]:
+        prompts = batch(rows)
+        drawn = self.generate(prompts)
+        return prompts, drawn, self.reward(prompts, drawn)
+
+    def _spare(self, positions: range, *, rollout: int, first: int) -> PromptBatch:
+        self.positions += positions
+        return batch([SPARE + p for p in positions], rollout=rollout)
+
+    def _record(self, metrics: dict[str, Any]) -> None:
+        self.logged.append({name.partition("/")[2]: float(a / b) for name, (a, b) in metrics.items()})
+
+
+def check(world: World, before: list[int], selected: Any, empty: int) -> list[int]:
+    """Prompts, completions and scores still belong together; returns the rows that came from the spare prompts."""
+    prompts, drawn, scored, kept = selected
+    assert len(prompts) == len(before)
+    group = torch.arange(len(before)).repeat_interleave(GROUP)
+    assert torch.equal(drawn.group_id, group)
+    rows = torch.tensor(prompts.rows)[group]
+    assert prompts.prompts == [f"prompt {row}" for row in prompts.rows]
+    assert prompts.columns["answer"] == [str(row) for row in prompts.rows]
+    assert torch.equal(drawn.response_ids, rows[:, None] * drawn.response_mask)
+    assert drawn.lengths.tolist() == [1 + row % 3 for row in rows.tolist()]
+    assert scored.extras["row"] == rows.tolist()
+    flat = torch.tensor([row in world.flat for row in prompts.rows])
+    assert int(flat.sum()) == empty
+    assert kept is None if not empty else torch.equal(kept, ~flat.repeat_interleave(GROUP))
+    for place, (was, now) in enumerate(zip(before, prompts.rows)):
+        assert now == was or was in world.flat, place
+    return [row for row in prompts.rows if row >= SPARE]
+
+
+@given(
+    flat=st.sets(st.one_of(st.integers(0, 5), st.integers(SPARE, SPARE + 30))),
+    prompts=st.integers(1, 6),
+    cap=st.integers(0, 12),
+)
+def test_groups_without_spread_are_replaced_from_spare_prompts_up_to_the_cap(flat, prompts, cap):
+    world, groups = World(flat), DynamicSampling(cap)
+    module = world.on(Ranks(1).module(0))
+    start = 0
+    for _ in range(2):  # the second rollout goes on where the first one stopped
+        rows = list(range(prompts))
+        selected = groups(module, *world.rollout(rows))
+        counts = world.logged[-1]
+        new = check(world, rows, selected, int(counts["empty"]))
+        assert counts["dropped"] == len(flat & set(rows))
+        drawn = int(counts["drawn"])
+        assert world.positions == list(range(start, start + drawn)) and drawn <= cap
+        assert counts["empty"] == 0 or drawn == cap
+        good = [SPARE + p for p in world.positions if SPARE + p not in flat]
+        assert sorted(new) == good == sorted(set(new)) and len(new) == counts["dropped"] - counts["empty"]
+        world.positions.clear()
+        start += drawn
+        assert groups.state() == {"position": start}
+
+
+@given(
+    flat=st.sets(st.one_of(st.integers(0, 20), st.integers(SPARE, SPARE + 20)), max_size=20),
+    ranks=st.integers(2, 3),
+    cap=st.integers(0, 9),
+)
+def test_ranks_draw_different_spare_prompts_under_one_cap(flat, ranks, cap):
+    world = World(flat)
+    rows = {rank: list(range(3 * rank, 3 * rank + 3)) for rank in range(ranks)}
+    states = []
+
+    def work(module: Any) -> Any:
+        groups = DynamicSampling(cap)
+        selected = groups(world.on(module), *world.rollout(rows[module.global_rank]))
+        states.append(groups.state())
+        return selected
+
+    parts = Ranks(ranks).run(work, trainer={})
+    counts = world.logged[0]
+    assert all(logged == counts for logged in world.logged) and len(world.logged) == ranks
+    assert sorted(world.positions) == list(range(int(counts["drawn"]))) and counts["drawn"] <= cap
+    assert states == [{"position": counts["drawn"]}] * ranks
+    assert counts["dropped"] == len(flat & set(range(3 * ranks)))
+    new: list[int] = []
+    for rank, part in enumerate(parts):
+        left = sum(row in flat for row in part[0].rows)
+        new += check(world, rows[rank], part, left)
+    assert len(set(new)) == len(new) == counts["dropped"] - counts["empty"]
+
+
+def test_unscored_completions_make_no_spread():
+    world = World(set())
+    world.reward = lambda prompts, drawn: scores([math.nan, 1.0, 0.0, 1.0, math.nan, math.nan][: len(drawn)])  # type: ignore
+    _, _, _, kept = DynamicSampling(0)(world.on(Ranks(1).module(0)), *world.rollout([0, 1, 2]))
+    assert kept is not None and kept.tolist() == [False, False, True, True, False, False]
+
+
+def test_the_position_survives_a_checkpoint():
+    world = World({0, SPARE, SPARE + 1})
+    first, second = DynamicSampling(8), DynamicSampling(8)
+    first(world.on(Ranks(1).module(0)), *world.rollout([0]))
+    second.load_state(first.state())
+    world.positions.clear()
+    second(world.on(Ranks(1).module(0)), *world.rollout([0]))
+    assert world.positions == [3]
+
+
+# ---------------------------------------------------------------------- what is left out counts nowhere
+
+
+def counts_of(module: GRPO, kept: torch.Tensor, rewards: list[float]) -> tuple[torch.Tensor, Any]:
+    drawn = completions([3, 1, 2, 2], 2)
+    rollout = module.advantages(drawn, scores(rewards), kept=kept)
+    plan = BatchPlan(2, 2, 1, 1, 1, 1)
+    return step_counts(rollout, plan, seed=0, index=0)[0], rollout
+
+
+def test_a_group_that_is_left_out_has_no_loss_token_and_is_in_no_denominator():
+    module = GRPO("tiny", len)
+    kept = torch.tensor([False, False, True, True])
+    counts, rollout = counts_of(module, kept, [1.0, 1.0, 0.0, 1.0])
+    assert not rollout.loss_mask[:2].any() and rollout.loss_mask[2:].sum() == 4
+    assert counts.tolist() == [2, 4, 2, 4, 2]  # rows, tokens, rows with tokens, weights of tokens and of rows
+    assert rollout.advantages[:2].tolist() == [0, 0] and rollout.rewards[:2].isnan().all()
+
+
+def test_a_truncated_completion_is_a_row_and_an_unscored_one_is_too():
+    module = GRPO("tiny", len, mask_truncated=True)
+    drawn = dataclasses.replace(completions([3, 1, 2, 2], 2), ended=torch.tensor([False, True, True, True]))
+    rollout = module.advantages(drawn, scores([1.0, math.nan, 0.0, 1.0]))
+    counts = step_counts(rollout, BatchPlan(2, 2, 1, 1, 1, 1), seed=0, index=0)[0]
+    assert counts[:3].tolist() == [4, 5, 3]
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+class Parity:
+    """1 for an even number of characters at one half of the prompts; the other half gets the same for everything."""
+
+    __name__ = "parity"
+
+    def __call__(self, completions: list[str], answer: list[str]) -> list[float]:
+        return [float(len(text) % 2 == 0) if int(a) % 2 else 1.0 for text, a in zip(completions, answer)]
+
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+
+
+def run(tmp_path: Any, groups: Any, **settings: Any) -> tuple[list[Any], Any]:
+    module = GRPO(
+        "tiny", Parity(), groups=groups, group_size=4, minibatches=2, sampling=Sampling(max_new_tokens=4), **settings
+    )
+    looks = EachBatch(
+        lambda m: {
+            "rows": list(m.scored.batch.rows),
+            "table": list(m.samples["answer"]),
+            "rewards": m.rollout.rewards.clone(),
+            "ids": m.rollout.completions.response_ids.clone(),
+            "mask": m.rollout.loss_mask.clone(),
+            "metrics": {k: float(v) for k, v in m.trainer.callback_metrics.items() if "/groups/" in k},
+        }
+    )
+    fit = trainer(tmp_path, max_epochs=1, callbacks=[looks])
+    fit.fit(module, datamodule=RolloutDataModule(rows=ROWS, prompts_per_rollout=8, val_fraction=0))
+    return looks.seen, fit
+
+
+def test_a_run_keeps_its_steps_and_epochs_and_shows_the_new_prompts(tmp_path):
+    plain, without = run(tmp_path, None)
+    seen, fit = run(tmp_path, DynamicSampling(64))
+    assert fit.global_step == without.global_step == 4 and len(seen) == len(plain) == 4
+    for look, old in zip(seen, plain):
+        stds = look["rewards"].reshape(8, 4).std(1)
+        assert (stds > 0).all() and look["mask"].any(1).all()
+        assert look["rows"] != old["rows"]  # some answer is even in every rollout
+        assert look["table"] == [ROWS[row]["answer"] for row in look["rows"] for _ in range(4)]
+    metrics = seen[-1]["metrics"]
+    flat = int((plain[2]["rewards"].reshape(8, 4).std(1) == 0).sum())
+    # the policy of the second rollout has learned something else, so only the first rollout's count is known
+    assert metrics["train/groups/empty"] == 0 and metrics["train/groups/drawn"] >= metrics["train/groups/dropped"] > 0
+    first = seen[1]["metrics"]
+    assert first["train/groups/dropped"] == int((plain[0]["rewards"].reshape(8, 4).std(1) == 0).sum())
+    assert flat > 0
+
+
+def test_a_run_is_the_same_twice(tmp_path):
+    one, _ = run(tmp_path, DynamicSampling(64))
+    two, _ = run(tmp_path, DynamicSampling(64))
+    for a, b in zip(one, two):
+        assert a["rows"] == b["rows"] and a["metrics"] == b["metrics"] and torch.equal(a["ids"], b["ids"])
+
+
+def test_what_the_cap_leaves_is_not_learned_from(tmp_path):
+    seen, _ = run(tmp_path, DynamicSampling(0))
+    plain, _ = run(tmp_path, None)
+    spread = plain[0]["rewards"].reshape(8, 4).std(1) > 0
+    rows = spread.repeat_interleave(4)
+    assert torch.equal(seen[0]["mask"].any(1), rows) and 0 < spread.sum() < 8
+    first = seen[1]["metrics"]
+    assert first["train/groups/empty"] == first["train/groups/dropped"] == int((~spread).sum())
+    assert first["train/groups/drawn"] == 0
+
+
+# ---------------------------------------------------------------------- the best of a group
+
+
+class Alone:
+    """A module by hand, without a policy."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.module = GRPO("tiny", len, **{"group_size": 4, **settings})
+
+    def select(self, lengths: list[int], rewards: list[float]) -> Any:
+        drawn = completions(lengths, self.module.group_size)
+        prompts = batch(range(len(lengths) // self.module.group_size))
+        assert self.module.groups is not None
+        _, _, scored, kept = self.module.groups(self.module, prompts, drawn, scores(rewards))
+        return drawn, scored, kept
+
+
+def test_statistics_of_advantages_are_those_of_the_kept_ones():
+    # the two shortest of each group of four: rewards 1, 0 and 0, 1; the others would change mean and deviation
+    alone = Alone(groups=TopOfGroup(2, shortest))
+    drawn, scored, kept = alone.select([1, 2, 3, 4, 4, 1, 3, 2], [1.0, 0.0, 9.0, 9.0, 9.0, 0.0, 9.0, 1.0])
+    assert kept.tolist() == [True, True, False, False, False, True, False, True]
+    rollout = alone.module.advantages(drawn, scored, kept=kept)
+    size = 0.5 / (math.sqrt(0.5) + 1e-4)
+    expected = torch.tensor([size, -size, 0, 0, 0, -size, 0, size])
+    torch.testing.assert_close(rollout.advantages, expected)
+    assert torch.equal(rollout.loss_mask.any(1), kept)
+    assert float(alone.module._records.averages.reduce(torch.device("cpu"))["groups/kept_length"]) == 1.5
+
+
+@given(st.data())
+def test_kept_are_the_best_scored_ones_and_of_equals_the_earlier(data):
+    keep = data.draw(st.integers(2, 4))
+    points = data.draw(st.lists(st.integers(0, 3), min_size=8, max_size=8))
+    rewards = data.draw(st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=8, max_size=8))
+    alone = Alone(groups=TopOfGroup(keep, lambda completions: points))
+    _, _, kept = alone.select([2] * 8, rewards)
+    for start in (0, 4):
+        order = sorted(
+            range(start, start + 4),
+            key=lambda i: (math.isnan(rewards[i]), 0 if math.isnan(rewards[i]) else -points[i], i),
+        )
+        assert kept[start : start + 4].nonzero().flatten().tolist() == sorted(i - start for i in order[:keep])
+
+
+def test_keeping_all_is_leaving_none_out():
+    alone = Alone(groups=TopOfGroup(4, reward_per_token))
+    drawn, scored, kept = alone.select([1, 2, 3, 4], [1.0, 0.0, 3.0, 0.5])
+    rollout = alone.module.advantages(drawn, scored, kept=kept)
+    torch.testing.assert_close(rollout.advantages, group_normalized(scored.total, drawn.group_id))
+    assert torch.equal(rollout.loss_mask, drawn.response_mask)
+
+
+def test_reward_per_token_by_hand():
+    assert reward_per_token([1.0, 1.0, 0.0, math.nan], [2, 4, 3, 1]) == [0.5, 0.25, 0.0, 0.0]
+    assert shortest([3, 1]) == [-3.0, -1.0]
+
+
+def test_a_users_score_gets_what_it_names():
+    got: dict[str, Any] = {}
+
+    def score(prompts, completions, rewards, lengths, answer):
+        got.update(prompts=prompts, rewards=rewards, lengths=lengths, answer=answer, count=len(completions))
+        return [float(a) for a in answer]
+
+    Alone(groups=TopOfGroup(2, score)).select([1, 2, 3, 4] * 2, [0.0, 1.0] * 4)
+    assert got["prompts"] == ["prompt 0"] * 4 + ["prompt 1"] * 4 and got["answer"] == ["0"] * 4 + ["1"] * 4
+    assert got["rewards"] == [0.0, 1.0] * 4 and got["lengths"] == [1, 2, 3, 4] * 2 and got["count"] == 8
+
+
+@pytest.mark.parametrize("wrong", [[1.0], [[1.0]] * 8, [math.nan] * 8, 3.0, None, ["a"] * 8, [None] * 8])
+def test_a_score_that_is_not_one_number_a_completion_is_refused(wrong):
+    with pytest.raises(RewardError, match=r"algo\.groups\.score"):
+        Alone(groups=TopOfGroup(2, lambda completions: wrong)).select([1, 2, 3, 4] * 2, [0.0, 1.0] * 4)
+
+
+def test_a_score_that_needs_what_is_not_there_is_refused():
+    with pytest.raises(RewardError, match=r"algo\.groups\.score.*'difficulty'"):
+        Alone(groups=TopOfGroup(2, lambda difficulty: difficulty)).select([1, 2, 3, 4], [0.0, 1.0] * 2)
+
+
+def test_settings_out_of_range():
+    with pytest.raises(ConfigError, match=r"algo\.groups\.keep=1"):
+        TopOfGroup(1, shortest)
+    with pytest.raises(ConfigError, match=r"algo\.groups\.keep=5.*algo\.group_size=4"):
+        Alone(groups=TopOfGroup(5, shortest))
+    with pytest.raises(ConfigError, match=r"algo\.groups\.max_draws=-1"):
+        DynamicSampling(-1)

@@ -1,0 +1,255 @@
+"""PPO's rollout by hand, its two parameter groups, the critic's warm-up and the supervised text beside it."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from small_rollouts import EachBatch, completions, scores, trainer
+
+from lit_rl.algorithms import PPO, AdamW, Constant, Linear
+from lit_rl.algorithms.optimizers import ByPath
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.supervised import SupervisedText
+from lit_rl.data.tasks import Addition
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.models.critic import AdapterCritic, SeparateCritic, SharedTrunk
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.lora import Lora
+from lit_rl.ops.returns import gae
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+CRITICS = {
+    "separate": (SeparateCritic(), None),
+    "shared-trunk": (SharedTrunk(), None),
+    "adapter": (AdapterCritic(r=2), Lora(r=2)),
+}
+KIND = pytest.mark.parametrize("kind", CRITICS)
+
+
+def ppo(kind: str = "separate", **settings: Any) -> PPO:
+    critic, lora = CRITICS[kind]
+    return PPO(
+        LanguageModel("tiny", lora=lora),
+        settings.pop("reward", exact_match),
+        critic=critic,
+        **{
+            "sampling": Sampling(max_new_tokens=5),
+            "optimizer": AdamW(lr=1e-3),
+            "scheduler": Constant(),
+            "iterations": 1,
+            **settings,
+        },
+    )
+
+
+def fit(tmp_path: Any, module: PPO, steps: int, look: Any = None, **settings: Any) -> list[Any]:
+    looks = EachBatch(look or (lambda m: None))
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+    trainer(tmp_path, max_steps=steps, callbacks=[looks], **settings).fit(module, datamodule=data)
+    return looks.seen
+
+
+def weights(module: Any, *names: str) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}.{key}": value.detach().clone()
+        for name in names
+        for key, value in getattr(module, name).named_parameters()
+    }
+
+
+def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, value in before.items() if not torch.equal(value, after[name])}
+
+
+# ---------------------------------------------------------------------- the rollout
+
+OLD = torch.tensor([[-1.0, -2.0], [-0.5, 0.0], [-1.0, -1.0]])
+REF = torch.tensor([[-1.5, -1.0], [-1.0, 9.0], [-1.0, -3.0]])
+VALUES = torch.tensor([[0.3, 0.6], [0.5, 7.0], [0.2, 0.4]])
+
+
+def by_hand(monkeypatch: Any, **settings: Any) -> PPO:
+    module = PPO("tiny", len, **{"whitening": None, "reward_beta": 0.1, **settings})
+    monkeypatch.setattr(module, "old_logprobs", lambda drawn: OLD)
+    monkeypatch.setattr(module, "ref_logprobs", lambda drawn: REF)
+    monkeypatch.setattr("lit_rl.algorithms.ppo.frozen_values", lambda m, drawn: VALUES)
+    return module
+
+
+def test_advantages_and_returns_by_hand(monkeypatch):
+    module = by_hand(monkeypatch)
+    rollout = module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    # row 0: rewards -0.05 and 1 + 0.1; the last delta is 1.1 - 0.6, the first -0.05 + 0.6 - 0.3. Row 1: 2 - 0.05 - 0.5
+    advantages = torch.tensor([[0.25 + 0.95 * 0.5, 0.5], [1.45, 0.0]])
+    torch.testing.assert_close(rollout.advantages[:2], advantages)
+    torch.testing.assert_close(
+        rollout.returns[:2][rollout.loss_mask[:2]], (advantages + VALUES[:2])[rollout.loss_mask[:2]]
+    )
+    # a row without a reward teaches neither policy nor critic
+    assert rollout.loss_mask.tolist() == [[True, True], [True, False], [False, False]]
+    assert torch.equal(rollout.old_values, VALUES) and rollout.rewards.tolist()[:2] == pytest.approx([1.05, 1.95])
+
+
+def test_gamma_and_lambda_are_the_users(monkeypatch):
+    module = by_hand(monkeypatch, advantage=functools.partial(gae, gamma=0.5, lam=0.0), reward_beta=0.0)
+    rollout = module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, 3.0]))
+    torch.testing.assert_close(rollout.advantages[0], torch.tensor([0.5 * 0.6 - 0.3, 1 - 0.6]))
+
+
+def test_whitening_leaves_the_returns_alone(monkeypatch):
+    plain = by_hand(monkeypatch).advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    module = PPO("tiny", len, reward_beta=0.1)
+    for name in ("old_logprobs", "ref_logprobs"):
+        monkeypatch.setattr(module, name, lambda drawn, values=OLD if name == "old_logprobs" else REF: values)
+    white = module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    tokens = white.advantages[white.loss_mask]
+    torch.testing.assert_close(tokens.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
+    assert len(tokens) == 3 and torch.equal(white.returns, plain.returns)
+    assert torch.equal(tokens.argsort(), plain.advantages[plain.loss_mask].argsort())
+
+
+def test_the_objectives_parts_add_up(monkeypatch):
+    module = by_hand(monkeypatch)
+    module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    seen = module._records.averages.reduce(torch.device("cpu"))
+    assert seen["objective/scores"] == pytest.approx(1.5)  # over rows with a reward
+    assert seen["objective/kl"] == pytest.approx((-0.5 + 0.5) / 2, abs=1e-6)
+    assert seen["objective/non_score_reward"] == pytest.approx((0.05 - 0.05) / 2, abs=1e-6)
+    assert seen["objective/rlhf_reward"] == pytest.approx(1.5, abs=1e-6)
+    assert seen["value/num_eos_tokens"] == 3
+
+
+# ---------------------------------------------------------------------- training
+
+
+@KIND
+def test_both_groups_are_trained_and_nothing_else(kind, tmp_path):
+    module = ppo(kind, critic_lr=1e-2, reward_beta=0.1)
+    module.configure_model()
+    before = weights(module, "policy", "critic")
+    parts = ("policy", "critic")
+    names = {
+        f"{part}.{key}" for part in parts for key, p in getattr(module, part).named_parameters() if p.requires_grad
+    }
+    seen = fit(tmp_path, module, 3, lambda m: [(g["name"], g["lr"]) for g in m.trainer.optimizers[0].param_groups])
+    assert seen[-1] == [("policy", 1e-3), ("critic", 1e-2)]
+    changed = moved(before, weights(module, "policy", "critic"))
+    assert changed <= names
+    for part in parts:  # the head starts at 0, so the trunk of a critic has no gradient in its first step
+        assert any(name.startswith(part) for name in changed)
+    frozen = {name for name in before if name not in names}
+    assert bool(frozen) == (kind == "adapter")
+
+
+@KIND
+def test_in_the_warm_up_only_the_critic_moves(kind, tmp_path):
+    module = ppo(kind, critic_warmup=2, iterations=2)
+    module.configure_model()
+    before = weights(module, "policy", "critic")
+    seen = fit(tmp_path, module, 4, lambda m: (weights(m, "policy", "critic"), moments(m)))
+    for step, (after, seen_of_policy) in enumerate(seen, 1):
+        changed = moved(before, after)
+        assert any(name.startswith("critic") for name in changed)
+        assert any(name.startswith("policy") for name in changed) == (step > 2), step
+        if kind != "shared-trunk":  # there the critic's gradient goes through the policy too
+            assert seen_of_policy == (step > 2), step
+
+
+def moments(module: PPO) -> bool:
+    """Whether the optimizer has seen any gradient of the policy."""
+    optimizer = module.trainer.optimizers[0]
+    states = [optimizer.state[p] for p in optimizer.param_groups[0]["params"]]
+    return any(bool(state["exp_avg"].any()) for state in states if state)
+
+
+def test_the_critic_has_a_schedule_of_its_own(tmp_path):
+    module = ppo(critic_lr=1e-2, critic_scheduler=Linear(), critic_warmup=1)
+    seen = fit(tmp_path, module, 4, lambda m: [g["lr"] for g in m.trainer.optimizers[0].param_groups])
+    rates = [1e-2 * (1 - step / 4) for step in range(1, 5)]  # of the next step
+    assert [lr for _, lr in seen] == pytest.approx(rates)
+    assert [lr for lr, _ in seen] == [1e-3] * 4
+
+
+def test_at_the_start_policy_and_reference_agree_and_the_critic_says_nothing(tmp_path):
+    module = ppo(iterations=2, reward_beta=0.1, beta=0.1)
+    looks = lambda m: {k: float(n / d) for k, (n, d) in m._records.averages.sums.items() if float(d)}  # noqa: E731
+    first = fit(tmp_path, module, 2, looks)[0]
+    for name in ("policy/approxkl_avg", "objective/kl", "objective/non_score_reward", "kl"):
+        assert first[name] == pytest.approx(0, abs=1e-5), name
+    assert first["value/ratio"] == pytest.approx(1, abs=1e-5)
+    assert first["objective/rlhf_reward"] == pytest.approx(first["objective/scores"], abs=1e-5)
+    assert (module.rollout.old_values == 0).all()
+
+
+# ---------------------------------------------------------------------- supervised text
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.jsonl"
+    rows = [{"text": text} for text in ("1+1=2", "two", "a longer one", "x", "3+4=7", "yes")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_supervised_text_adds_its_cross_entropy_however_the_step_is_cut(accumulate, texts, tmp_path):
+    def change(**settings: Any) -> dict[str, torch.Tensor]:
+        module = ppo(optimizer=ByPath("torch.optim.SGD", lr=1.0), **settings)
+        module.configure_model()
+        before = weights(module, "policy")
+        fit(tmp_path, module, 1, accumulate_grad_batches=accumulate)
+        return {name: value - before[name] for name, value in weights(module, "policy").items()}
+
+    text = SupervisedText(str(texts), batch_size=5)
+    with_text, without = change(ptx=text, ptx_coef=0.5), change()
+
+    policy = ppo()
+    policy.configure_model()
+    ids, attention, learned = text.batch(policy.tokenizer, 0, policy.seed)
+    loss = torch.zeros(())
+    for row in range(len(ids)):  # one text at a time, without padding
+        own = ids[row][attention[row]]
+        logits = policy.policy(input_ids=own[None]).logits[0, :-1].log_softmax(-1)
+        loss = loss - logits.gather(1, own[1:, None]).sum()
+    (0.5 * loss / learned.sum()).backward()
+    for name, parameter in policy.policy.named_parameters():
+        expected = -parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        difference = with_text[f"policy.{name}"] - without[f"policy.{name}"]
+        assert (difference - expected).norm() <= 1e-4 * expected.norm() + 1e-6, name
+
+
+def test_supervised_text_and_its_weight_come_together(texts):
+    for settings in ({"ptx_coef": 0.1}, {"ptx": SupervisedText(str(texts))}):
+        with pytest.raises(ConfigError, match=r"algo\.ptx_coef.*algo\.ptx\.path"):
+            ppo(**settings)
+
+
+def test_a_missing_file_ends_the_run_before_weights_are_loaded(tmp_path):
+    module = ppo(ptx=SupervisedText(str(tmp_path / "gone.jsonl")), ptx_coef=0.1)
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
+        fit(tmp_path, module, 1)
+    assert module.policy is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"critic_warmup": -1}, r"algo\.critic_warmup=-1"),
+        ({"vf_coef": -0.1}, r"algo\.vf_coef=-0\.1"),
+        ({"ptx_coef": -1.0}, r"algo\.ptx_coef=-1\.0"),
+        ({"critic_lr": 0.0}, r"algo\.critic_lr=0\.0"),
+        ({"value_clip": 0.0}, r"algo\.value_clip=0\.0"),
+        ({"advantage": functools.partial(gae, lam=1.5)}, r"algo\.advantage.*lam=1\.5"),
+        ({"advantage": functools.partial(gae, gamma=-0.1)}, r"algo\.advantage.*gamma=-0\.1"),
+    ],
+)
+def test_settings_out_of_range(settings, key):
+    with pytest.raises(ConfigError, match=key):
+        ppo(**settings)

@@ -1,0 +1,175 @@
+"""What the KL is measured against while a policy trains: 0 at step 0, then fixed or following as it says."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_rollouts import EachBatch, trainer
+
+from lit_rl.algorithms import GRPO, PPO, RLOO, AdamW, Constant
+from lit_rl.algorithms.controllers import AdaptiveKL
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.errors import ConfigError
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.lora import Lora
+from lit_rl.models.moving_reference import BEMA, EMA, Mixing
+from lit_rl.models.other_model import OtherModel
+from lit_rl.models.reference import AdapterBase, Auto, FrozenCopy, InitialAdapter
+from lit_rl.rollout import Sampling
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """An adapter that was trained before."""
+    policy = LanguageModel("tiny", lora=Lora(r=2)).load()
+    generator = torch.Generator().manual_seed(1)
+    for parameter in policy.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    folder = tmp_path_factory.mktemp("adapter")
+    policy.save_pretrained(str(folder))
+    return folder
+
+
+def model(kind: str, adapter: Path) -> LanguageModel:
+    if kind == "full":
+        return LanguageModel("tiny")
+    return LanguageModel("tiny", lora=Lora(r=2)) if kind == "fresh" else LanguageModel("tiny", adapter=str(adapter))
+
+
+REFERENCES = {
+    "auto": Auto,
+    "auto-cpu": lambda: Auto(device="cpu"),
+    "frozen": FrozenCopy,
+    "ema": lambda: EMA(0.9),
+    "bema": lambda: BEMA(every=1),
+    "mixing": lambda: Mixing(every=1),
+    "base": AdapterBase,
+    "initial": InitialAdapter,
+}
+CASES = [
+    *[(kind, name) for kind in ("full", "fresh", "continued") for name in ("auto", "frozen", "ema", "bema", "mixing")],
+    ("full", "auto-cpu"), ("fresh", "base"), ("continued", "initial"), ("continued", "auto-cpu"),
+]  # fmt: skip
+
+
+def varied(completions: list[str]) -> list[float]:
+    """Any policy gets different rewards within a group."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def grpo(policy: LanguageModel, reference: Any, algorithm: Any = GRPO, **settings: Any) -> Any:
+    return algorithm(
+        policy,
+        varied,
+        reference=reference,
+        **{
+            "group_size": 4,
+            "sampling": Sampling(max_new_tokens=5, temperature=0.8),
+            "optimizer": AdamW(lr=3e-3),
+            "scheduler": Constant(),
+            **settings,
+        },
+    )
+
+
+def fit(tmp_path: Any, module: Any, steps: int, look: Any) -> list[Any]:
+    looks = EachBatch(look)
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+    trainer(tmp_path, max_steps=steps, max_epochs=-1, callbacks=[looks]).fit(module, datamodule=data)
+    return looks.seen
+
+
+def kl(module: Any) -> float:
+    """The largest log-ratio of a token to the reference, when the rollout was taken."""
+    rollout = module.rollout
+    return float((rollout.old_logprobs - rollout.ref_logprobs)[rollout.completions.response_mask].abs().max())
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_the_kl_is_zero_at_the_first_rollout_and_not_afterwards(kind, name, adapter, tmp_path):
+    module = grpo(model(kind, adapter), REFERENCES[name](), beta=0.1, reward_beta=0.1)
+    seen = fit(tmp_path, module, 2, kl)
+    assert seen[0] < 1e-4
+    assert seen[1] > 1e-3, "the policy did not move, so nothing was seen"
+
+
+@pytest.mark.parametrize("kind", ["full", "fresh", "continued"])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_average_follows_every_optimizer_step(kind, minibatches, adapter, tmp_path):
+    module = grpo(model(kind, adapter), EMA(0.7), beta=0.1, minibatches=minibatches)
+    seen = fit(tmp_path, module, 4, lambda m: (trained(m.policy), followers(m)))
+    module_again = grpo(model(kind, adapter), EMA(0.7), beta=0.1)
+    module_again.configure_model()
+    average = trained(module_again.policy)
+    for now, reference in seen:
+        for name, value in now.items():
+            average[name] = 0.7 * average[name] + 0.3 * value
+            torch.testing.assert_close(reference[name], average[name], rtol=1e-4, atol=1e-6)
+
+
+def trained(policy: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def followers(module: Any) -> dict[str, torch.Tensor]:
+    names = trained(module.policy)
+    return {n: p.detach().clone() for n, p in module.reference_policy.named_parameters() if n in names}
+
+
+def test_a_mixture_is_taken_every_few_steps(tmp_path):
+    module = grpo(LanguageModel("tiny"), Mixing(alpha=1.0, every=2), beta=0.1)
+    seen = fit(tmp_path, module, 4, lambda m: (trained(m.policy), followers(m)))
+
+    def same(a: Any, b: Any) -> bool:
+        return all(torch.equal(a[name], b[name]) for name in a)
+
+    (one, ref_one), (two, ref_two), (three, ref_three), (four, ref_four) = seen
+    assert not same(one, ref_one) and same(two, ref_two) and same(two, ref_three) and same(four, ref_four)
+    assert not same(three, ref_three)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, RLOO, PPO])
+def test_without_a_kl_term_no_reference_is_loaded_and_the_run_says_so(algorithm, tmp_path):
+    class Forbidden(FrozenCopy):
+        def module(self, policy: Any) -> Any:
+            raise AssertionError("it was loaded")
+
+    module = grpo(LanguageModel("tiny"), Forbidden(), algorithm, reward_beta=0.0, iterations=1)
+    with pytest.warns(UserWarning, match="is not loaded") as caught:
+        fit(tmp_path, module, 1, lambda m: None)
+    (said,) = [text for warning in caught if "is not loaded" in (text := str(warning.message))]
+    assert "reference=Forbidden" in said and "algo.beta" in said and "\n" not in said
+
+
+def test_the_default_reference_needs_no_word(tmp_path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, grpo(LanguageModel("tiny"), None), 1, lambda m: None)
+    assert not [warning for warning in caught if "is not loaded" in str(warning.message)]
+
+
+def test_a_reference_to_adapters_is_refused_for_a_policy_without(tmp_path):
+    with pytest.raises(ConfigError, match="reference=adapter_base"):
+        fit(tmp_path, grpo(LanguageModel("tiny"), AdapterBase(), beta=0.1), 1, lambda m: None)
+
+
+def test_other_weights_are_far_from_the_policy_from_the_start(adapter, tmp_path):
+    module = grpo(LanguageModel("tiny"), OtherModel("tiny", adapter=str(adapter)), beta=0.1, reward_beta=0.1)
+    assert fit(tmp_path, module, 1, kl)[0] > 1e-2
+
+
+def test_the_adaptive_weight_is_logged_and_steers(tmp_path):
+    module = grpo(
+        LanguageModel("tiny"), FrozenCopy(), beta=0.5, kl_control=AdaptiveKL(target=1e6, horizon=64), minibatches=2
+    )
+    seen = fit(tmp_path, module, 6, lambda m: (m.kl_factor, m.trainer.callback_metrics.get("train/kl_coef")))
+    # 32 sequences a rollout of two steps, always far below the target: 1 - 0.2 * 32 / 64 a rollout
+    assert [factor for factor, _ in seen] == pytest.approx([1, 1, 0.9, 0.9, 0.81, 0.81])
+    # logged at a rollout's end is what comes next
+    assert [float(c) for _, c in seen[1::2]] == pytest.approx([0.5 * 0.9, 0.5 * 0.81, 0.5 * 0.729])

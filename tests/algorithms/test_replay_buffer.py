@@ -1,0 +1,179 @@
+"""Good groups of earlier rollouts in the place of those that teach nothing."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from small_rollouts import ONE, EachBatch, completions, rollout, trainer
+
+from lit_rl.algorithms import GRPO, AdamW, Constant
+from lit_rl.algorithms.micro_batches import trimmed_rollout
+from lit_rl.algorithms.replay import GroupReplay
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.errors import ConfigError
+from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.rollout import PER_TOKEN, Rollout, Sampling, select
+
+
+class Module:
+    """What the buffer needs of a module."""
+
+    seed, global_rank, device = 3, 0, ONE
+
+    def __init__(self) -> None:
+        self.logged: dict[str, float] = {}
+
+    def record(self, metrics: dict[str, Any]) -> None:
+        self.logged = {name: float(a / b) if b else 0.0 for name, (a, b) in metrics.items()}
+
+
+SIZES = st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0, 3.0])
+
+
+def rollout_of(sizes: list[float], version: int, *, per_token: bool = False, width: int = 3) -> Rollout:
+    """Groups of two, one reward up and one down by the size; 0 is a group that teaches nothing."""
+    count = 2 * len(sizes)
+    drawn = completions([1 + (i + version) % width for i in range(count)], 2, version=version, first=1000 * version + 1)
+    rewards = torch.tensor([sign * size for size in sizes for sign in (1.0, -1.0)])
+    ids = drawn.response_ids.float()
+    return rollout(
+        rewards,
+        rewards[:, None] * drawn.response_mask if per_token else rewards,
+        drawn,
+        old_logprobs=-ids / 7,
+        weights=ids / 3,
+        ref_logprobs=-ids / 9,
+    )
+
+
+def groups(rollout: Rollout) -> list[Rollout]:
+    """One for each group, without padding, under group id 0."""
+    return [trimmed_rollout(select(rollout, torch.tensor([2 * i, 2 * i + 1]))) for i in range(len(rollout) // 2)]
+
+
+def same(a: Rollout, b: Rollout) -> bool:
+    """In every tensor but the group's number."""
+    fields = [(getattr(a, name), getattr(b, name)) for name in ("rewards", *PER_TOKEN)]
+    names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask", "sampler_logprobs", "ended")
+    fields += [(getattr(a.completions, name), getattr(b.completions, name)) for name in names]
+    return all((x is None and y is None) or (x.shape == y.shape and torch.equal(x, y)) for x, y in fields)
+
+
+def score_of(group: Rollout) -> float:
+    """By hand: the sizes of the advantages of two rows times the deviation of their rewards."""
+    return float(group.advantages.abs().sum() * (group.rewards[0] - group.rewards[1]).abs() / 2**0.5)
+
+
+RUNS = st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@given(RUNS, st.integers(1, 5), st.booleans())
+def test_flat_groups_are_replaced_by_stored_ones_and_nothing_else_changes(runs, size, per_token):
+    buffer, module, stored = GroupReplay(size), Module(), []
+    for version, sizes in enumerate(runs):
+        fresh = rollout_of(sizes, version, per_token=per_token, width=2 + version % 3)
+        out = buffer(module, fresh)
+        assert torch.equal(out.completions.group_id, fresh.completions.group_id)
+        replaced = []
+        for before, after, was in zip(groups(fresh), groups(out), sizes):
+            if was:
+                assert same(before, after)
+            elif not same(before, after):
+                replaced.append(next(i for i, group in enumerate(stored) if same(group, after)))
+        flat = sizes.count(0.0)
+        assert len(replaced) == len(set(replaced)) == min(flat, len(stored))
+        assert module.logged["replay/groups"] == len(replaced)
+        ages = [version - stored[i].completions.version for i in replaced]
+        assert module.logged["replay/age"] == pytest.approx(sum(ages) / len(ages) if ages else 0.0)
+        stored = sorted([*stored, *(g for g, s in zip(groups(fresh), sizes) if s)], key=score_of, reverse=True)[:size]
+        kept = [value for value, _ in buffer._groups]
+        assert kept == sorted(kept, reverse=True) and len(kept) <= size
+        assert kept == pytest.approx([score_of(group) for group in stored])
+
+
+def test_an_unscored_group_is_replaced_too_and_never_stored():
+    buffer, module = GroupReplay(4), Module()
+    good = buffer(module, rollout_of([1.0], 0))
+    nothing = rollout_of([0.0], 1)
+    nothing = select(nothing, torch.tensor([0, 1]))
+    nothing.rewards.fill_(torch.nan)
+    assert same(groups(buffer(module, nothing))[0], groups(good)[0])
+    assert len(buffer._groups) == 1
+
+
+def test_groups_are_drawn_in_proportion_to_their_scores():
+    drawn = []
+    for seed in range(400):
+        buffer, module = GroupReplay(4), Module()
+        module.seed = seed
+        buffer(module, rollout_of([1.0, 2.0], 0))  # scores in the proportion of 1 to 4
+        drawn.append(float(buffer(module, rollout_of([0.0], 1)).rewards[0]))
+    assert drawn.count(2.0) / len(drawn) == pytest.approx(0.8, abs=0.05)
+
+
+@given(RUNS, st.integers(0, 4))
+def test_a_restored_buffer_goes_on_bit_for_bit(runs, cut):
+    def play(buffer: GroupReplay, start: int, stop: int) -> list[Rollout]:
+        return [buffer(module, rollout_of(runs[i], i)) for i in range(start, min(stop, len(runs)))]
+
+    whole, first, second, module = GroupReplay(3), GroupReplay(3), GroupReplay(3), Module()
+    expected = play(whole, 0, len(runs))
+    play(first, 0, cut)
+    file = io.BytesIO()
+    torch.save(first.state(), file)
+    file.seek(0)
+    second.load_state(torch.load(file, weights_only=True))
+    rest = play(second, cut, len(runs))
+    assert all(same(a, b) for a, b in zip(rest, expected[cut:], strict=True))
+    assert [s for s, _ in second._groups] == [s for s, _ in (whole if cut < len(runs) else first)._groups]
+
+
+def test_a_size_below_one_is_refused():
+    with pytest.raises(ConfigError, match=r"algo\.replay\.size=0"):
+        GroupReplay(0)
+
+
+# ---------------------------------------------------------------------- in a run
+
+
+def test_the_ratio_of_a_replayed_group_is_to_the_policy_that_sampled_it(tmp_path):
+    """Its old log-probs are those of its own rollout, and the loss compares the policy now with exactly these."""
+
+    def even(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(len(text) % 2 == 0) if int(a) % 2 else 1.0 for text, a in zip(completions, answer)]
+
+    seen_by_loss: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def loss(logprobs, old_logprobs, advantages, mask):
+        seen_by_loss.append((logprobs.detach().clone(), old_logprobs.clone()))
+        return clipped_policy_loss(logprobs, old_logprobs, advantages, mask)
+
+    module = GRPO(
+        "tiny", even, replay=GroupReplay(8), loss=loss, group_size=4, sampling=Sampling(max_new_tokens=4),
+        optimizer=AdamW(lr=3e-3), scheduler=Constant(),
+    )  # fmt: skip
+    assert module.ratio_is_one and module.needs_old_logprobs
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
+    looks = EachBatch(lambda m: m.rollout)
+    fit = trainer(tmp_path, max_steps=4, max_epochs=-1, callbacks=[looks])
+    seen_by_loss.clear()
+    fit.fit(module, datamodule=RolloutDataModule(rows=rows, prompts_per_rollout=8, val_fraction=0))
+
+    earlier: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    replayed = 0
+    for drawn, (now, old) in zip(looks.seen, seen_by_loss, strict=True):
+        ids, mask, prompts = drawn.completions.response_ids, drawn.completions.response_mask, drawn.completions
+        assert torch.equal(old[mask[:, : old.shape[1]]], drawn.old_logprobs[mask])
+        for row in range(len(drawn)):
+            text = (*prompts.prompt_ids[row][prompts.prompt_mask[row]].tolist(), -1, *ids[row][mask[row]].tolist())
+            mine = drawn.old_logprobs[row][mask[row]]
+            if not torch.allclose(now[row, : len(mine)], mine, atol=1e-5):  # of an earlier policy
+                assert any(torch.equal(known, mine) for known in earlier[text])
+                replayed += 1
+            earlier.setdefault(text, []).append(mine)
+    assert replayed > 0

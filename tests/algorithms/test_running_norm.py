@@ -1,0 +1,67 @@
+"""Running normalisation: exact over everything seen, whatever the order of arrival in rollouts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rl.algorithms.running_norm import RunningNorm
+from lit_rl.errors import ConfigError
+
+REWARDS = st.lists(
+    st.lists(st.one_of(st.just(math.nan), st.floats(-1e3, 1e3, width=32)), min_size=1, max_size=6),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(REWARDS)
+def test_each_rollout_is_normalised_by_everything_seen_so_far(rollouts):
+    norm, seen = RunningNorm(), []
+    for rewards in rollouts:
+        given_ = torch.tensor(rewards)
+        out = norm(given_)
+        seen += [r for r in rewards if not math.isnan(r)]
+        assert torch.equal(out.isnan(), given_.isnan())
+        if not seen:
+            continue
+        everything = torch.tensor(seen, dtype=torch.float64)
+        std = float(everything.std()) if len(seen) > 1 else 0.0
+        expected = (given_.double() - everything.mean()) / (std + 1e-8 if std > 1e-6 else 1.0)
+        if std > 1e-6 or std == 0:
+            torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_by_hand():
+    norm = RunningNorm(eps=0.0)
+    # mean 2, deviation sqrt(2); then of 1, 3, 5, 7: mean 4, deviation sqrt(20 / 3)
+    torch.testing.assert_close(norm(torch.tensor([1.0, 3.0])), torch.tensor([-1.0, 1.0]) / math.sqrt(2))
+    torch.testing.assert_close(norm(torch.tensor([5.0, 7.0])), torch.tensor([1.0, 3.0]) / math.sqrt(20 / 3))
+
+
+def test_rewards_that_are_all_equal_become_zero():
+    norm = RunningNorm()
+    assert norm(torch.tensor([0.3, 0.3])).abs().max() == 0
+    assert norm(torch.tensor([0.3])).abs().max() == 0
+
+
+@given(REWARDS, st.integers(0, 5))
+def test_a_restored_one_goes_on_bit_for_bit(rollouts, cut):
+    whole, first, second = RunningNorm(), RunningNorm(), RunningNorm()
+    expected = [whole(torch.tensor(rewards)) for rewards in rollouts]
+    for rewards in rollouts[:cut]:
+        first(torch.tensor(rewards))
+    second.load_state(json.loads(json.dumps(first.state())))
+    for rewards, out in zip(rollouts[cut:], expected[cut:]):
+        assert torch.equal(second(torch.tensor(rewards)).nan_to_num(9e9), out.nan_to_num(9e9))
+    assert second.state() == whole.state() if cut < len(rollouts) else first.state() == whole.state()
+
+
+def test_a_negative_eps_is_refused():
+    with pytest.raises(ConfigError, match=r"algo\.reward_norm\.eps"):
+        RunningNorm(eps=-1)

@@ -1,0 +1,121 @@
+"""Settings of algorithms that cannot be, by the command line: exit code, key and likely fix, nothing on the disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_helpers import Command, contents, refused
+
+ENGINE = """
+from lit_rl.generation.native import NativeGenerator
+class Blind(NativeGenerator):
+    reports_kept_mass = False
+"""
+SCORES = """
+def short(completions): return [1.0]
+def nan(completions): return [float("nan")] * len(completions)
+def good(completions, lengths, answer): return [-n for n in lengths]
+"""
+
+ROWS: list[tuple[str, list[str], list[str]]] = [
+    # the distribution that is sampled and the one that is learned
+    ("repetition", ["sampling.repetition_penalty=1.2"], ["sampling.repetition_penalty=1.2", "importance ratio"]),
+    ("min-tokens", ["sampling.min_new_tokens=3"], ["sampling.min_new_tokens=3", "importance ratio"]),
+    # groups
+    ("group-1", ["algo=dapo", "algo.group_size=1"], ["algo.group_size=1", "2 or more", "algo=reinforce_pp"]),
+    ("keep-over-group", ["algo=gfpo", "algo.group_size=3"], ["algo.groups.keep=4", "algo.group_size=3"]),
+    # KL
+    ("beta-ppo", ["algo=ppo", "algo.beta=-0.1"], ["algo.beta=-0.1", "[0, inf]"]),
+    ("adaptive-kl", ["algo/kl_control=adaptive"], ["algo/kl_control=adaptive", "algo.beta", "algo.reward_beta"]),
+    # correction
+    ("weight-norm", ["algo/weight_norm=token"], ["algo/weight_norm", "algo/correction"]),
+    (
+        "bounds-reversed",
+        ["algo/correction=token_truncate", "algo.correction.low=5"],
+        ["algo.correction", "low=5.0", "high=3.0"],
+    ),
+    ("bounds-none", ["algo/correction=token_mask", "algo.correction.high=null"], ["algo.correction", "high=None"]),
+    ("vespo-sequence", ["algo=vespo", "algo/correction=sequence_mask"], ["algo/correction", "token_truncate"]),
+    ("rejection", ["algo/rejection=tokens", "algo.rejection.high=0.0"], ["algo.rejection", "high=0.0"]),
+    # rewards and advantages
+    ("reward-clip", ["algo.reward_clip=[5,-5]"], ["algo.reward_clip=[5, -5]", "[lowest, highest]"]),
+    ("gae", ["algo=ppo", "algo.advantage.lam=2"], ["algo.advantage", "lam=2", "[0, 1]"]),
+    # losses
+    ("ratio", ["algo=vespo", "algo/loss/ratio=token"], ["algo/loss/ratio", "the algo/loss of this run has no ratio"]),
+    ("cap", ["algo=cispo", "algo.loss.cap=0"], ["algo.loss.cap=0", "(0, inf]"]),
+    ("cap-dppo", ["algo=dppo_tv", "algo.loss.cap=1"], ["algo.loss.cap=1", "(1, inf]"]),
+    ("temperature", ["algo=sapo", "algo.loss.temperature_positive=0"], ["algo.loss.temperature_positive=0"]),
+    ("share", ["algo=kl_cov", "algo.loss.share=0"], ["algo.loss.share=0", "(0, 1]"]),
+    ("kl-coef", ["algo=kl_cov", "algo.loss.kl_coef=-1"], ["algo.loss.kl_coef=-1", "[0, inf]"]),
+    ("threshold", ["algo=dppo_tv", "algo.loss.threshold_low=2"], ["algo.loss.threshold_low=2", "(0, 1]"]),
+    ("threshold-kl", ["algo=dppo_kl", "algo.loss.threshold_low=0"], ["algo.loss.threshold_low=0", "(0, inf]"]),
+    ("gmpo", ["algo=gmpo", "algo.loss.clip_low=0"], ["algo.loss.clip_low=0", "(0, inf]"]),
+    # actor and critic
+    (
+        "critic-adapter",
+        ["algo=ppo", "algo/critic=adapter"],
+        ["algo/critic=adapter", "model.lora", "algo/critic=separate"],
+    ),
+    ("ptx-alone", ["algo=ppo", "algo.ptx_coef=0.1"], ["algo.ptx_coef=0.1", "algo.ptx.path"]),
+    ("ptx-weightless", ["algo=ppo", "algo.ptx.path=x.jsonl"], ["algo.ptx_coef=0.0", "algo.ptx.path=x.jsonl"]),
+    # references
+    ("no-path", ["reference=path"], ["reference.name", "reference.adapter"]),
+    # choices that are not there: the list
+    ("loss", ["algo/loss=cisp"], ["algo/loss=cisp", "'cispo'", "vespo", "kl_cov"]),
+    ("loss-ratio", ["algo/loss/ratio=sequence"], ["algo/loss/ratio=sequence", "sequence_mean", "token"]),
+    ("correction", ["algo/correction=tokn"], ["algo/correction=tokn", "token_mask", "sequence_truncate"]),
+    ("reference", ["reference=copy"], ["reference=copy", "frozen_copy", "ema", "bema"]),
+]
+
+
+@pytest.mark.parametrize("arguments, words", [pytest.param(*row, id=name) for name, *row in ROWS])
+def test_a_bad_term_is_refused_and_nothing_is_written(step: Command, cwd, arguments, words):
+    refused(step(*arguments), 2, *words)
+    assert contents(cwd) == []
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of the user's, allowed on the command line."""
+    (tmp_path / "my_terms.py").write_text(ENGINE + SCORES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "allow_targets=[my_terms]"
+
+
+def test_an_engine_that_cannot_say_what_it_cut(step: Command, cwd, mine):
+    engine = "generator={_target_: my_terms.Blind}"
+    outcome = step("sampling.top_p=0.9", "~generator", f"+{engine}", mine)
+    refused(outcome, 2, "sampling.top_p=0.9", "Blind", "generator=native", "eval.top_p")
+    assert contents(cwd) == []
+
+
+@pytest.mark.parametrize("name", ["short", "nan"])
+def test_a_score_of_ones_own_that_is_not_one_number_a_completion(step: Command, mine, name):
+    score = f"algo.groups.score._target_=my_terms.{name}"
+    refused(
+        step("algo=gfpo", "algo.group_size=4", "algo.groups.keep=2", score, mine, "run_dir=run"), 4, "algo.groups.score"
+    )
+
+
+def test_a_score_of_ones_own_decides(step: Command, mine):
+    score = "algo.groups.score._target_=my_terms.good"
+    outcome = step("algo=gfpo", "algo.group_size=4", "algo.groups.keep=2", score, mine, "run_dir=run")
+    assert outcome.code == 0, outcome.err
+
+
+def test_supervised_text_that_is_not_there(step: Command, cwd: Path):
+    outcome = step("algo=ppo", "algo.ptx.path=gone.jsonl", "algo.ptx_coef=0.1", "run_dir=run")
+    refused(outcome, 3, "gone.jsonl", "no such file", "algo.ptx")
+
+
+def test_a_reference_that_nothing_needs_is_not_loaded_and_the_run_says_so(step: Command, cwd: Path):
+    """One that would be refused if it were loaded: the policy has no adapters."""
+    with pytest.warns(UserWarning, match="is not loaded") as caught:
+        outcome = step("reference=adapter_base", "run_dir=run")
+    assert outcome.code == 0, outcome.err
+    (line,) = [text for warning in caught if "is not loaded" in (text := str(warning.message))]
+    assert "AdapterBase" in line and "algo.beta" in line and "\n" not in line
+    refused(step("reference=adapter_base", "algo.beta=0.1", "run_dir=other"), 2, "reference=adapter_base", "model.lora")
+    assert json.loads((cwd / "run" / "summary.json").read_text())["status"] == "finished"

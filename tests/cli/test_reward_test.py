@@ -1,0 +1,120 @@
+"""`lit-rl reward-test`: what the configured reward says of a few rows, without any weight being read."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cli_helpers import Command, refused, write_jsonl
+
+from lit_rl.commands.reward_test import reward_test
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.models import LanguageModel
+from lit_rl.rewards import Rewards
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("lit_rl.models.LanguageModel.load", load)
+
+
+@pytest.fixture
+def ask(command: Command, no_weights: None) -> Command:
+    return lambda *arguments: command("reward-test", "trainer.accelerator=cpu", "logger=none", *arguments)
+
+
+def rows(out: str) -> list[list[str]]:
+    """The cells of the tables' lines."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+
+
+def test_right_wrong_and_empty_completions_of_the_data(ask):
+    outcome = ask("reward=combined")
+    assert outcome.code == 0, outcome.err
+    cells = rows(outcome.out)
+    scored = [(kind, right, shape, total) for row, _, kind, _, right, shape, total in (c for c in cells if len(c) == 7)]
+    expected = [("answer", "1", "0", "1"), ("boxed", "1", "0", "1"), ("wrong", "0", "0", "0"), ("empty", "0", "0", "0")]
+    assert scored == expected * 4
+    times = [c for c in cells if len(c) == 5]
+    assert [(c[0], c[-1]) for c in times] == [("math_answer", "16 of 16"), ("regex_format", "16 of 16")]
+
+
+def test_messages_own_completions_and_rows_that_no_function_applies_to(ask, tmp_path):
+    prompt = [{"role": "user", "content": "Say \\[hi\\] [bold]!"}]
+    data = [{"prompt": prompt, "completion": "<think>a</think>b", "answer": None}]
+    data.append({"prompt": prompt, "completion": None, "answer": "b"})
+    path = write_jsonl(tmp_path / "data.jsonl", data * 8)
+    template = "model.chat_template=\"{% for m in messages %}{{ m['content'] }}{% endfor %}\""
+    outcome = ask("data=jsonl", f"data.path={path}", "data.val_fraction=0", "reward=contains", template)
+    assert outcome.code == 0, outcome.err
+    cells = [c for c in rows(outcome.out) if len(c) == 6]
+    assert cells[0] == ["0", "Say \\[hi\\] [bold]!", "completion", "<think>a</think>b", "none", "none"]
+    assert [c[2:] for c in cells[3:7]] == [
+        ["answer", "b", "1", "1"],
+        ["boxed", "\\boxed{b}", "1", "1"],
+        ["wrong", "something else", "0", "0"],
+        ["empty", "", "0", "0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "code", "told"),
+    [
+        (["reward=function", "reward.fn=lit_rl.rewards.text:Length"], 4, "is a class"),
+        (["reward=recipes", "reward.column=kind"], 4, "no column 'kind'"),
+        (["reward=reward_model"], 2, "reward.functions.reward_model.name"),
+        (["reward=code"], 2, "no sandbox"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_said_with_its_exit_code(ask, reward, code, told):
+    refused(ask(*reward), code, told)
+
+
+class TestFile:
+    """Completions of a file, scored by a reward that logs."""
+
+    @pytest.fixture
+    def run(self, no_weights: None) -> Any:
+        def right(completions, answer, log_extra):
+            log_extra("length", [len(c) for c in completions])
+            return [float(c == a) for c, a in zip(completions, answer)]
+
+        data = RolloutDataModule(rows=[{"prompt": f"{n}+0=", "answer": str(n)} for n in range(40)], val_fraction=0)
+        module = SimpleNamespace(tokenizer=LanguageModel("tiny").tokenizer, reward_functions=Rewards(right))
+        return SimpleNamespace(module=module, data=data, trainer=SimpleNamespace(is_global_zero=True))
+
+    def test_its_lines_are_scored(self, run, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "200")
+        lines = [{"completion": "0"}, {"completion": "0"}, {"completion": "7", "row": 7}]
+        assert reward_test(run, completions=str(write_jsonl(tmp_path / "mine.jsonl", lines))) == 0
+        cells = [c for c in rows(capsys.readouterr().out) if len(c) == 7]
+        assert [(c[0], c[1], c[4], c[6]) for c in cells] == [
+            ("0", "0+0=", "1", "1"),
+            ("1", "1+0=", "0", "1"),
+            ("7", "7+0=", "1", "1"),
+        ]
+
+    WRONG = {
+        "no json": ("{", "line 1 is no JSON"),
+        "no completion": ('{"text": "a"}', "line 1: a line is"),
+        "negative row": ('{"completion": "a"}\n{"completion": "a", "row": -1}', "line 2: row=-1"),
+        "beyond": ('{"completion": "a", "row": 40}', "row 40 is asked for, and the data has 40 rows"),
+        "empty": ("", "is empty"),
+    }
+
+    @pytest.mark.parametrize(("text", "told"), WRONG.values(), ids=WRONG.keys())
+    def test_what_is_wrong_with_it_is_said(self, run, tmp_path, text, told):
+        (tmp_path / "mine.jsonl").write_text(text)
+        with pytest.raises(DataError, match=told):
+            reward_test(run, completions=str(tmp_path / "mine.jsonl"))
+
+    def test_settings(self, run, tmp_path):
+        with pytest.raises(ConfigError, match="no such file"):
+            reward_test(run, completions=str(tmp_path / "nothing"))
+        with pytest.raises(ConfigError, match="rows"):
+            reward_test(run, rows=0)

@@ -1,0 +1,243 @@
+"""docs/from-trl.md has every field of TRL's two configs, with the default of both sides, and keys that exist."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from doc_blocks import blocks, table_rows
+from doc_runs import left_as_found
+from hydra import compose, initialize_config_module
+
+from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.cli import schemas
+from lit_rl.cli.build import plain
+
+BOTH, INHERITED = "Fields of both trainers", "Fields inherited from transformers.TrainingArguments"
+ALGO = {"GRPOConfig": "algo=grpo", "RLOOConfig": "algo=rloo"}
+USUAL = ["data=jsonl", "data.path=mine.jsonl", "model=local", "model.name=m", "reward=function", "reward.fn=a:b"]
+UNMAPPED = ("not needed", "not built")
+NEEDED = ["optimizer.path=torch.optim.SGD"]
+"""What a choice has no default for."""
+
+Tree = dict[str, Any]
+
+
+def peer(name: str) -> dict[str, Any]:
+    """Fields of a config of TRL and their defaults."""
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.rloo_config import RLOOConfig
+
+    found = {}
+    for field in dataclasses.fields({"GRPOConfig": GRPOConfig, "RLOOConfig": RLOOConfig}[name]):
+        made = field.default_factory is not dataclasses.MISSING
+        found[field.name] = field.default_factory() if made else field.default  # pyright: ignore
+    return found
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def values(cell: str) -> list[Any]:
+    """What a cell of defaults says. YAML reads 1e-6 as a string, and `no` and `none` are words here."""
+
+    def read(text: str) -> Any:
+        if text in ("no", "none"):
+            return text
+        found = yaml.safe_load(text)
+        return float(found) if isinstance(found, str) and re.fullmatch(r"[\d.]+e-?\d+", found) else found
+
+    return [read(text) for text in quoted(cell)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of a table."""
+
+    fields: list[str]
+    theirs: list[Any]
+    choices: list[str]
+    keys: list[str]
+    ours: list[Any]
+    mapped: bool
+    trainer: str
+    """The config that the line is about; of those of both, one that it holds for."""
+
+
+@pytest.fixture(scope="module")
+def page(root: Path) -> Path:
+    return root / "docs" / "from-trl.md"
+
+
+def lines(page: Path) -> Iterator[Line]:
+    headings = {BOTH: list(ALGO), INHERITED: list(ALGO)} | {f"Fields of {name}": [name] for name in ALGO}
+    for heading, trainers in headings.items():
+        for trl, default, here, default_here, _ in table_rows(page, heading):
+            named = [] if here in UNMAPPED else quoted(here)
+            assert named or here in UNMAPPED, f"{trl}: {here!r} is neither a key nor one of {UNMAPPED}"
+            choices = [name for name in named if "=" in name]
+            keys = [name for name in named if "=" not in name]
+            for trainer in trainers:
+                yield Line(quoted(trl), values(default), choices, keys, values(default_here), bool(named), trainer)
+
+
+@pytest.fixture(scope="module")
+def composed() -> Iterator[Any]:
+    """The resolved config of a command; each is composed once."""
+    known: dict[tuple[str, ...], Tree] = {}
+
+    def of(*overrides: str) -> Tree:
+        if overrides not in known:
+            known[overrides] = plain(compose("config", [*USUAL, *overrides]))
+        return known[overrides]
+
+    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
+        schemas.register()
+        yield of
+
+
+def at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree[name]
+    return tree
+
+
+@pytest.mark.parametrize("trainer", ALGO)
+def test_every_field_is_mapped_once_and_none_that_is_gone(page: Path, trainer: str) -> None:
+    told = [name for line in lines(page) if line.trainer == trainer for name in line.fields]
+    assert len(told) == len(set(told)), [name for name in told if told.count(name) > 1]
+    assert set(told) == set(peer(trainer))
+
+
+@pytest.mark.parametrize("trainer", ALGO)
+def test_the_defaults_of_trl_are_what_they_are(page: Path, trainer: str) -> None:
+    defaults = peer(trainer)
+    for line in lines(page):
+        if line.trainer == trainer and (line.theirs or line.mapped):
+            real = [getattr(defaults[name], "value", defaults[name]) for name in line.fields]
+            assert line.theirs == real, line.fields
+
+
+def together(found: list[Line], algo: str) -> Iterator[tuple[dict[str, str], list[Line]]]:
+    """The lines with choices, in as few compositions as they fit; each has `algo`, unless it names one itself."""
+    batches: list[tuple[dict[str, str], list[Line]]] = []
+    for line in found:
+        wanted = dict(choice.split("=") for choice in [algo, *line.choices])
+        for chosen, members in batches:
+            if all(chosen.get(group, choice) == choice for group, choice in wanted.items()):
+                chosen |= wanted
+                members.append(line)
+                break
+        else:
+            batches.append((wanted, [line]))
+    yield from batches
+
+
+@pytest.mark.parametrize("trainer", ALGO)
+def test_every_key_exists_and_has_that_default(page: Path, trainer: str, composed: Any) -> None:
+    found = [line for line in lines(page) if line.trainer == trainer and line.mapped]
+    plain_keys = [line for line in found if not line.choices]
+    assert len(plain_keys) > 30
+    batches = [({"algo": ALGO[trainer].removeprefix("algo=")}, plain_keys)]
+    batches += together([line for line in found if line.choices], ALGO[trainer])
+    for chosen, members in batches:
+        more = NEEDED if chosen.get("optimizer") == "by_path" else []
+        tree = composed(*(f"{group}={choice}" for group, choice in chosen.items()), *more)  # refuses unknown choices
+        for line in members:
+            assert [at(tree, key) for key in line.keys] == line.ours, line.fields
+
+
+def test_a_value_that_differs_is_explained(page: Path) -> None:
+    bare = []
+    for heading in (BOTH, INHERITED, *(f"Fields of {name}" for name in ALGO)):
+        for trl, default, _, default_here, differs in table_rows(page, heading):
+            theirs, ours = ([value or None for value in values(cell)] for cell in (default, default_here))
+            in_a_list = ours and isinstance(ours[0], list)
+            if default_here and theirs != ours and not in_a_list and not differs:
+                bare.append(trl)
+    assert not bare
+
+
+LOSSES = {
+    "dapo": ("clipped_policy_loss", "token_ratio", "token_mean"),
+    "grpo": ("clipped_policy_loss", "token_ratio", "sequence_mean"),
+    "bnpo": ("clipped_policy_loss", "token_ratio", "local_token_mean"),
+    "dr_grpo": ("clipped_policy_loss", "token_ratio", "constant_mean"),
+    "cispo": ("cispo_loss", "token_ratio", "token_mean"),
+    "sapo": ("sapo_loss", "token_ratio", "sequence_mean"),
+    "vespo": ("vespo_loss", None, "token_mean"),
+    "luspo": ("clipped_policy_loss", "sequence_mean_ratio", "sequence_total"),
+}
+"""Loss, level of the ratio and reduction, as the tests of tests/oracle compare them with TRL's loss types."""
+
+
+def test_the_loss_types_are_what_is_compared_with_trl(page: Path, composed: Any) -> None:
+    told = {quoted(row[0])[0]: row[1:] for row in table_rows(page, "Loss types")}
+    assert told.keys() == LOSSES.keys()
+    for loss_type, cells in told.items():
+        whole = [words for cell in cells for words in quoted(cell) if words.startswith("algo=")]
+        assert whole
+        for words in whole:
+            if words in ("algo=dapo", "algo=dr_grpo"):  # more than the loss type alone
+                continue
+            algo = composed(*words.split())["algo"]
+            ratio = algo["loss"].get("ratio", {}).get("_target_", "").rpartition(".")[2] or None
+            found = [algo[part]["_target_"].rpartition(".")[2] for part in ("loss", "reduction")]
+            assert (found[0], ratio, found[1]) == LOSSES[loss_type], words
+
+
+def commands(page: Path) -> list[list[str]]:
+    found = [words[2:] for block in blocks(page) for words in block.commands]
+    assert all(words[:2] == ["python", "train.py"] for block in blocks(page) for words in block.commands)
+    return found
+
+
+def test_every_command_composes(page: Path, composed: Any) -> None:
+    assert len(commands(page)) == 5
+    for overrides in commands(page):
+        composed(*overrides)
+
+
+def script_arguments(page: Path) -> dict[str, Any]:
+    """Keyword arguments of `GRPOConfig` in the example's script."""
+    (script,) = [block.text for block in blocks(page) if block.language == "python"]
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    (config,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "GRPOConfig"]
+    return {str(word.arg): ast.literal_eval(word.value) for word in config.keywords}
+
+
+def test_the_example_says_the_same_twice(page: Path, composed: Any) -> None:
+    """Every argument of the script has its key in the command, with the same value where both have the same unit."""
+    arguments, command = script_arguments(page), commands(page)[0]
+    tree, given = composed(*command), dict(word.split("=", 1) for word in command)
+    line_of = {name: line for line in lines(page) if line.trainer == "GRPOConfig" for name in line.fields}
+    other_units = {"per_device_train_batch_size", "steps_per_generation", "loss_type", "bf16"}
+    for name, value in arguments.items():
+        line = line_of[name]
+        assert any(key in given for key in line.keys) or {c.split("=")[0] for c in line.choices} & given.keys(), name
+        if name not in other_units:
+            assert [at(tree, key) for key in line.keys] == [value], name
+    assert given["algo/reduction"] == "sequence" and given["trainer.precision"] == "bf16-mixed"
+
+
+def test_the_batches_of_the_example_are_the_same(page: Path, composed: Any) -> None:
+    trl, tree = script_arguments(page), composed(*commands(page)[0])
+    plan = BatchPlan(
+        prompts_per_rollout=tree["data"]["prompts_per_rollout"],
+        group_size=tree["algo"]["group_size"],
+        minibatches=tree["algo"]["minibatches"],
+        iterations=tree["algo"]["iterations"],
+        accumulate=tree["trainer"]["accumulate_grad_batches"],
+        world_size=1,
+    )
+    micro_batch = trl["per_device_train_batch_size"]
+    assert plan.completions == micro_batch * trl["steps_per_generation"]
+    assert plan.completions // plan.minibatches == micro_batch * trl["gradient_accumulation_steps"]
+    assert plan.completions // plan.minibatches // plan.accumulate == micro_batch

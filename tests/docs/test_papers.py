@@ -1,0 +1,47 @@
+"""docs/papers.md: every paper that the code names is there, and every command composes and builds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from doc_blocks import table_rows
+from doc_runs import left_as_found
+from hydra import compose, initialize_config_module
+
+import lit_rl
+from lit_rl.cli import schemas
+from lit_rl.cli.build import build, plain
+
+ROOT = Path(lit_rl.__file__).parents[1]
+ROWS = table_rows(ROOT / "docs" / "papers.md")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> None:
+    schemas.register()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_the_command_of_a_paper_composes_and_builds(row: list[str]) -> None:
+    words = row[1].strip("`").split()
+    assert words[:2] == ["python", "train.py"]
+    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
+        tree = plain(compose("config", overrides=words[2:]))
+    assert build(tree["algo"]) is not None
+
+
+def test_every_paper_that_the_code_names_is_told() -> None:
+    files = [*(ROOT / "lit_rl").rglob("*.py"), *(ROOT / "conf").rglob("*.yaml")]
+    named = {number for path in files for number in re.findall(r"\b\d{4}\.\d{5}\b", path.read_text())}
+    told = set(re.findall(r"arXiv:(\d{4}\.\d{5})", (ROOT / "docs" / "papers.md").read_text()))
+    assert len(named) > 40
+    assert not named - told
+
+
+def test_every_setting_says_what_it_is_and_every_page_is_there() -> None:
+    for paper, _, setting, page in ROWS:
+        assert setting and page, paper
+        for target in re.findall(r"\]\(([^)#]+)\)", page):
+            assert (ROOT / "docs" / target).is_file(), f"{paper}: {target}"

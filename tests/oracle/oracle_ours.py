@@ -1,0 +1,187 @@
+"""Our side: the module that a setting of TRL's is, and its step as `training_step` takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from oracle_cases import (
+    BASE,
+    GIVEN,
+    GROUP,
+    LIMIT,
+    ROWS,
+    TEMPERATURE,
+    WEIGHTS,
+    Case,
+    Outcome,
+    Settings,
+    backward,
+    first,
+    second,
+)
+from oracle_trl import Oracle
+
+from lit_rl.algorithms import GRPO, RLOO
+from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.algorithms.controllers import AdaptiveEntropy, FixedEntropy
+from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.models import LanguageModel
+from lit_rl.models.reference import FrozenCopy
+from lit_rl.ops import advantages, kl, losses, mismatch, ratios, reductions, selection
+from lit_rl.ops.step import Highest, Lowest, Metrics
+from lit_rl.rewards.base import Rewards
+from lit_rl.rollout import Completions, Rollout, Sampling
+
+MODEL = LanguageModel("tiny")
+"""Lends its tokenizer; its weights are never loaded."""
+
+REDUCTIONS = {
+    "grpo": reductions.sequence_mean,
+    "sapo": reductions.sequence_mean,
+    "bnpo": reductions.local_token_mean,
+    "dr_grpo": partial(reductions.constant_mean, length=LIMIT),
+    "dapo": reductions.token_mean,
+    "cispo": reductions.token_mean,
+    "vespo": reductions.token_mean,
+    "luspo": reductions.sequence_total,
+}
+LEVELS = {"token": ratios.token_ratio, "sequence": ratios.sequence_mean_ratio}
+SCALES = {
+    "group": advantages.group_normalized,
+    "batch": advantages.batch_normalized,
+    "none": advantages.centered,
+}
+
+
+def loss_of(trl: Settings) -> Any:
+    level = LEVELS[trl["importance_sampling_level"]]
+    match trl["loss_type"]:
+        case "cispo":
+            return partial(losses.cispo_loss, cap=trl["epsilon_high"], ratio=level)
+        case "sapo":
+            temperatures = {
+                f"temperature_{ours}": trl[f"sapo_temperature_{ours[:3]}"] for ours in ("positive", "negative")
+            }
+            return partial(losses.sapo_loss, ratio=level, **temperatures)
+        case "vespo":
+            shape = {
+                sign: (trl[f"vespo_k_{sign[:3]}"], trl[f"vespo_lambda_{sign[:3]}"]) for sign in ("positive", "negative")
+            }
+            return partial(losses.vespo_loss, **shape)
+        case _:
+            clip = {"clip_low": trl["epsilon"], "clip_high": trl["epsilon_high"], "delta": trl["delta"]}
+            return partial(losses.clipped_policy_loss, ratio=level, **clip)
+
+
+def kl_of(trl: Settings) -> Any:
+    if not trl["use_bias_correction_kl"]:
+        return kl.k3
+    return kl.corrected_k3 if trl["importance_sampling_level"] == "token" else kl.sequence_corrected_k3
+
+
+def correction_of(trl: Settings) -> Any:
+    if not (trl["use_vllm"] and trl["vllm_importance_sampling_correction"]):
+        return None
+    bounds = {"low": trl["vllm_importance_sampling_clip_min"], "high": trl["vllm_importance_sampling_clip_max"]}
+    return partial(getattr(mismatch, trl["vllm_importance_sampling_mode"]), **bounds)
+
+
+def entropy_of(trl: Settings) -> Any:
+    if trl["use_adaptive_entropy"]:
+        names = {"low": "min", "high": "max", "delta": "delta"}
+        limits = {ours: trl[f"entropy_coef_{theirs}"] for ours, theirs in names.items()}
+        return AdaptiveEntropy(trl["entropy_coef"], target=trl["entropy_target"], **limits)
+    return FixedEntropy(trl["entropy_coef"]) if trl["entropy_coef"] else None
+
+
+def selection_of(trl: Settings) -> Any:
+    share = trl["top_entropy_quantile"]
+    return partial(selection.top_entropy, share=share) if share < 1 else None
+
+
+def shared_terms(trl: Settings) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "reward": Rewards({"first": first, "second": second}, WEIGHTS),
+        "reference": FrozenCopy(),
+        "sampling": Sampling(temperature=TEMPERATURE, max_new_tokens=LIMIT),
+        "group_size": GROUP,
+        "iterations": trl["num_iterations"],
+        "mask_truncated": trl["mask_truncated_completions"],
+        "router_aux_loss_coef": trl["router_aux_loss_coef"],
+    }
+
+
+def our_grpo(settings: Settings) -> GRPO:
+    """The module that TRL's `GRPOConfig(**settings)` is, as docs/from-trl.md has it."""
+    trl = BASE | dict(settings)
+    summed_later = trl["multi_objective_aggregation"] == "normalize_then_sum"
+    return GRPO(
+        advantage=advantages.normalize_then_sum if summed_later else SCALES[trl["scale_rewards"]],
+        loss=loss_of(trl),
+        reduction=REDUCTIONS[trl["loss_type"]],
+        beta=trl["beta"],
+        kl=kl_of(trl),
+        correction=correction_of(trl),
+        selection=selection_of(trl),
+        off_policy_threshold=trl["off_policy_mask_threshold"],
+        entropy=entropy_of(trl),
+        **shared_terms(trl),
+    )
+
+
+def our_rloo(settings: Settings) -> RLOO:
+    """The module that TRL's `RLOOConfig(**settings)` is."""
+    trl = BASE | dict(settings)
+    clip = {"clip_low": trl["epsilon"], "clip_high": trl["epsilon_high"]}
+    return RLOO(
+        loss=partial(losses.clipped_policy_loss, ratio=ratios.sequence_sum_ratio, **clip),
+        reward_beta=trl["beta"],
+        reward_clip=trl["reward_clip_range"],
+        whitening=advantages.whiten_rows if trl["normalize_advantages"] else None,
+        **shared_terms(trl),
+    )
+
+
+def plan_of(case: Case) -> BatchPlan:
+    return BatchPlan(2, GROUP, minibatches=1, iterations=1, accumulate=case.micro_batches, world_size=1)
+
+
+def our_rollout(
+    oracle: Oracle, module: PolicyGradient, case: Case, completions: Completions
+) -> tuple[Rollout, Metrics]:
+    """The rollout with the weights of then, and what it recorded of itself."""
+    GIVEN.update(first=case.first, second=case.second)
+    recorded: Metrics = {}
+    module.record = recorded.update  # pyright: ignore
+    module.policy, module.reference_policy = oracle.model, oracle.trainer.ref_model
+    oracle.at("rollout")
+    scores = module.reward_functions.score([""] * ROWS, [""] * ROWS, {})
+    with torch.no_grad():
+        return module.advantages(completions, scores), recorded
+
+
+def ours(oracle: Oracle, module: PolicyGradient, case: Case, completions: Completions) -> Outcome:
+    """Our step: micro-batches and totals as `training_step` takes them."""
+    rollout, recorded = our_rollout(oracle, module, case, completions)
+    plan = plan_of(case)
+    counts = step_counts(rollout, plan, seed=0, index=0)[0]
+    oracle.at(case.now)
+    shares, found = [], {name: [value(metric)] for name, metric in recorded.items()}
+    for slot in range(case.micro_batches):
+        micro = module.of_step(micro_batch(rollout, plan, slot=slot, seed=0, index=0), counts)
+        loss, metrics = module.loss(micro, totals_of(counts, plan))
+        shares.append(loss)
+        for name, metric in metrics.items():
+            found.setdefault(name, []).append(value(metric))
+    return replace(backward(oracle.model, shares), advantages=rollout.advantages, metrics=found)
+
+
+def value(metric: Any) -> float:
+    if isinstance(metric, (Highest, Lowest)):
+        return metric.value.item()
+    return (metric[0] / metric[1]).item()

@@ -1,0 +1,225 @@
+"""Reward models: tiny sequence classifiers made on the spot, against direct calls of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+from lit_rl.errors import ConfigError, RewardError, StorageError
+from lit_rl.rewards import RewardModel, Rewards
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+PROMPTS = ["2+2=", "a much longer question than the others: ", "", "2+2="]
+COMPLETIONS = ["4", "short", "the longest completion of all of them, by far", "5"]
+
+
+def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    vocabulary = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<pad>", "<end>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<end>")
+    fast.chat_template = template
+    return fast
+
+
+def decoder(**changes: Any) -> PreTrainedConfig:
+    settings: dict[str, Any] = dict(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=256,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return Qwen2Config(**settings | changes)
+
+
+def encoder(**changes: Any) -> PreTrainedConfig:
+    settings: dict[str, Any] = dict(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=256,
+    )
+    return BertConfig(**settings | changes)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., str]:
+    """`make(config)` saves a random classifier of this config with a tokenizer, and names its folder."""
+
+    def made(config: PreTrainedConfig | None = None, template: str | None = TEMPLATE, auto: Any = None) -> str:
+        torch.manual_seed(0)
+        auto = auto or AutoModelForSequenceClassification
+        auto.from_config(config or decoder()).save_pretrained(tmp_path / "model")
+        tokenizer(template).save_pretrained(tmp_path / "model")
+        return str(tmp_path / "model")
+
+    return made
+
+
+def direct(folder: str, texts: list[str], **special: bool) -> list[float]:
+    """Each text alone, without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    reader = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return [model(**reader(text, return_tensors="pt", **special)).logits[0, 0].item() for text in texts]
+
+
+@pytest.mark.parametrize("config", [decoder, encoder, lambda: decoder(pad_token_id=None)], ids=["qwen", "bert", "none"])
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_scores_are_those_of_transformers_whatever_the_batch(make, config, batch_size):
+    folder = make(config())
+    scores = RewardModel(folder, batch_size=batch_size)(PROMPTS, COMPLETIONS)
+    assert scores == pytest.approx(direct(folder, [p + c for p, c in zip(PROMPTS, COMPLETIONS)]), rel=1e-4, abs=1e-5)
+    order = [2, 0, 3, 1]
+    again = RewardModel(folder, batch_size=2)([PROMPTS[i] for i in order], [COMPLETIONS[i] for i in order])
+    assert again == pytest.approx([scores[i] for i in order], rel=1e-4, abs=1e-5)
+    assert len({round(score, 3) for score in scores}) == 4
+
+
+def test_a_model_without_a_pad_reads_every_last_token(make):
+    folder = make(decoder(pad_token_id=None))
+    texts = ["!!", '"', "#", "a!", "\x00"]  # the tokens 0, 1 and 2 of this vocabulary among the last ones
+    assert RewardModel(folder)([""] * 5, texts) == pytest.approx(direct(folder, texts), rel=1e-4, abs=1e-5)
+
+
+def test_messages_go_through_its_own_template(make):
+    folder = make()
+    prompts = [[{"role": "system", "content": "s"}, {"role": "user", "content": text}] for text in ("q", "question")]
+    replies = [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "answer"}]]
+    texts = ["<system>s\n<user>q\n<assistant>a\n", "<system>s\n<user>question\n<assistant>answer\n"]
+    expected = direct(folder, texts, add_special_tokens=False)
+    assert RewardModel(folder)(prompts, replies) == pytest.approx(expected, rel=1e-4)
+    other = RewardModel(folder, chat_template="{{ messages[-1]['content'] }}")
+    assert other(prompts, replies) == pytest.approx(direct(folder, ["a", "answer"]), rel=1e-4)
+
+
+def test_messages_without_a_template_are_refused(make):
+    with pytest.raises(ConfigError, match="no chat template"):
+        RewardModel(make(template=None))([[{"role": "user", "content": "q"}]], ["a"])
+
+
+def test_as_a_reward(make):
+    folder = make()
+    rewards = Rewards({"model": RewardModel(folder)}, [0.5])
+    rewards.bind(["answer"])
+    scores = rewards.score(PROMPTS, COMPLETIONS, {"answer": ["4"] * 4})
+    expected = direct(folder, [p + c for p, c in zip(PROMPTS, COMPLETIONS)])
+    assert scores.values[:, 0].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert scores.total.tolist() == pytest.approx([value / 2 for value in expected], rel=1e-4, abs=1e-5)
+
+
+def test_no_gradient_and_no_autocast(make):
+    reward = RewardModel(make())
+    scores = reward(PROMPTS, COMPLETIONS)
+    with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert reward(PROMPTS, COMPLETIONS) == scores
+    model, _ = reward.load()
+    assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
+
+
+class TestLoading:
+    def test_waits_for_the_first_use_and_happens_once(self, make):
+        reward = RewardModel(make(), dtype="bfloat16", device="cpu")
+        assert reward._loaded is None
+        reward(PROMPTS, COMPLETIONS)
+        assert reward.load()[0] is reward.load()[0]
+        assert reward.load()[0].dtype == torch.bfloat16
+        copied = pickle.loads(pickle.dumps(reward))
+        assert copied._loaded is None and copied(PROMPTS, COMPLETIONS) == reward(PROMPTS, COMPLETIONS)
+
+    def test_more_than_one_number_is_no_reward(self, make):
+        with pytest.raises(ConfigError, match="num_labels=3"):
+            RewardModel(make(decoder(num_labels=3))).load()
+
+    def test_a_language_model_has_no_trained_head(self, make):
+        folder = make(decoder(), auto=AutoModelForCausalLM)
+        with pytest.raises(StorageError, match=r"score\.weight"):
+            RewardModel(folder).load()
+        config = json.loads((Path(folder) / "config.json").read_text())
+        assert config["architectures"] == ["Qwen2ForCausalLM"]
+
+    def test_pickled_weights_are_refused(self, make):
+        folder = Path(make())
+        torch.save({}, folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(StorageError, match="pickle"):
+            RewardModel(str(folder)).load()
+
+    def test_a_path_that_is_none(self, tmp_path):
+        with pytest.raises(ConfigError, match="no such folder"):
+            RewardModel(str(tmp_path / "nothing"))
+
+
+class TestLength:
+    def test_the_longest_row_is_named(self, make):
+        with pytest.raises(RewardError, match=r"row 1 has 45 tokens.*2 with more than max_length=40"):
+            RewardModel(make(), max_length=40)(PROMPTS, COMPLETIONS)
+
+    def test_the_models_own_limit_holds_without_one(self, make):
+        reward = RewardModel(make(decoder(max_position_embeddings=20)))
+        with pytest.raises(RewardError, match="max_length=20"):
+            reward(PROMPTS, COMPLETIONS)
+
+    def test_the_last_tokens_are_kept(self, make):
+        folder = make()
+        texts = [(p + c)[-6:] for p, c in zip(PROMPTS, COMPLETIONS)]
+        scores = RewardModel(folder, max_length=6, overlong="truncate_left")(PROMPTS, COMPLETIONS)
+        assert scores == pytest.approx(direct(folder, texts), rel=1e-4, abs=1e-5)
+
+    def test_too_long_rows_have_no_score(self, make):
+        folder = make()
+        scores = RewardModel(folder, max_length=6, overlong="skip")(PROMPTS, COMPLETIONS)
+        assert [score is None for score in scores] == [False, True, True, False]
+        assert scores[0] == pytest.approx(direct(folder, ["2+2=4"])[0], rel=1e-4)
+        assert all(math.isfinite(score) for score in scores if score is not None)
+
+    def test_nothing_at_all(self, make):
+        reward = RewardModel(make())
+        assert reward([], []) == []
+        with pytest.raises(RewardError, match="row 1 has no token"):
+            reward(["a", ""], ["b", ""])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float"}, {"overlong": "drop"}, {"batch_size": 0}, {"max_length": 0}, {"name": " "}]
+)
+def test_settings(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        RewardModel(**{"name": "owner/model", **settings})
+
+
+def test_a_device_that_is_none(make):
+    with pytest.raises(ConfigError, match="device='gpu'"):
+        RewardModel(make(), device="gpu").load()

@@ -1,0 +1,241 @@
+"""Rewards over HTTP against a real server of this process: retries, refusals, and never a made-up number."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from lit_rl.errors import ConfigError, RewardError
+from lit_rl.rewards import RemoteReward, Rewards
+
+Reply = tuple[int, Any]
+
+
+class Server:
+    """Answers with what `reply(body, number of the request)` says; remembers what it was asked."""
+
+    def __init__(self, reply: Callable[[dict[str, Any], int], Reply]) -> None:
+        self.asked: list[tuple[dict[str, Any], dict[str, str]]] = []
+        self.hold = threading.Event()
+        lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.asked.append((body, dict(self.headers)))
+                    number = len(outer.asked)
+                status, answer = reply(body, number)
+                if status == 0:  # too slow
+                    outer.hold.wait(20)
+                    status = 200
+                data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                if status in (301, 307):
+                    self.send_header("Location", answer)
+                    data = b""
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def do_GET(self) -> None:
+                outer.asked.append(({}, dict(self.headers)))
+                self.send_error(405)
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self.hold.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(reply: Callable[[dict[str, Any], int], Reply]) -> Server:
+        servers.append(Server(reply))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def dead() -> str:
+    """An address where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def lengths(body: dict[str, Any], number: int) -> Reply:
+    return 200, {"rewards": [float(len(c)) for c in body["completions"]]}
+
+
+def ask(reward: RemoteReward, completions: list[str], **columns: Any) -> list[float | None]:
+    return asyncio.run(reward(["p"] * len(completions), completions, **columns))
+
+
+def quick(*urls: str, **settings: Any) -> RemoteReward:
+    return RemoteReward(list(urls), **{"backoff": 0.01, "timeout": 5.0, **settings})
+
+
+def test_what_is_sent_and_what_comes_back(serve):
+    server = serve(lambda body, number: (200, {"rewards": [1, None, -0.5]}))
+    rewards = Rewards({"remote": quick(server.url)})
+    rewards.bind(["answer"])
+    messages = [[{"role": "user", "content": "é"}]] * 3
+    replies = [[{"role": "assistant", "content": text}] for text in ("a", "b", "c")]
+    scores = rewards.score(messages, replies, {"answer": ["x", None, 3]}, completion_ids=[[1]] * 3)
+    assert [None if math.isnan(v) else v for v in scores.total.tolist()] == [1.0, None, -0.5]
+    ((body, headers),) = server.asked
+    assert body == {"prompts": messages, "completions": replies, "columns": {"answer": ["x", None, 3]}}
+    assert headers["Content-Type"] == "application/json" and "Authorization" not in headers
+
+
+def test_batches_go_round_robin_and_keep_their_order(serve):
+    servers = [serve(lengths), serve(lengths)]
+    completions = ["x" * n for n in range(10)]
+    assert ask(quick(*(s.url for s in servers), batch_size=3), completions) == [float(n) for n in range(10)]
+    assert [len(server.asked) for server in servers] == [2, 2]
+    assert ask(quick(servers[0].url), []) == []
+
+
+FAULTS: dict[str, Reply] = {
+    "500": (500, {"error": "out of memory"}),
+    "429": (429, b"slow down"),
+    "no json": (200, b"<html>"),
+    "not utf-8": (200, b"\xff\xfe{"),
+    "no rewards": (200, {"scores": [1.0, 1.0]}),
+    "a list": (200, [1.0, 1.0]),
+    "fewer": (200, {"rewards": [1.0]}),
+    "more": (200, {"rewards": [1.0] * 3}),
+    "nan": (200, b'{"rewards": [NaN, 1.0]}'),
+    "too large for a float": (200, b'{"rewards": [1e999, 1.0]}'),
+    "text": (200, {"rewards": ["1.0", 1.0]}),
+    "bool": (200, {"rewards": [True, 1.0]}),
+    "nested": (200, {"rewards": [[1.0], [1.0]]}),
+    "redirect": (301, "http://127.0.0.1:9/"),
+    "redirect that keeps the method": (307, "http://127.0.0.1:9/"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_fault_is_asked_again_and_is_no_reward(serve, fault):
+    server = serve(lambda body, number: fault if number < 3 else lengths(body, number))
+    assert ask(quick(server.url, attempts=3), ["a", "bb"]) == [1.0, 2.0]
+    assert len(server.asked) == 3
+
+    server = serve(lambda body, number: fault)
+    with pytest.raises(RewardError, match=r"2 completions in 2 attempts") as caught:
+        ask(quick(server.url, attempts=2), ["a", "bb"])
+    assert server.url in str(caught.value) and len(server.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [("500", "answered 500 .*out of memory"), ("fewer", "gave 1 rewards for 2"), ("nan", "nan for completion 0")],
+)
+def test_the_last_fault_is_told(serve, fault, told):
+    server = serve(lambda body, number: FAULTS[fault])
+    with pytest.raises(RewardError, match=told):
+        ask(quick(server.url, attempts=1), ["a", "bb"])
+
+
+def test_a_slow_server_is_left(serve):
+    slow, fast = serve(lambda body, number: (0, {"rewards": [7.0]})), serve(lengths)
+    assert ask(quick(slow.url, fast.url, timeout=0.3), ["abc"]) == [3.0]
+    with pytest.raises(RewardError, match="timed out"):
+        ask(quick(slow.url, timeout=0.1, attempts=1), ["abc"])
+
+
+def test_a_dead_server_of_two_costs_nothing_but_the_try(serve, dead):
+    server = serve(lengths)
+    completions = ["x" * n for n in range(6)]
+    assert ask(quick(dead, server.url, batch_size=1, backoff=1000), completions) == [float(n) for n in range(6)]
+
+
+def test_nobody_there(dead):
+    with pytest.raises(RewardError, match=r"(?s)1 completions in 2 attempts.*refused"):
+        ask(quick(dead, attempts=2), ["a"])
+
+
+def test_the_run_ends_with_the_code_of_rewards(dead):
+    with pytest.raises(RewardError, match="'remote'") as caught:
+        Rewards({"remote": quick(dead, attempts=1)}).score(["p"], ["c"], {})
+    assert caught.value.exit_code == 4
+
+
+class TestToken:
+    def test_is_read_from_the_environment_and_told_to_nobody(self, serve, monkeypatch):
+        monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+        server = serve(lambda body, number: (403, b"no"))
+        reward = quick(server.url, token_env="REWARD_TOKEN", attempts=1)
+        with pytest.raises(RewardError) as caught:
+            ask(reward, ["a"])
+        assert server.asked[0][1]["Authorization"] == "Bearer s3cret"
+        assert "s3cret" not in f"{caught.value}{reward!r}" and b"s3cret" not in pickle.dumps(reward)
+
+    def test_must_be_there(self, monkeypatch):
+        monkeypatch.delenv("REWARD_TOKEN", raising=False)
+        with pytest.raises(ConfigError, match="REWARD_TOKEN"):
+            RemoteReward(["https://rewards.example"], token_env="REWARD_TOKEN")
+
+
+class TestColumns:
+    def test_only_the_named_ones_are_sent_and_asked_for(self, serve):
+        server = serve(lengths)
+        rewards = Rewards({"remote": quick(server.url, columns=["answer"])})
+        with pytest.raises(RewardError, match="'answer'"):
+            rewards.bind(["question"])
+        rewards.score(["p"], ["c"], {"answer": ["x"], "huge": [object()]})
+        assert server.asked[0][0]["columns"] == {"answer": ["x"]}
+
+    @pytest.mark.parametrize("value", [object(), {1, 2}, math.nan])
+    def test_what_is_no_json_is_named(self, value):
+        with pytest.raises(RewardError, match="column 'picture'"):
+            ask(quick("http://localhost:1"), ["a"], picture=[value])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://rewards.example/x", "ftp://localhost", "localhost:8000", "", "https://", "https://me:pw@host/x"]
+)
+def test_addresses_that_are_refused(url):
+    with pytest.raises(ConfigError, match="urls") as caught:
+        RemoteReward([url])
+    assert "pw" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://rewards.example/x", "http://localhost:8000", "http://127.0.0.1", "http://[::1]:80/x"]
+)
+def test_addresses_that_are_taken(url):
+    assert RemoteReward(url).urls == RemoteReward([url]).urls == [url]
+
+
+def test_settings():
+    assert RemoteReward(["http://rewards.example/x"], allow_http=True).urls
+    with pytest.raises(ConfigError, match="urls is empty"):
+        RemoteReward([])
+    for key, value in {"batch_size": 0, "attempts": 0, "timeout": 0, "backoff": -1}.items():
+        with pytest.raises(ConfigError, match=key):
+            RemoteReward(["https://rewards.example"], **{key: value})  # pyright: ignore[reportArgumentType]

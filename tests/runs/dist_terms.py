@@ -1,0 +1,133 @@
+"""Short runs with one term each, in one process or in two: `python dist_terms.py FOLDER` runs all of them in two.
+
+The two are started once and take one run after another; what each run did is left in the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from lit_rl.algorithms import GRPO, PPO, Constant, Reinforce
+from lit_rl.algorithms.controllers import AdaptiveEntropy, AdaptiveKL
+from lit_rl.algorithms.groups import DynamicSampling
+from lit_rl.algorithms.optimizers import ByPath
+from lit_rl.algorithms.running_norm import RunningNorm
+from lit_rl.algorithms.strategies import FSDP2Strategy
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.critic import SeparateCritic
+from lit_rl.models.sharding import full_state_dict
+from lit_rl.ops import losses, mismatch, selection
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+STEPS = 4
+
+
+def varied(completions: list[str]) -> list[float]:
+    """Differs within most groups, and not in all."""
+    return [float(len(text) % 2) for text in completions]
+
+
+class EngineWithOtherLogprobs(NativeGenerator):
+    """It samples like the native one and reports slightly other log-probs, by token and position only."""
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        completions = super().generate(prompts, sampling)
+        position = torch.arange(completions.response_ids.shape[1])
+        error = 0.3 * torch.sin(completions.response_ids * 12.9898 + position * 78.233)
+        off = (completions.sampler_logprobs + error).masked_fill(~completions.response_mask, 0.0)
+        return dataclasses.replace(completions, sampler_logprobs=off)
+
+
+def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Made anew for each run: controllers hold a state."""
+    two = {"iterations": 2}
+    return {
+        "ppo": (
+            PPO,
+            {**two, "reward_beta": 0.2, "critic": SeparateCritic(), "vf_coef": 0.5, "group_size": 2, "lr": 0.05},
+        ),
+        "entropy": (
+            GRPO,
+            {
+                **two,
+                "selection": partial(selection.top_entropy, share=0.3),
+                "entropy": AdaptiveEntropy(coef=0.1, delta=0.05, target=10.0),
+            },
+        ),
+        "kl-cov": (GRPO, {**two, "loss": partial(losses.kl_cov_loss, share=0.2)}),
+        "weights": (
+            GRPO,
+            {
+                **two,
+                "generator": EngineWithOtherLogprobs(),
+                "correction": mismatch.token_truncate,
+                "weight_norm": mismatch.normalize_sequence_weights,
+            },
+        ),
+        "dynamic": (GRPO, {"groups": DynamicSampling(6), "beta": 0.2, "kl_control": AdaptiveKL(0.01, 64)}),
+        "whitened": (Reinforce, {**two, "reward_beta": 0.2, "reward_norm": RunningNorm()}),
+        "vespo": (
+            GRPO,
+            {
+                **two,
+                "loss": losses.vespo_loss,
+                "generator": EngineWithOtherLogprobs(),
+                "correction": mismatch.token_truncate,
+            },
+        ),
+    }
+
+
+class Widths(L.Callback):
+    """The widest response of this rank in each rollout."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+        self.seen.append(int(pl_module.rollout.completions.lengths.max()))
+
+
+def run(name: str, folder: Path, devices: int, strategy: Any = "auto") -> None:
+    """Train and leave `name.pt` there: how weights changed (of plain SGD, so: the gradients), and what was logged."""
+    algorithm, settings = shapes()[name]
+    settings = {"group_size": 4, "lr": 0.1, **settings}
+    module = algorithm(
+        "tiny", varied, sampling=Sampling(max_new_tokens=6), scheduler=Constant(),
+        optimizer=ByPath("torch.optim.SGD", lr=settings.pop("lr")), **settings,
+    )  # fmt: skip
+    widths = Widths()
+    trainer = L.Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS, max_epochs=-1,
+        default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0, callbacks=[widths], gradient_clip_val=1.0,
+    )  # fmt: skip
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+    trainer.fit(module, datamodule=data)
+    parts = {part: full_state_dict(getattr(module, part)) for part in ("policy", *module.trained_beside)}
+    weights = {f"{part}.{key}": value for part, state in parts.items() for key, value in state.items()}
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    everyones = module.everyones(torch.tensor([widths.seen])).tolist()
+    if trainer.is_global_zero:
+        torch.save({"weights": weights, "metrics": metrics, "widths": everyones}, folder / f"{name}.pt")
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    for name in shapes():
+        run(name, folder, 2, "ddp")
+    (folder / "fsdp").mkdir(exist_ok=True)
+    run("ppo", folder / "fsdp", 2, FSDP2Strategy())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,118 @@
+"""The moving average of the policy's weights: by hand over real steps, resumed exactly, and exported."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from runs_helpers import SMALL, assert_same, newest
+from safetensors.torch import load_file
+
+from lit_rl.callbacks import EMAWeights
+from lit_rl.errors import ConfigError
+
+RUN = [
+    *SMALL,
+    "callbacks=ema",
+    "callbacks.ema.decay=0.6",
+    "trainer.max_steps=3",
+    "trainer.limit_val_batches=0",
+    "optimizer.lr=1e-3",
+    "callbacks.checkpoint.every_n_train_steps=1",
+    "callbacks.checkpoint.save_top_k=-1",
+]
+
+
+def checkpoint(run_dir: Path, step: int) -> dict:
+    return torch.load(run_dir / "checkpoints" / f"step_{step:08d}.ckpt", weights_only=True)
+
+
+def average(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint(run_dir, step)["callbacks"]["EMAWeights"]["average"]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("policy."): t for name, t in checkpoint(run_dir, step)["state_dict"].items()}
+
+
+def assert_follows(run_dir: Path, steps: range) -> None:
+    """Each step's average is that of the step before, and a share of the step's weights."""
+    for step in steps:
+        now, before, expected = weights(run_dir, step), average(run_dir, step - 1), average(run_dir, step)
+        assert expected.keys() <= now.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(value, 0.6 * before[name] + 0.4 * now[name].float(), rtol=1e-6, atol=1e-7)
+            assert value.dtype == torch.float32
+
+
+def test_the_average_of_an_adapter_resumes_exactly(train, tmp_path):
+    """With two micro-batches a step: the average counts optimizer steps, not batches."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    overrides = [*RUN, "model.lora.r=2", "trainer.accumulate_grad_batches=2"]
+    assert train(*overrides, f"run_dir={whole}") == 0
+    assert_follows(whole, range(2, 4))
+    assert all("lora" in name for name in average(whole, 3))
+    adapter = load_file(whole / "hf_ema" / "adapter" / "adapter_model.safetensors")
+    for name, value in average(whole, 3).items():
+        assert torch.equal(adapter[name.replace(".default", "")], value)
+
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "hf_ema")
+    (again / "checkpoints" / "step_00000003.ckpt").unlink()
+    (again / "summary.json").write_text(json.dumps({"status": "running", "before": {}, "seconds": 1.0}))
+    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same(average(again, 3), average(whole, 3))
+    assert_same(newest(again)["state_dict"], newest(whole)["state_dict"])
+    assert_same(load_file(again / "hf_ema" / "model.safetensors"), load_file(whole / "hf_ema" / "model.safetensors"))
+
+
+def test_the_export_is_the_average_and_the_run_is_the_run_without(train, tmp_path):
+    """And a run that was without may be resumed with it: the average begins where it comes in."""
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    assert train(*RUN, f"run_dir={run}") == 0
+    assert_follows(run, range(2, 4))
+    exported, trained = load_file(run / "hf_ema" / "model.safetensors"), load_file(run / "hf" / "model.safetensors")
+    assert exported.keys() == trained.keys()
+    for name, value in average(run, 3).items():
+        assert torch.equal(exported[name], value)
+        assert not torch.equal(exported[name], trained[name])
+    assert "moving average" in (run / "hf_ema" / "README.md").read_text()
+
+    assert train(*[override for override in RUN if "ema" not in override], f"run_dir={plain}") == 0
+    assert_same(load_file(plain / "hf" / "model.safetensors"), trained)
+    (plain / "summary.json").unlink()
+    with pytest.warns(UserWarning, match="begins with those of this step"):
+        assert train(*RUN, "trainer.max_steps=4", f"run_dir={plain}", "ckpt_path=last") == 0
+    for name, value in average(plain, 4).items():
+        expected = 0.6 * weights(plain, 3)[name].float() + 0.4 * weights(plain, 4)[name].float()
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_small_share_is_not_lost_in_half_precision():
+    """1.0 and its neighbour in bfloat16 are 1/128 apart: a bfloat16 average would never move."""
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.policy = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+
+    module, callback, trainer = Module(), EMAWeights(decay=0.992), L.Trainer(logger=False, barebones=True)
+    torch.nn.init.constant_(module.policy.weight, 1.0)
+    callback.on_train_start(trainer, module)
+    torch.nn.init.constant_(module.policy.weight, 1 + 1 / 128)
+    for step in range(1, 101):
+        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        callback.on_train_batch_end(trainer, module, None, None, 0)
+    expected = 1 + (1 - 0.992**100) / 128
+    assert callback.averaged(module)["weight"].dtype == torch.bfloat16
+    assert callback._whole()["weight"].item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ConfigError, match=r"callbacks\.ema\.decay"):
+        EMAWeights(decay=decay)
