@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms import state
 from lit_rl.algorithms.batching import mix
+from lit_rl.algorithms.broken_steps import BrokenSteps
 from lit_rl.algorithms.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.schedules import Linear, Schedule, by_group
 from lit_rl.errors import StorageError
@@ -54,6 +55,7 @@ class PolicyModule(L.LightningModule):
         self.policy: Any = None
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
+        self.broken_steps = BrokenSteps()
         self._resumed_rng: dict[str, Any] | None = None
         self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
 
@@ -153,6 +155,11 @@ class PolicyModule(L.LightningModule):
         self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.broken_steps.check(self, optimizer)
+
+    def step_batch(self) -> dict[str, Any]:
+        """What the optimizer step at hand learns from, to be looked at where it broke: tensors, numbers and strings."""
+        return {}
 
     def on_fit_start(self) -> None:
         self.policy.train()  # from_pretrained gives evaluation mode, where gradient checkpointing is silently off
@@ -172,7 +179,7 @@ class PolicyModule(L.LightningModule):
             trained = self._trained_names()
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
-        mine = {"module": self.rank_state(), "rng": state.rng_state()}
+        mine = {"module": self.rank_state(), "rng": state.rng_state(), "broken_steps": self.broken_steps.in_a_row}
         checkpoint["lit_rl"] = state.gather_ranks(mine)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
@@ -185,7 +192,7 @@ class PolicyModule(L.LightningModule):
         if "lit_rl" in checkpoint and self.trainer_or_none is not None:
             saved = state.of_rank(checkpoint["lit_rl"], self.global_rank, self.world_size)
             self.load_rank_state(saved["module"])
-            self._resumed_rng = saved["rng"]
+            self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
     def _load_reference(self, checkpoint: dict[str, Any]) -> None:
         if "reference" in checkpoint:
