@@ -53,6 +53,7 @@ class GeneratingModule(PolicyModule):
         self.generator: Generator = NativeGenerator() if generator is None else generator
         self.sampling, self.evaluation, self.group_size = sampling, evaluation, group_size
         self._seconds = {"generate": 0.0, "reward": 0.0}
+        self._sampled = 0
         self._evaluated: list[EvaluationRows] = []
 
     def generate(
@@ -71,7 +72,13 @@ class GeneratingModule(PolicyModule):
             seed=self.seed,
         )
         self._seconds["generate"] += time.perf_counter() - started
+        self._sampled += int(completions.lengths.sum())
         return replace(completions, group_id=completions.group_id + self.global_rank * len(batch))
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that this rank has drawn for the rollout at hand, also those that nothing was learned from."""
+        return self._sampled
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
@@ -105,11 +112,11 @@ class GeneratingModule(PolicyModule):
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
         """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
-        seconds = dict(self._seconds)  # of the training's rollout
+        seconds, sampled = dict(self._seconds), self._sampled  # of the training's rollout
         with self.rollout_context():
             completions = self.generate(apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
             scores = self.reward(apart, completions)
-        self._seconds = seconds
+        self._seconds, self._sampled = seconds, sampled
         return completions, scores
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:

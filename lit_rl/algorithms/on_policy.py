@@ -101,6 +101,10 @@ class OnPolicyModule(GeneratingModule, ABC):
     needs_step = False
     """Whether a term of `loss` is defined over all tokens of an optimizer step."""
 
+    def replaced(self, rollout: Rollout) -> Rollout:
+        """What is learned from, made of the rollout that was drawn."""
+        return rollout
+
     def after_step(self) -> None:
         """Called after each optimizer step: what changes between steps changes here."""
         if self.needs_reference:
@@ -114,7 +118,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
-            self._seconds = {"generate": 0.0, "reward": 0.0}
+            self._seconds, self._sampled = {"generate": 0.0, "reward": 0.0}, 0
             with self.rollout_context():
                 completions = self.generate(batch)
                 scores = self.reward(batch, completions)
@@ -122,9 +126,8 @@ class OnPolicyModule(GeneratingModule, ABC):
                 if self.groups is not None:
                     batch, completions, scores, kept = self.groups(self, batch, completions, scores)
                 greedy_rewards = self.greedy_rewards(batch) if self.needs_greedy_rewards else None
-                self.rollout = self.advantages(completions, scores, kept=kept, greedy_rewards=greedy_rewards)
-                self.scored = Scored(batch, completions, scores, greedy_rewards)
-            self._open(batch, self.rollout, scores)
+                drawn = self.advantages(completions, scores, kept=kept, greedy_rewards=greedy_rewards)
+            self._open(Scored(batch, completions, scores, greedy_rewards), drawn)
         self._slot = batch.slot
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
@@ -207,11 +210,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The last rollout as a table of text and numbers, for callbacks; empty after a resume until the next one."""
         return self._records.samples
 
-    def _open(self, batch: PromptBatch, rollout: Rollout, scores: Scores) -> None:
+    def _open(self, scored: Scored, drawn: Rollout) -> None:
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
-        self._counts = step_counts(rollout, self.plan, seed=self.seed, index=batch.rollout)
-        self._records.open(self, batch, rollout, scores)
+        self._records.open(self, scored, drawn)
+        self.scored, self.rollout = scored, self.replaced(drawn)
+        self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -226,25 +230,22 @@ class OnPolicyModule(GeneratingModule, ABC):
 
         closure = without_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        self._records.add({"grad_norm": (self.grad_norm, torch.ones_like(self.grad_norm))})
+        self._records.stepped(self)
         self.after_step()
         if self.plan is not None and self._slot == self.plan.slots - 1:
             self._records.close(self, self.step + 1, self._seconds)
+
+    def step_batch(self) -> dict[str, Any]:
+        assert self.rollout is not None
+        return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
 
     def rank_state(self) -> dict[str, Any]:
         counts = self._records.counts()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
-        return (
-            counts
-            | self._records.half_used()
-            | {
-                "rollout": state.to_plain(self.rollout),
-                "slot": self._slot,
-                "totals": state.to_plain(self._counts),
-                "seconds": dict(self._seconds),
-            }
-        )
+        mine = {"slot": self._slot, "seconds": dict(self._seconds)}
+        mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
+        return counts | self._records.half_used() | mine
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)

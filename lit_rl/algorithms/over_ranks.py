@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,15 @@ def everyones(module: LightningModule, column: Tensor) -> Tensor:
     return module.all_gather(column).flatten(0, 1)  # pyright: ignore
 
 
+def union(names: Iterable[str]) -> list[str]:
+    """The names that any rank has, in one order for all. A collective: what one rank logs, another may not know."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return sorted(names)
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, list(names))
+    return sorted({name for theirs in everyone for name in theirs})
+
+
 def over_all_ranks(module: LightningModule, function: Callable[..., Tensor], columns: Mapping[str, Tensor]) -> Tensor:
     """Apply `function(rewards, group_id, ...)` to the rows of every rank, and return ours: `(b,)` or `(b, t)`.
 
@@ -50,7 +59,7 @@ def over_all_ranks(module: LightningModule, function: Callable[..., Tensor], col
     trainer = getattr(module, "_trainer", None)
     if trainer is None or trainer.world_size == 1:
         return function(*first, **others)
-    shared = {name: column if name == "weights" else everyones(module, column) for name, column in others.items()}
+    shared = {name: everyones(module, column) for name, column in others.items()}
     rows = function(*(everyones(module, column) for column in first), **shared)
     mine = rows[module.global_rank * len(first[0]) :][: len(first[0])]
     return mine if mine.ndim == 1 else mine[:, : columns["mask"].shape[1]]

@@ -15,6 +15,7 @@ from lit_rl.algorithms.statistics import Averages, rollout_metrics
 from lit_rl.algorithms.tables import sample_table
 from lit_rl.errors import RewardError
 from lit_rl.generation.collect import response_ids
+from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
@@ -51,9 +52,9 @@ class Records:
         """Of a micro-batch, or of the rollout."""
         self.averages.add(metrics)
 
-    def open(self, module: OnPolicyModule, batch: PromptBatch, rollout: Rollout, scores: Scores) -> None:
-        """Take down what the rollout is like, over all ranks."""
-        completions = rollout.completions
+    def open(self, module: OnPolicyModule, scored: Scored, rollout: Rollout) -> None:
+        """Take down what the rollout is like that was drawn, over all ranks."""
+        completions, scores = scored.completions, scored.scores
         columns = {
             "values": scores.values,
             "rewards": scores.total,
@@ -63,17 +64,28 @@ class Records:
         }
         everyone = {name: module.everyones(column) for name, column in columns.items()}
         self._count_unscored(module, everyone["rewards"])
-        tokens = int(everyone["lengths"].sum())
+        tokens = int(module.everyones(torch.tensor([module.sampled_tokens])).sum())
         self._tokens_seen += tokens
         self._stats = rollout_metrics(scores.names, **everyone)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self.averages.add(_logged_by_rewards(scores, module.device))
+        if completions.kept_logmass is not None:
+            mask = completions.response_mask
+            kept = masked_sum(completions.kept_logmass.exp(), mask)
+            self.averages.add({"sampling/kept_mass": (kept, mask.sum())})
         texts = module.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
         advantages = rollout.advantages
         if advantages.ndim == 2:  # a table has one number a row
             advantages = (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
-        self.samples = sample_table(module.step, batch, texts, completions, scores, advantages)
+        self.samples = sample_table(module.step, scored.batch, texts, completions, scores, advantages)
         self._opened = time.perf_counter()
+
+    def stepped(self, module: OnPolicyModule) -> None:
+        """Take down what an optimizer step was like."""
+        one, nothing = torch.ones_like(module.grad_norm), torch.zeros_like(module.grad_norm)
+        broken = module.broken_steps.last
+        norm = (nothing, nothing) if broken else (module.grad_norm, one)
+        self.averages.add({"grad_norm": norm, "skipped_steps": (one if broken else nothing, one)})
 
     def _count_unscored(self, module: OnPolicyModule, rewards: Tensor) -> None:
         """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""

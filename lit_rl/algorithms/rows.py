@@ -41,6 +41,7 @@ def take_rows(batch: PromptBatch, completions: Completions, scores: Scores, prom
         scores,
         values=scores.values[rows],
         total=scores.total[rows],
+        weights=scores.weights[rows],
         extras={name: [values[i] for i in indices] for name, values in scores.extras.items()},
         span_rewards=None if spans is None else [spans[i] for i in indices],
     )
@@ -52,7 +53,9 @@ def join_completions(first: Completions, second: Completions) -> Completions:
     values: dict[str, Any] = {}
     for field in dataclasses.fields(first):
         one, two = getattr(first, field.name), getattr(second, field.name)
-        if isinstance(one, Tensor):
+        if field.name == "kept_logmass" and (one is None or two is None):
+            values[field.name] = None  # told of some rows only
+        elif isinstance(one, Tensor):
             values[field.name] = torch.cat(padded(field.name, one, two))
         elif isinstance(one, dict):
             values[field.name] = {key: torch.cat([one[key], two[key]]) for key in one}
@@ -98,6 +101,7 @@ def _join_scores(one: Scores, two: Scores) -> Scores:
         one,
         values=torch.cat([one.values, two.values]),
         total=torch.cat([one.total, two.total]),
+        weights=torch.cat([one.weights, two.weights]),
         metrics=metrics,
         extras=extras,
         span_rewards=spans,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms import over_ranks
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.step import Highest, Lowest, Metric
 
@@ -44,10 +45,11 @@ class Averages:
 
     @staticmethod
     def _over_ranks(values: dict[str, Tensor], device: torch.device, operation: str) -> dict[str, Any]:
-        if not values:
+        names = over_ranks.union(values)
+        if not names:
             return {}
-        names = sorted(values)
-        table = torch.stack([values[name].to(device) for name in names])
+        nothing = torch.zeros(2) if operation == "SUM" else torch.tensor(-torch.inf)
+        table = torch.stack([values.get(name, nothing).to(device, torch.float64) for name in names])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation))
         return dict(zip(names, table.tolist()))
@@ -93,6 +95,8 @@ def _mean(x: Tensor) -> float:
 
 
 def _std(x: Tensor) -> float:
+    if len(x) == 0:
+        return math.nan
     return float(x.double().std()) if len(x) > 1 else 0.0
 
 

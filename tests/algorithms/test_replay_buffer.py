@@ -13,8 +13,10 @@ from small_rollouts import ONE, EachBatch, completions, rollout, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
 from lit_rl.algorithms.micro_batches import trimmed_rollout
+from lit_rl.algorithms.policy_gradient import PolicyGradient
 from lit_rl.algorithms.replay import GroupReplay
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.rollout import PER_TOKEN, Rollout, Sampling, select
@@ -177,3 +179,38 @@ def test_the_ratio_of_a_replayed_group_is_to_the_policy_that_sampled_it(tmp_path
                 replayed += 1
             earlier.setdefault(text, []).append(mine)
     assert replayed > 0
+
+
+def odd_length(completions: list[str], answer: list[str]) -> list[float]:
+    """Of the answer and the completion together, so that a reward belongs to its row of the data."""
+    return [float((len(text) + len(right)) % 2) if int(right) % 3 else 0.0 for text, right in zip(completions, answer)]
+
+
+def test_samples_and_metrics_are_of_what_was_drawn(tmp_path):
+    drawn: list[int] = []
+
+    class Counted(PolicyGradient):
+        def generate(self, *args, **more):
+            completions = super().generate(*args, **more)
+            drawn.append(int(completions.lengths.sum()))
+            return completions
+
+    module = Counted(
+        "tiny", odd_length, group_size=2, replay=GroupReplay(16), sampling=Sampling(max_new_tokens=4, temperature=1.5),
+        optimizer=AdamW(lr=1e-3), scheduler=Constant(),
+    )  # fmt: skip
+    looks = EachBatch(lambda one: (one.samples, dict(one.trainer.callback_metrics), one.rollout.completions.lengths))
+    data = RolloutDataModule(task=Addition(max_operand=9, val_rows=4), prompts_per_rollout=8)
+    trainer(tmp_path, max_steps=6, max_epochs=-1, callbacks=[looks]).fit(module, datamodule=data)
+    replayed = 0.0
+    for step, (samples, metrics, lengths) in enumerate(looks.seen):
+        assert samples["reward"] == odd_length(samples["completion"], samples["answer"])
+        answers = [str(sum(map(int, prompt.rstrip("=").split("+")))) for prompt in samples["prompt"]]
+        assert answers == samples["answer"]
+        assert sum(samples["length"]) == drawn[step]
+        assert metrics["train/completions/mean_length"] == pytest.approx(drawn[step] / 16)
+        assert metrics["train/num_tokens"] == sum(drawn[: step + 1])
+        replayed += float(metrics["train/replay/groups"]) * (lengths.tolist() != samples["length"])
+        pairs = [[samples[key][i : i + 2] for key in ("reward", "advantage")] for i in range(0, 16, 2)]
+        assert all((rewards[0] == rewards[1]) == (advantages == [0, 0]) for rewards, advantages in pairs)
+    assert replayed > 0, "nothing was replayed, so nothing was tested"

@@ -64,10 +64,13 @@ def test_averages_are_sums_over_sums():
     assert averages.reduce(torch.device("cpu")) == {}
 
 
+N = math.nan
+
+
 def test_rollout_metrics_by_hand():
     metrics = rollout_metrics(
-        ["a", "b"],
-        values=torch.tensor([[1.0, 0.0], [0.0, math.nan], [1.0, 1.0], [math.nan, math.nan]]),
+        ["a", "b", "c"],
+        values=torch.tensor([[1.0, 0.0, N], [0.0, N, N], [1.0, 1.0, N], [N, N, N]]),
         rewards=torch.tensor([1.0, 0.0, 2.0, math.nan]),
         group_id=torch.tensor([7, 7, 3, 3]),
         lengths=torch.tensor([2, 4, 6, 8]),
@@ -79,6 +82,7 @@ def test_rollout_metrics_by_hand():
     assert metrics["completions/unscored"] == 1
     assert metrics["completions/clipped_ratio"] == 0.25
     assert (metrics["completions/mean_length"], metrics["completions/mean_terminated_length"]) == (5, 4)
+    assert math.isnan(metrics["rewards/c/mean"]) and math.isnan(metrics["rewards/c/std"])  # it never applied
     assert metrics["rewards/b/mean"] == 0.5 and metrics["rewards/a/std"] == pytest.approx(math.sqrt(1 / 3))
 
 
@@ -93,7 +97,7 @@ def test_a_row_that_two_ranks_saw_counts_once():
     rows = EvaluationRows()
     for indices, totals in [([0, 1], [1.0, 0.0]), ([1, 2], [0.0, 0.0])]:
         batch = PromptBatch(["p"] * 2, [[1]] * 2, {}, indices, [0, 0])
-        scores = Scores(("f",), torch.tensor(totals)[:, None], torch.tensor(totals))
+        scores = Scores(("f",), torch.tensor(totals)[:, None], torch.tensor(totals), torch.ones(2, 1))
         rows.add(batch, _Row([3, 3], [True, True]), scores)  # type: ignore[arg-type]
     metrics = rows.metrics()
     assert metrics["prompts"] == 3 and metrics["reward"] == pytest.approx(1 / 3)
