@@ -11,11 +11,13 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_rl.algorithms import estimator_checks
 from lit_rl.algorithms.batching import BatchPlan
 from lit_rl.algorithms.controllers import AdaptiveKL
-from lit_rl.algorithms.groups import TopOfGroup
+from lit_rl.algorithms.estimator_checks import columns_to_rows, is_ours, two_prompts
+from lit_rl.algorithms.groups import DynamicSampling, TopOfGroup
 from lit_rl.algorithms.loss_ranges import loss_settings
-from lit_rl.algorithms.over_ranks import named, parameters
+from lit_rl.algorithms.over_ranks import parameters
 from lit_rl.errors import ConfigError, did_you_mean, in_range
 from lit_rl.models.reference import Auto
 
@@ -28,12 +30,18 @@ def terms(module: PolicyGradient) -> None:
     """Ranges and combinations of the terms of an objective, before anything is loaded."""
     name = type(module).__name__
     _sampling(module)
+    estimator_checks.check_call(module.advantage, name)
+    loss_settings(module.policy_loss)
+    for key, probe in _probes(module).items():
+        settings(key, probe)
+    estimator_checks.check_what_it_reads(module)
     if module.group_size < 2 and module.compares_completions:
         raise ConfigError(
             f"algo.group_size={module.group_size}: this advantage compares completions of one prompt, so {name} needs "
             "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
         )
     in_range("algo.group_size", module.group_size, low=1)
+    _spread(module)
     for key in ("beta", "reward_beta", "router_aux_loss_coef"):
         in_range(f"algo.{key}", getattr(module, key), low=0)
     for key in ("advantage_clip", "off_policy_threshold"):
@@ -51,9 +59,6 @@ def terms(module: PolicyGradient) -> None:
         )
     if module.weight_norm is not None and module.correction is None:
         raise ConfigError("algo/weight_norm brings weights to mean 1, and there are none: set algo/correction too.")
-    loss_settings(module.policy_loss)
-    for key, probe in _probes(module).items():
-        settings(key, probe)
     if "weights" in parameters(module.policy_loss) and module.correction is not None:
         _token_weights_only(module.correction)
 
@@ -75,12 +80,11 @@ def _probes(module: PolicyGradient) -> dict[str, Callable[[], Any]]:
     probes: dict[str, Callable[[], Any]] = {
         key: partial(functions[key], *row) for key, row in terms.items() if functions[key] is not None
     }
-    columns = _two_prompts()
+    columns = two_prompts()
     for key in ("advantage", "shaping"):
         function = getattr(module, key)
-        home = getattr(getattr(function, "func", function), "__module__", None) or ""
-        if home.startswith("lit_rl.ops."):  # a user's own may hold a state
-            probes[key] = partial(_of_rows, function, columns)
+        if is_ours(function):  # a user's own may hold a state
+            probes[key] = partial(columns_to_rows, function, columns)
     return probes
 
 
@@ -92,6 +96,16 @@ def _token_weights_only(correction: Callable[..., Tensor]) -> None:
         raise ConfigError(
             "algo/correction: this loss takes the product of the weights of a row's tokens, and a sequence's weight is "
             "such a product already. Take algo/correction=token_truncate or token_mask."
+        )
+
+
+def _spread(module: PolicyGradient) -> None:
+    """What chooses groups by their spread finds none in a group of one completion, and the run would learn nothing."""
+    terms = {"algo/groups=dynamic": isinstance(module.groups, DynamicSampling), "algo/replay=buffer": module.replay}
+    for key in (key for key, is_set in terms.items() if is_set and module.group_size < 2):
+        raise ConfigError(
+            f"algo.group_size={module.group_size} with {key}: the rewards of one completion have no spread, so every "
+            f"group would count as one that teaches nothing. Take algo.group_size=2 or more, or leave {key} out."
         )
 
 
@@ -121,37 +135,6 @@ def _sampling(module: PolicyGradient) -> None:
         )
 
 
-def compares_within_groups(estimator: Callable[..., Tensor]) -> bool:
-    """Whether an advantage estimator says nothing about the only completion of a prompt.
-
-    Asked of two prompts with one completion each, of different rewards: an estimator that compares with other prompts,
-    with a greedy completion or with nothing tells them apart.
-    """
-    return not bool(_of_rows(estimator, _two_prompts()).any())
-
-
-def _two_prompts() -> dict[str, Tensor]:
-    """Every column that a function of rows may name: two completions of one token, each of another prompt."""
-    rewards = torch.tensor([0.0, 1.0])
-    return {
-        "rewards": rewards,
-        "group_id": torch.tensor([0, 1]),
-        "values": rewards[:, None],
-        "weights": torch.ones(1),
-        "lengths": torch.ones(2, dtype=torch.long),
-        "greedy_rewards": torch.zeros(2),
-        "token_rewards": rewards[:, None],
-        "mask": torch.ones(2, 1, dtype=torch.bool),
-        "step_ends": torch.ones(2, 1, dtype=torch.bool),
-        "ended": torch.ones(2, dtype=torch.bool),
-    }
-
-
-def _of_rows(function: Callable[..., Tensor], columns: dict[str, Tensor]) -> Tensor:
-    others = {name: column for name, column in columns.items() if name not in ("rewards", "group_id")}
-    return function(columns["rewards"], columns["group_id"], **named(function, others))
-
-
 def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
     """Bind the rewards to the columns, check lengths against the context, and work out the batches."""
     trainer, data = module.trainer, getattr(module.trainer, "datamodule", None)
@@ -176,6 +159,7 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
         except Exception as error:
             error.add_note(f"(in the validation set {name or 'data.val_*'})")
             raise
+    module.reward_functions.load()
     if stage != "fit":
         return module.plan
     return BatchPlan(

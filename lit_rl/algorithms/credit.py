@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.estimator_checks import by_tokens, whitening_fits
 from lit_rl.algorithms.over_ranks import named
+from lit_rl.errors import ConfigError
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.kl import k1
-from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.ops.mismatch import mismatch_metrics
+from lit_rl.ops.masking import masked_mean, masked_moments, masked_sum
+from lit_rl.ops.mismatch import effective_share, mismatch_metrics
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, Rollout
 
@@ -40,6 +42,8 @@ class Credit:
 def credit_of(module: PolicyGradient, completions: Completions, scores: Scores, kept: Tensor | None) -> Credit:
     """Rewards of rows and of tokens, and the log-probs that they and the loss need."""
     mask = completions.response_mask
+    if scores.span_rewards is not None:
+        _refuse_changed_spans(module)
     total = scores.total.to(mask.device)
     rewards = shaped(module, completions, total if kept is None else total.masked_fill(~kept, torch.nan))
     per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, module.tokenizer)
@@ -66,7 +70,28 @@ def shaped(module: PolicyGradient, completions: Completions, rewards: Tensor) ->
     if module.reward_norm is not None:
         norm, columns = module.reward_norm, {"rewards": rewards, "group_id": completions.group_id}
         rewards = module.over_all_ranks(lambda everyones, group_id: norm(everyones), columns)
+    return _clipped(module, rewards)
+
+
+def greedy_baseline(module: PolicyGradient, greedy_rewards: Tensor) -> Tensor:
+    """Greedy rewards on the scale of those that they are compared with. The norm learns from the drawn ones only."""
+    scaled = greedy_rewards if module.reward_norm is None else module.reward_norm.scaled(greedy_rewards)
+    return _clipped(module, scaled)
+
+
+def _clipped(module: PolicyGradient, rewards: Tensor) -> Tensor:
     return rewards if module.reward_clip is None else rewards.clamp(*module.reward_clip)
+
+
+def _refuse_changed_spans(module: PolicyGradient) -> None:
+    """The change of a row's reward has no place among its spans: the last token would be blamed for all of it."""
+    changes = {"shaping": module.shaping, "reward_norm": module.reward_norm, "reward_clip": module.reward_clip}
+    if changed := [f"algo.{name}" for name, value in changes.items() if value is not None]:
+        raise ConfigError(
+            f"{', '.join(changed)}: the reward functions returned spans, and this changes the reward of a whole "
+            "completion, of which no span would have its share. Leave it out, or change the values of the spans in the "
+            "reward function."
+        )
 
 
 def _tell_controller(module: PolicyGradient, old: Tensor, ref: Tensor, mask: Tensor) -> None:
@@ -88,7 +113,16 @@ def corrected(module: PolicyGradient, rollout: Rollout) -> Rollout:
     if keep is not None:
         rollout = replace(rollout, loss_mask=mask & keep)
     module.record(mismatch_metrics(old, sampler, mask, weights, keep))
+    if weights is not None:
+        _record_effective_share(module, weights, mask)
     return replace(rollout, weights=weights)
+
+
+def _record_effective_share(module: PolicyGradient, weights: Tensor, mask: Tensor) -> None:
+    """Of the weights of every rank: shares of ranks do not average to it."""
+    mine = masked_moments(weights, mask)
+    share = effective_share(module.everyones(mine[None]).sum(0) if module.trainer_or_none else mine)
+    module.record({"sampling/ess": (share, torch.ones_like(share))})
 
 
 def token_rewards(
@@ -136,17 +170,19 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
 
 
 def whitened(module: PolicyGradient, rollout: Rollout) -> Rollout:
-    """The rollout with its advantages whitened over every rank; what has no reward takes no part."""
-    whitening = module.whitening
+    """The rollout with its advantages whitened over every rank; what has no reward takes no part.
+
+    Where tokens are whitened and an advantage is a row's, each of the row's tokens has it: a long row counts for more.
+    """
+    whitening, advantages = module.whitening, rollout.advantages
     if whitening is None:
         return rollout
+    whitening_fits(whitening, module.advantage, of_tokens=advantages.ndim == 2)
     scored = ~rollout.rewards.isnan()
-    columns = {
-        "rewards": rollout.advantages,
-        "group_id": rollout.completions.group_id,
-        "scored": scored,
-        "mask": rollout.completions.response_mask & scored[:, None],
-    }
+    mask = rollout.completions.response_mask & scored[:, None]
+    if advantages.ndim == 1 and by_tokens(whitening):
+        advantages = torch.where(mask, advantages[:, None], 0.0)
+    columns = {"rewards": advantages, "group_id": rollout.completions.group_id, "scored": scored, "mask": mask}
 
     def of_everyone(advantages: Tensor, group_id: Tensor, mask: Tensor, scored: Tensor) -> Tensor:
         return whitening(advantages, **named(whitening, {"mask": mask, "scored": scored}))

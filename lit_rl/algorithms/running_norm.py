@@ -34,6 +34,10 @@ class RunningNorm:
             self._squares += squares + delta * delta * self._count * len(scored) / count
             self._mean += delta * len(scored) / count
             self._count = count
+        return self.scaled(rewards)
+
+    def scaled(self, rewards: Tensor) -> Tensor:
+        """Rewards normalised by what has been seen, without taking them in."""
         std = math.sqrt(self._squares / max(1, self._count - 1))
         return (rewards - self._mean) / (std + self.eps) if std else rewards - self._mean
 

@@ -45,7 +45,9 @@ def run(arguments: list[str]) -> int:
     if rest and not rest[0].startswith("-") and "=" not in rest[0] and not rest[0].startswith("~"):
         return reported(lambda: usage(rest[0], (*HYDRA, *LIGHTNING)))
     if command and HYDRA[command] != "fit":
-        rest.append(f"task={HYDRA[command]}")
+        # argparse takes overrides in one row only, before the options or after them
+        first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
+        rest.insert(first, f"task={HYDRA[command]}")
     from lit_rl.cli import hydra_app
 
     sys.argv = [sys.argv[0], *rest]

@@ -36,6 +36,8 @@ def page() -> str:
     return (
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
+        "lit-rl replay run_dir=DIR losses=[grpo,gspo]           (objectives side by side on a saved rollout)\n"
+        "lit-rl reward-test [GROUP=CHOICE ...]                  (scores and times of the reward on a few rows)\n"
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
         + "\n".join(rows)

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
-from lit_rl.cli import quiet, replays, schemas
+from lit_rl.cli import choices, quiet, replays, schemas
 from lit_rl.cli.build import build, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.commands import evaluate, reward_test, train
@@ -68,6 +68,7 @@ def run(config: DictConfig) -> int:
     if config.task not in TASKS:
         allowed = (*TASKS, "replay")
         raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
+    choices.check(config)
     if not _is_main() and _RUN_DIR in os.environ:
         run_dir, resume = RunDir(Path(os.environ[_RUN_DIR])), True
         config.ckpt_path = os.environ[_CKPT] or None

@@ -108,9 +108,10 @@ class WithKeywords:
                 listed = f"It has: {', '.join(known) or 'none'}."
                 raise ConfigError(f"{name} is no setting of {function.__name__}.{did_you_mean(name, known)} {listed}")
         self.func, self.keywords = function, dict(keywords)
+        self.__signature__ = inspect.signature(function)  # a term is given what its signature names
 
-    def __call__(self, *tensors: Any) -> Any:
-        return self.func(*tensors, **self.keywords)
+    def __call__(self, *tensors: Any, **columns: Any) -> Any:
+        return self.func(*tensors, **columns, **self.keywords)
 
 
 class CommandLine(LightningCLI):

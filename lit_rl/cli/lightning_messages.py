@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import traceback
@@ -14,6 +13,7 @@ import lightning as L
 from jsonargparse import ArgumentError
 
 from lit_rl.cli.build import ALLOWED
+from lit_rl.cli.schemas import parameters
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, LitRLError, did_you_mean
 
@@ -85,6 +85,6 @@ def _unknown(key: str, text: str, factories: Factories) -> ConfigError:
     if built := re.findall(r"given class_path '([\w.]+)'", text):
         module, _, last = built[-1].rpartition(".")
         owner = getattr(sys.modules.get(module), last, None)
-    names = sorted(n for n in inspect.signature(owner).parameters if n not in factories) if owner else []
+    names = sorted(n for n in (p.name for p, _ in parameters(owner)) if n not in factories) if owner else []
     listed = f" {head} has: {', '.join(names)}." if names else ""
     return ConfigError(f"{key} is not a key.{did_you_mean(name, names)}{listed}")

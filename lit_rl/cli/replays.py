@@ -161,7 +161,7 @@ def _shared(algo: dict[str, Any], rollout: SavedRollout, allow: list[str]) -> di
     for key, target in targets({"algo": algo | {"reward": None}}):  # the run's own file is a file like any other
         check_target(key, target, allowed)
     parts = {name: build(node) if isinstance(node, dict) else node for name, node in tree.items()}
-    parts["reward"] = Rewards(dict.fromkeys(rollout.scores.names, _not_called), rollout.weights)
+    parts["reward"] = Rewards(dict.fromkeys(rollout.scores.names, _not_called))
     return parts
 
 

@@ -55,6 +55,8 @@ TARGETS = {
     "HFGenerator": "lit_rl.generation.hf.HFGenerator",
     "RolloutDataModule": "lit_rl.data.datamodule.RolloutDataModule",
     "Addition": "lit_rl.data.tasks.Addition",
+    "Rewards": "lit_rl.rewards.Rewards",
+    "RewardRecipes": "lit_rl.rewards.RewardRecipes",
     "from_paths": "lit_rl.rewards.from_paths",
     "MathAccuracy": "lit_rl.rewards.MathAccuracy",
     "SoftOverlong": "lit_rl.rewards.SoftOverlong",
@@ -132,17 +134,20 @@ def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) ->
 def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
     """The parameters of a function or a constructor, with their types.
 
-    Where a constructor hands `**keywords` on to its parent, the parent's are its own too, less those it names itself.
+    Where a constructor hands `**keywords` on to its parent, the parent's keyword-only ones are its own too, less those
+    it names itself: what can be given by position, the constructor gives.
     """
     functions = [target]
     if isinstance(target, type):
         functions = [vars(cls)["__init__"] for cls in target.__mro__ if "__init__" in vars(cls)]
     found: dict[str, tuple[inspect.Parameter, Any]] = {}
-    for function in functions:
+    for number, function in enumerate(functions):
         hints, handed_on = _hints(function), False
         for parameter in inspect.signature(function).parameters.values():
             handed_on = handed_on or parameter.kind is parameter.VAR_KEYWORD
-            if parameter.name != "self" and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            if parameter.name == "self" or (number and parameter.kind is not parameter.KEYWORD_ONLY):
+                continue
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 found.setdefault(parameter.name, (parameter, hints.get(parameter.name, Any)))
         if not handed_on:
             break

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import math
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms import GRPO, RLOO, Reinforce, checks
+from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce, estimator_checks
 from lit_rl.algorithms.controllers import AdaptiveKL
+from lit_rl.algorithms.groups import DynamicSampling
 from lit_rl.algorithms.loss_ranges import loss_settings
+from lit_rl.algorithms.replay import GroupReplay
+from lit_rl.algorithms.running_norm import RunningNorm
+from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.errors import ConfigError
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.ops import advantages, losses, mismatch, rejection, returns, selection, shaping
@@ -76,8 +83,6 @@ def test_a_setting_of_a_loss_out_of_range_is_refused_by_its_key(loss, name, valu
 
 def test_every_number_that_a_loss_takes_has_a_range():
     """A loss that is added with a setting of another name is added to the table too."""
-    import inspect
-
     for name in losses.__all__:
         function = getattr(losses, name)
         if not callable(function):
@@ -98,6 +103,19 @@ def test_the_dual_clip_is_above_the_plain_one(low, high, delta):
     else:
         with pytest.raises(ConfigError, match=r"algo\.loss\.delta"):
             loss_settings(loss)
+
+
+def test_the_docstrings_bounds_are_those_that_are_checked():
+    said = 0
+    for loss in (getattr(losses, name) for name in losses.__all__):
+        settings = inspect.signature(loss).parameters if callable(loss) else {}
+        for setting, bound in re.findall(r"^ +(\w+): [^.]*\b(at least|above) 0\b", inspect.getdoc(loss) or "", re.M):
+            if setting in settings and isinstance(settings[setting].default, (float, type(None))):
+                said += 1
+                zero = partial(loss, **{setting: 0.0})
+                with contextlib.nullcontext() if bound == "at least" else pytest.raises(ConfigError, match=setting):
+                    loss_settings(zero)
+    assert said > 5
 
 
 def test_settings_of_a_users_own_loss_are_the_users():
@@ -134,6 +152,8 @@ def test_a_distribution_that_depends_on_the_past_is_refused_whatever_the_engine(
             algorithm("tiny", len, sampling=Sampling(**setting))
 
 
+ALONE: dict[str, Any] = {"group_size": 1, "advantage": advantages.raw}
+
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"kl_control": AdaptiveKL()}, r"algo/kl_control=adaptive.*algo\.beta.*algo\.reward_beta"),
     ({"weight_norm": mismatch.normalize_token_weights}, r"algo/weight_norm.*algo/correction"),
@@ -146,7 +166,6 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"selection": partial(selection.top_entropy, share=0.0)}, r"algo\.selection: share=0"),
     ({"selection": partial(selection.top_entropy_per_sequence, share=1.1)}, r"algo\.selection: share=1\.1"),
     ({"shaping": partial(shaping.missing_eos, penalty=0.0)}, r"algo\.shaping: penalty=0"),
-    ({"shaping": partial(shaping.clip_rewards, low=1.0, high=0.0)}, r"algo\.shaping: low=1\.0"),
     ({"advantage": partial(returns.reinforce_plus_plus, gamma=1.5)}, r"algo\.advantage.*gamma=1\.5"),
     ({"reward_clip": (1, -1)}, r"algo\.reward_clip=\[1, -1\]"),
     ({"reward_clip": (1, 1)}, r"algo\.reward_clip=\[1, 1\]"),
@@ -158,6 +177,18 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
     ({"advantage_clip": 0.0}, r"algo\.advantage_clip=0"),
     ({"off_policy_threshold": 0.0}, r"algo\.off_policy_threshold=0"),
     ({"group_size": 0, "advantage": advantages.raw}, r"algo\.group_size=0"),
+    ({**ALONE, "groups": DynamicSampling()}, r"algo\.group_size=1 with algo/groups=dynamic.*2 or more"),
+    ({**ALONE, "replay": GroupReplay()}, r"algo\.group_size=1 with algo/replay=buffer.*2 or more"),
+    ({"advantage": returns.gae}, r"algo\.advantage=gae\(token_rewards, values, mask\): GRPO .*all fit but gae"),
+    ({"advantage": lambda rewards: rewards}, r"algo\.advantage=<lambda>\(rewards\): GRPO calls it as f\(rewards, gr"),
+    ({"advantage": returns.process_supervised, "whitening": advantages.whiten_rows}, r"algo/whitening.*=tokens"),
+    ({"advantage": returns.reinforce_plus_plus, "whitening": advantages.whiten_rows}, r"algo/whitening.*=tokens"),
+    ({"advantage": advantages.normalize_then_sum, "reward_beta": 100.0}, r"algo\.reward_beta=100.0: normalize_then"),
+    ({"advantage": returns.process_supervised, "reward_beta": 0.05}, r"algo\.reward_beta=0.05: process_supervised"),
+    ({"advantage": advantages.normalize_then_sum, "reward_clip": (-1, 1)}, r"algo\.reward_clip=\[-1, 1\]: normalize"),
+    ({"advantage": advantages.normalize_then_sum, "shaping": shaping.missing_eos}, r"algo/shaping: normalize_then_sum"),
+    ({"advantage": advantages.normalize_then_sum, "reward_norm": RunningNorm()}, r"algo/reward_norm: normalize_then"),
+    ({"advantage": advantages.remax, "shaping": shaping.missing_eos}, r"algo/shaping: remax.*greedy"),
 ]
 
 
@@ -165,6 +196,64 @@ COMBINATIONS: list[tuple[dict[str, Any], str]] = [
 def test_terms_that_do_not_go_together_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         GRPO("tiny", len, **settings)
+
+
+CHANGES: dict[str, Any] = {
+    "reward_beta": 0.1,
+    "shaping": shaping.relative_length_penalty,
+    "reward_norm": RunningNorm(),
+    "reward_clip": (-1, 1),
+}
+DEAF: dict[str, set[str]] = {"normalize_then_sum": set(CHANGES), "process_supervised": {"reward_beta"}}
+DEAF |= {name: {"shaping"} for name in ("remax", "remax_return_to_go")}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("module", [advantages, returns])
+def test_a_change_of_the_rewards_is_refused_exactly_where_the_advantage_does_not_see_it(module, change):
+    estimators = [
+        function
+        for function in vars(module).values()
+        if callable(function) and estimator_checks.is_ours(function)
+        if list(inspect.signature(function).parameters)[:2] == ["rewards", "group_id"]
+    ]
+    assert len(estimators) > 4
+    for estimator in estimators:
+        if change in DEAF.get(estimator.__name__, set()):
+            with pytest.raises(ConfigError, match=change):
+                GRPO("tiny", len, advantage=estimator, **{change: CHANGES[change]})
+        else:
+            GRPO("tiny", len, advantage=estimator, **{change: CHANGES[change]})
+
+
+OF_ROWS = [advantages.group_normalized, advantages.opo, advantages.remax, returns.reinforce_plus_plus]
+
+
+@pytest.mark.parametrize("estimator", OF_ROWS, ids=lambda estimator: estimator.__name__)
+def test_ppo_refuses_an_advantage_of_rows(estimator):
+    with pytest.raises(ConfigError, match=rf"algo\.advantage={estimator.__name__}\(rewards, group_id.*only gae fits"):
+        PPO("tiny", len, advantage=estimator)
+
+
+def test_ppo_whitens_tokens_only():
+    PPO("tiny", len, whitening=None)
+    with pytest.raises(ConfigError, match=r"algo/whitening: whiten_rows .*gae .*algo/whitening=tokens"):
+        PPO("tiny", len, whitening=advantages.whiten_rows)
+
+
+def test_ppo_with_one_completion_a_prompt_has_no_spread_to_choose_groups_by():
+    with pytest.raises(ConfigError, match=r"algo\.group_size=1 with algo/groups=dynamic"):
+        PPO("tiny", len, groups=DynamicSampling())
+
+
+def test_a_setting_of_an_advantage_is_refused_by_its_key_whatever_the_group_size():
+    with pytest.raises(ConfigError, match=r"algo\.advantage: gamma=1\.5"):
+        Reinforce("tiny", len, advantage=partial(returns.reinforce_plus_plus, gamma=1.5), group_size=1)
+
+
+def test_a_term_with_settings_from_the_other_door_names_the_same_columns():
+    assert GRPO("tiny", len, advantage=WithKeywords(advantages.opo, {})).advantage
+    assert GRPO("tiny", len, loss=WithKeywords(losses.kl_cov_loss, {"share": 0.1})).needs_step
 
 
 COMPARES = {
@@ -190,7 +279,7 @@ COMPARES = {
 
 @pytest.mark.parametrize(("estimator", "compares"), COMPARES.items(), ids=lambda x: getattr(x, "__name__", str(x)))
 def test_one_completion_a_prompt_is_enough_exactly_where_nothing_is_compared(estimator, compares):
-    assert checks.compares_within_groups(estimator) == compares
+    assert estimator_checks.compares_within_groups(estimator) == compares
     if compares:
         with pytest.raises(ConfigError, match=r"algo\.group_size=1.*2 or more"):
             GRPO("tiny", len, advantage=estimator, group_size=1)

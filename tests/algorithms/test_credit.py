@@ -16,11 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
-from lit_rl.algorithms.controllers import AdaptiveKL
+from lit_rl.algorithms.controllers import AdaptiveKL, FixedEntropy
 from lit_rl.algorithms.credit import token_rewards
 from lit_rl.algorithms.running_norm import RunningNorm
 from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.ops import advantages
+from lit_rl.errors import ConfigError
+from lit_rl.ops import advantages, returns, selection
 from lit_rl.ops.kl import k2
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.shaping import missing_eos
@@ -204,6 +205,62 @@ def test_truncated_rows_have_an_advantage_and_no_loss(monkeypatch):
     assert rollout.advantages.tolist() == [1, 2, 3, 4]
 
 
+def test_whitened_by_tokens_an_advantage_of_a_row_counts_at_each_of_its_tokens(monkeypatch):
+    module = by_hand(monkeypatch, whitening=functools.partial(advantages.whiten_tokens, eps=0.0))
+    rollout = module.advantages(drawn(), scores([1.0, 2.0, math.nan, 4.0]))
+    # tokens 1, 1, 2, 4, 4: mean 2.4, variance 9.2 / 4
+    expected = (torch.tensor([[1.0, 1.0], [2.0, 2.4], [2.4, 2.4], [4.0, 4.0]]) - 2.4) / math.sqrt(2.3)
+    torch.testing.assert_close(rollout.advantages, expected)
+
+
+def test_a_users_advantages_of_tokens_are_not_whitened_by_rows(monkeypatch):
+    def mine(rewards, group_id, mask):
+        return rewards[:, None] * mask
+
+    module = by_hand(monkeypatch, advantage=mine, whitening=advantages.whiten_rows)
+    with pytest.raises(ConfigError, match=r"algo/whitening: whiten_rows .* mine .*algo/whitening=tokens"):
+        module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0]))
+
+
+SPANS = [[(0, 1, 0.5)], [], [(0, 1, 2.0)], []]
+ON_ROWS = {
+    "algo.shaping": {"shaping": missing_eos},
+    "algo.reward_norm": {"reward_norm": RunningNorm()},
+    "algo.reward_clip": {"reward_clip": (-1, 1)},
+}
+
+
+@pytest.mark.parametrize("key, settings", ON_ROWS.items(), ids=ON_ROWS)
+def test_what_changes_rewards_of_rows_is_refused_where_rewards_are_of_spans(monkeypatch, key, settings):
+    module = by_hand(monkeypatch, **settings)
+    with pytest.raises(ConfigError, match=rf"{key}: .*spans"):
+        module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0], span_rewards=SPANS))
+
+
+def test_a_kl_in_the_reward_goes_with_spans(monkeypatch):
+    module = by_hand(monkeypatch, reward_beta=0.1)
+    monkeypatch.setattr(type(module), "tokenizer", tokenizer())
+    drawn_texts = dataclasses.replace(drawn(), response_ids=torch.tensor([[0, 1], [2, 0], [3, 4], [5, 6]]))
+    rollout = module.advantages(drawn_texts, scores([1.0, 2.0, 3.0, 4.0], span_rewards=SPANS))
+    torch.testing.assert_close(rollout.rewards, torch.tensor([1.0, 2.0, 3.0, 4.0]) - 0.1 * KL)
+
+
+@pytest.mark.parametrize(
+    "betas, logged_as",
+    [
+        ({"beta": 0.5}, {"kl_coef": 0.5}),
+        ({"reward_beta": 0.2}, {"reward_kl_coef": 0.2}),
+        ({"beta": 0.5, "reward_beta": 0.2}, {"kl_coef": 0.5, "reward_kl_coef": 0.2}),
+    ],
+)
+def test_both_weights_of_the_kl_are_logged(betas, logged_as):
+    module = GRPO("tiny", len, kl_control=AdaptiveKL(target=0.1, horizon=8), **betas)
+    module.kl_control.update(1.0, 4)
+    factor = module.kl_control.factor
+    assert factor > 1
+    assert module.coefficients() == pytest.approx({name: weight * factor for name, weight in logged_as.items()})
+
+
 # ---------------------------------------------------------------------- what a user's own function gets
 
 
@@ -223,7 +280,7 @@ def test_an_estimator_gets_every_column_that_it_names(monkeypatch):
     assert got["r"].tolist() == pytest.approx([1, 1, 1, math.nan], nan_ok=True)
     assert got["g"].tolist() == [0, 0, 1, 1] and got["lengths"].tolist() == [2, 1, 2, 2]
     torch.testing.assert_close(got["values"], torch.tensor(table), equal_nan=True)
-    assert got["weights"].tolist() == [1.0] and got["greedy_rewards"] is greedy
+    assert got["weights"].tolist() == [[1.0, 1.0]] * 4 and got["greedy_rewards"] is greedy
     assert got["token_rewards"].tolist() == [[0, 1], [1, 0], [0, 1], [0, 0]]
     assert torch.equal(got["mask"], drawn().response_mask)
     assert got["step_ends"].tolist() == [[False, True], [True, False], [False, True], [False, True]]
@@ -269,7 +326,28 @@ def test_a_loss_gets_weights_and_step_if_it_names_them_and_only_then():
     assert got  # each was tried once when its module was made
 
 
+def test_the_step_is_scored_ahead_only_for_terms_that_are_taken_over_it():
+    per_row, bonus = selection.top_entropy_per_sequence, FixedEntropy(0.01)
+    assert not GRPO("tiny", len, selection=per_row).needs_step
+    assert not GRPO("tiny", len, entropy=bonus).needs_step
+    assert GRPO("tiny", len, selection=selection.top_entropy).needs_step
+    assert GRPO("tiny", len, selection=per_row, entropy=bonus).needs_step  # the bonus is a mean over what acts
+
+
 # ---------------------------------------------------------------------- the greedy baseline
+
+
+@pytest.mark.parametrize("estimator", [advantages.remax, returns.remax_return_to_go])
+def test_a_greedy_reward_is_normalised_and_clipped_as_those_that_it_is_compared_with(monkeypatch, estimator):
+    norm = RunningNorm(eps=0.0)
+    module = by_hand(monkeypatch, advantage=estimator, reward_norm=norm, reward_clip=(-1.0, 0.5))
+    greedy = torch.tensor([2.5, -7.0, 30.0, math.nan])
+    rollout = module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0]), greedy_rewards=greedy)
+    std = math.sqrt(5 / 3)  # of 1, 2, 3, 4; the greedy ones are not among them
+    expected = [-1.0 - 0.0, -0.5 / std + 1.0, 0.5 / std - 0.5, 0.0]
+    firsts = rollout.advantages if rollout.advantages.ndim == 1 else rollout.advantages[:, 0]
+    assert firsts.tolist() == pytest.approx(expected)
+    assert norm.state()["count"] == 4
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_completion():

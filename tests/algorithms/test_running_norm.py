@@ -44,6 +44,14 @@ def test_by_hand():
     torch.testing.assert_close(norm(torch.tensor([5.0, 7.0])), torch.tensor([1.0, 3.0]) / math.sqrt(20 / 3))
 
 
+def test_what_is_only_scaled_is_not_taken_in():
+    norm = RunningNorm(eps=0.0)
+    norm(torch.tensor([1.0, 3.0]))
+    before = norm.state()
+    torch.testing.assert_close(norm.scaled(torch.tensor([3.0, 102.0])), torch.tensor([1.0, 100.0]) / math.sqrt(2))
+    assert norm.state() == before
+
+
 def test_rewards_that_are_all_equal_become_zero():
     norm = RunningNorm()
     assert norm(torch.tensor([0.3, 0.3])).abs().max() == 0

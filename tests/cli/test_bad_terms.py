@@ -15,6 +15,7 @@ class Blind(NativeGenerator):
 """
 SCORES = """
 def short(completions): return [1.0]
+def spans(completions): return [[(0, 1, 1.0)] if text else 0.0 for text in completions]
 def nan(completions): return [float("nan")] * len(completions)
 def good(completions, lengths, answer): return [-n for n in lengths]
 """
@@ -26,6 +27,16 @@ ROWS: list[tuple[str, list[str], list[str]]] = [
     # groups
     ("group-1", ["algo=dapo", "algo.group_size=1"], ["algo.group_size=1", "2 or more", "algo=reinforce_pp"]),
     ("keep-over-group", ["algo=gfpo", "algo.group_size=3"], ["algo.groups.keep=4", "algo.group_size=3"]),
+    (
+        "dynamic-1",
+        ["algo=ppo", "algo.group_size=1", "algo/groups=dynamic"],
+        ["algo.group_size=1", "algo/groups=dynamic"],
+    ),
+    (
+        "replay-1",
+        ["algo=reinforce_pp", "algo.group_size=1", "algo/replay=buffer"],
+        ["algo.group_size=1", "algo/replay=buffer", "2 or more"],
+    ),
     # KL
     ("beta-ppo", ["algo=ppo", "algo.beta=-0.1"], ["algo.beta=-0.1", "[0, inf]"]),
     ("adaptive-kl", ["algo/kl_control=adaptive"], ["algo/kl_control=adaptive", "algo.beta", "algo.reward_beta"]),
@@ -42,6 +53,34 @@ ROWS: list[tuple[str, list[str], list[str]]] = [
     # rewards and advantages
     ("reward-clip", ["algo.reward_clip=[5,-5]"], ["algo.reward_clip=[5, -5]", "[lowest, highest]"]),
     ("gae", ["algo=ppo", "algo.advantage.lam=2"], ["algo.advantage", "lam=2", "[0, 1]"]),
+    (
+        "rows-of-tokens",
+        ["algo/whitening=rows", "algo/advantage=process_supervised"],
+        ["algo/whitening", "whiten_rows", "process_supervised", "algo/whitening=tokens"],
+    ),
+    ("ppo-rows", ["algo=ppo", "algo/whitening=rows"], ["algo/whitening", "gae", "algo/whitening=tokens"]),
+    ("gdpo-kl", ["algo=gdpo", "algo.reward_beta=100"], ["algo.reward_beta=100.0", "normalize_then_sum", "algo.beta"]),
+    ("gdpo-shaping", ["algo=gdpo", "algo/shaping=missing_eos"], ["algo/shaping", "normalize_then_sum"]),
+    ("ps-kl", ["algo=grpo_ps", "algo.reward_beta=0.05"], ["algo.reward_beta=0.05", "process_supervised", "algo.beta"]),
+    ("remax-shaping", ["algo=remax", "algo/shaping=missing_eos"], ["algo/shaping", "remax", "soft_overlong"]),
+    ("grpo-gae", ["algo/advantage=gae"], ["algo.advantage=gae(token_rewards, values, mask)", "all fit but gae"]),
+    (
+        "ppo-rows-advantage",
+        ["algo=ppo", "algo/advantage=group_normalized"],
+        ["algo.advantage=group_normalized(rewards, group_id)", "only gae fits"],
+    ),
+    # a word where a group's choice belongs
+    ("word-loss", ["algo.loss=cispo"], ["algo.loss='cispo'", "write algo/loss=cispo (choices: cispo,", "vespo"]),
+    ("word-ratio", ["algo=cispo", "algo.loss.ratio=token"], ["write algo/loss/ratio=token (choices: sequence_mean,"]),
+    ("word-entropy", ["algo.entropy=fixed"], ["write algo/entropy=fixed (choices: adaptive, fixed, none"]),
+    ("word-whitening", ["algo=pass_at_k", "algo.whitening=rows"], ["write algo/whitening=rows (choices: none, rows"]),
+    ("word-critic", ["algo=ppo", "algo.critic=shared_trunk"], ["write algo/critic=shared_trunk (choices: adapter"]),
+    ("word-advantage", ["algo.advantage=gae"], ["write algo/advantage=gae (choices: batch_normalized"]),
+    ("word-groups", ["algo.groups=dynamic"], ["write algo/groups=dynamic (choices: all, dynamic, top"]),
+    ("word-slot", ["algo.reference=ema"], ["algo.reference='ema'", "write reference=ema (choices: adapter_base"]),
+    ("word-eval", ["algo.evaluation=default"], ["algo.evaluation='default'", "write eval=default"]),
+    ("word-near", ["algo.loss=cipso"], ["algo.loss='cipso'", "Did you mean 'cispo'?", "Write algo/loss=..."]),
+    ("word-no-choice", ["algo.replay=true"], ["algo.replay=True", "Write algo/replay=... (choices: buffer, none"]),
     # losses
     ("ratio", ["algo=vespo", "algo/loss/ratio=token"], ["algo/loss/ratio", "the algo/loss of this run has no ratio"]),
     ("cap", ["algo=cispo", "algo.loss.cap=0"], ["algo.loss.cap=0", "(0, inf]"]),
@@ -97,6 +136,22 @@ def test_a_score_of_ones_own_that_is_not_one_number_a_completion(step: Command, 
     refused(
         step("algo=gfpo", "algo.group_size=4", "algo.groups.keep=2", score, mine, "run_dir=run"), 4, "algo.groups.score"
     )
+
+
+def test_a_rows_advantage_is_whitened_over_tokens(step: Command):
+    outcome = step("algo/whitening=tokens", "run_dir=run")
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_greedy_baseline_is_normalised_and_clipped(step: Command):
+    outcome = step("algo=remax", "algo/reward_norm=running", "algo.reward_clip=[-2,2]", "run_dir=run")
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize("key", ["algo/shaping=missing_eos", "algo/reward_norm=running", "algo.reward_clip=[-1,1]"])
+def test_what_changes_rewards_of_rows_does_not_go_with_spans(step: Command, mine, key):
+    outcome = step("reward=function", "reward.fn=my_terms:spans", key, mine, "run_dir=run")
+    refused(outcome, 2, key.partition("=")[0].replace("/", "."), "spans")
 
 
 def test_a_score_of_ones_own_decides(step: Command, mine):

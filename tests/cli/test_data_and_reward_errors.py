@@ -240,6 +240,30 @@ class TestSignature:
         refused(outcome, 4, "my_reward.py", "SyntaxError")
 
 
+class TestRewardModel:
+    """One that is no reward model ends the run before the policy's weights are read."""
+
+    @pytest.fixture
+    def judged(self, look: Trial, tmp_path: Path) -> Trial:
+        """`judged(*overrides)`: a run with a reward model in `tmp_path / "judge"`."""
+        name = f"reward.functions.reward_model.name={tmp_path / 'judge'}"
+        return lambda *overrides: look(ROWS, "data.val_fraction=0", "reward=reward_model", name, *overrides)
+
+    @pytest.mark.parametrize("more", [[], ["reward.on_error=0"]])
+    def test_with_two_labels(self, judged: Trial, tmp_path, more):
+        config = json.loads((save_tokenizer(tmp_path / "judge") / "config.json").read_text())
+        (tmp_path / "judge" / "config.json").write_text(json.dumps(config | {"num_labels": 2}))
+        refused(judged(*more), 2, "judge", "num_labels=2", "is no reward model")
+
+    @pytest.mark.parametrize("more", [[], ["reward.on_error=0"]])
+    def test_without_a_trained_head(self, judged: Trial, tmp_path, more):
+        folder = save_model(tmp_path / "judge")
+        config = json.loads((folder / "config.json").read_text())
+        one = {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+        (folder / "config.json").write_text(json.dumps(config | one))
+        refused(judged(*more), 7, "judge", "score.weight", "trained score head")
+
+
 BAD_RETURNS = {
     "one-too-few": ("return [1.0] * (len(completions) - 1)", ["'score'", "a list of 3 values", "4 numbers"]),
     "one-too-many": ("return [1.0] * (len(completions) + 1)", ["a list of 5 values"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import Rewards
+
+CONF = Path(__file__).parents[2] / "conf"
 
 
 @pytest.fixture
@@ -73,6 +76,52 @@ def test_messages_own_completions_and_rows_that_no_function_applies_to(ask, tmp_
 )
 def test_what_is_wrong_with_a_reward_is_said_with_its_exit_code(ask, reward, code, told):
     refused(ask(*reward), code, told)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted((CONF / "reward").glob("*.yaml"))])
+def test_a_setting_that_no_reward_has_is_refused(ask, name):
+    refused(ask(f"reward={name}", "reward.tiemout=20"), 2, "tiemout", "'timeout'")
+
+
+MINE = """
+functions:
+  right: { _target_: hydra.utils.get_method, path: lit_rl.rewards.exact_match }
+weights: { right: 2.0 }
+timeout: 60
+"""
+
+
+@pytest.mark.parametrize("head", ["_target_: lit_rl.rewards.Rewards", "defaults: [/schemas/Rewards@_here_]"])
+def test_a_yaml_of_ones_own(command, no_weights, cwd, head):
+    (cwd / "mine" / "reward").mkdir(parents=True)
+    (cwd / "mine" / "reward" / "mine.yaml").write_text(head + MINE)
+    options, settings = ["--config-dir", "mine"], ["trainer.accelerator=cpu", "logger=none", "reward=mine"]
+    weights = [*settings, "reward.timeout=20", "reward.weights.right=3.0"]
+    for arguments in ([*options, *weights], [*weights, *options]):
+        outcome = command("reward-test", *arguments)
+        assert outcome.code == 0, outcome.err
+        assert next(c[-2:] for c in rows(outcome.out) if len(c) == 6) == ["1", "3"]
+    refused(command("reward-test", *options, *settings, "reward.tiemout=20"), 2, "tiemout")
+
+
+def test_recipes_show_the_values_before_their_weights(ask, cwd):
+    row = {"prompt": "a", "answer": "7", "source": "word_problems"}
+    row["completion"] = "<think>.</think><answer>7</answer>"
+    path = write_jsonl(cwd / "data.jsonl", [row] * 8)
+    outcome = ask("data=jsonl", f"data.path={path}", "data.val_fraction=0", "reward=recipes", "reward_test.rows=1")
+    assert outcome.code == 0, outcome.err
+    (own, *_) = [c for c in rows(outcome.out) if len(c) == 8]
+    assert own[4:] == ["none", "1", "1", "1.1"]
+
+
+def test_rows_and_completions_are_keys(ask, cwd):
+    outcome = ask("reward=contains", "reward_test.rows=1")
+    assert len([c for c in rows(outcome.out) if len(c) == 6]) == 4, outcome.err
+    path = write_jsonl(cwd / "mine.jsonl", [{"completion": "x", "row": 3}])
+    outcome = ask("reward=contains", f"reward_test.completions={path}")
+    assert [(c[0], c[3]) for c in rows(outcome.out) if len(c) == 6] == [("3", "x")], outcome.err
+    refused(ask("reward_test.rows=0"), 2, "reward_test.rows=0")
+    refused(ask("reward_test.completions=nothing.jsonl"), 2, "reward_test.completions='nothing.jsonl'")
 
 
 class TestFile:
