@@ -29,9 +29,7 @@ class SavedRollout:
     """Index of each prompt in its data set."""
     completions: Completions
     scores: Scores
-    """Each function's own values, their weighted sum, and spans; what rewards logged is in `samples/`."""
-    weights: dict[str, float]
-    """Of the reward functions."""
+    """Each function's own values, their weights and weighted sum, and spans; what rewards logged is in `samples/`."""
     micro_batches: int
     """Into how many the run cut one pass over the rollout."""
     split_groups: int
@@ -57,7 +55,6 @@ class SavedRollout:
             rows=list(scored.batch.rows),
             completions=scored.completions,
             scores=dataclasses.replace(scored.scores, metrics={}, extras={}),
-            weights=dict(module.reward_functions.weights),
             micro_batches=plan.minibatches * plan.accumulate,
             split_groups=plan.split_groups,
             world_size=plan.world_size,

@@ -17,6 +17,7 @@ from lit_rl.errors import RewardError, in_range
 from lit_rl.rewards.calling import TrainerState
 from lit_rl.rewards.calls import Caller
 from lit_rl.rewards.contract import Span
+from lit_rl.rewards.models import RewardModel
 from lit_rl.rewards.named import functions_by_name, weights_by_name
 from lit_rl.rewards.results import Result, Settings
 from lit_rl.rewards.text import Completion
@@ -36,6 +37,8 @@ class Scores:
     """``(b, k)``: NaN where a function does not apply; the sum of the spans where it gave spans."""
     total: Tensor
     """``(b,)``: weighted sum over the functions that apply; NaN where none does."""
+    weights: Tensor
+    """``(b, k)``: what each function counts in the row's sum; 0 where the row's recipe leaves it out."""
     metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Sum and count of each metric: over the calls of ``log_metric``, or over completions."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -71,7 +74,8 @@ class Rewards:
         recycle_after: Calls after which a worker process is replaced; 0 is never.
         max_concurrent: Completions that an async per-sample function is awaited on at once.
         cache: Completions of each function whose values are kept in memory and not asked for again, for functions whose
-            value depends on the prompt, the completion and its columns alone; 0 is off.
+            value depends on the prompt, the completion and its columns alone; 0 is off. What such a function logs is
+            the mean over the completions that were not known, no longer over all.
         constant_limit: Batches in a row of one and the same value after which a function ends the run; 0 is never.
 
     Raises:
@@ -119,6 +123,16 @@ class Rewards:
         for caller in self._callers.values():
             caller.bind(columns)
 
+    def load(self) -> None:
+        """Load the reward models now: a bad one ends the run before it begins. The first call would load them too.
+
+        Raises:
+            ConfigError, StorageError, BackendError: see `RewardModel.load`.
+        """
+        for function in self.functions.values():
+            if isinstance(function, RewardModel):
+                function.load()
+
     def score(
         self,
         prompts: Sequence[Prompt],
@@ -149,14 +163,16 @@ class Rewards:
         for name, result in results.items():
             _show(result.output)
             self._watches[name].see(result.values, completions)
+        weights = self._weights(inputs, len(completions))
         values = torch.tensor([result.values for result in results.values()], dtype=torch.float32).T.contiguous()
         return Scores(
             names=self.names,
             values=values,
-            total=self._total(values),
+            total=self._total(values, weights),
+            weights=weights.float(),
             metrics=self._metrics(results),
             extras=_extras(results),
-            span_rewards=self._span_rewards(results, len(completions)),
+            span_rewards=_span_rewards(results, weights),
         )
 
     def _results(
@@ -177,8 +193,11 @@ class Rewards:
                     future.cancel()
         return {name: results[name] for name in self.names}
 
-    def _total(self, values: Tensor) -> Tensor:
-        weights = torch.tensor(list(self.weights.values()), dtype=torch.float64)
+    def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
+        """Float64 ``(b, k)``: the same for every row."""
+        return torch.tensor(list(self.weights.values()), dtype=torch.float64).repeat(rows, 1)
+
+    def _total(self, values: Tensor, weights: Tensor) -> Tensor:
         total = (values.double() * weights).nansum(1).float()
         if total.isinf().any():
             raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
@@ -202,14 +221,15 @@ class Rewards:
                 metrics[f"rewards/{name}/cache_hit_ratio"] = float(result.hits), rows
         return metrics
 
-    def _span_rewards(self, results: Mapping[str, Result], rows: int) -> list[list[Span]] | None:
-        if not any(spans is not None for result in results.values() for spans in result.spans):
-            return None
-        weighted: list[list[Span]] = [[] for _ in range(rows)]
-        for name, result in results.items():
-            for row, spans in enumerate(result.spans):
-                weighted[row] += [(start, end, self.weights[name] * value) for start, end, value in spans or ()]
-        return weighted
+
+def _span_rewards(results: Mapping[str, Result], weights: Tensor) -> list[list[Span]] | None:
+    if not any(spans is not None for result in results.values() for spans in result.spans):
+        return None
+    weighted: list[list[Span]] = [[] for _ in weights]
+    for result, of_function in zip(results.values(), weights.T.tolist(), strict=True):
+        for row, (spans, weight) in enumerate(zip(result.spans, of_function, strict=True)):
+            weighted[row] += [(start, end, weight * value) for start, end, value in spans or ()]
+    return weighted
 
 
 def _show(output: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
-from lit_rl.errors import RewardError
+from lit_rl.errors import ConfigError, RewardError
 from lit_rl.rewards.plain import describe, plain
 
 SERVICES = ("trainer_state", "log_metric", "log_extra")
@@ -228,7 +228,7 @@ async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
 
 def _failed(error: BaseException, job: Job, row: int | None) -> Failure:
     failure = failure_of(error, None if row is None else job.numbers[row])
-    if job.catch and row is not None:
+    if job.catch and row is not None and not isinstance(error, ConfigError):  # that is wrong for every row
         return failure
     raise CallFailed(failure) from error
 

@@ -145,7 +145,7 @@ class Caller:
         try:
             return await self._called(job)
         except CallFailed as failed:
-            if self.settings.on_error is None:
+            if self.settings.on_error is None or isinstance(failed.__cause__, ConfigError):  # wrong for every row
                 raise explain(self.name, failed, job.rows, completions, self.settings) from failed.__cause__
             if job.rows == 1:
                 return Outcome([failed.failure], output=failed.failure.output)

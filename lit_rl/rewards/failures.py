@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from lit_rl.errors import RewardError
+from lit_rl.errors import LitRLError, RewardError
 from lit_rl.rewards.calling import CallFailed, Failure, counted
 from lit_rl.rewards.output import printed
 from lit_rl.rewards.results import Settings
@@ -21,8 +21,8 @@ class WorkerTraceback(Exception):
 
 def explain(
     name: str, failed: CallFailed, rows: int, completions: Sequence[Completion], settings: Settings
-) -> RewardError:
-    """The error that ends a run: a call for `rows` completions of the batch failed."""
+) -> LitRLError:
+    """The error that ends a run: a call for `rows` completions of the batch failed. One of ours keeps its class."""
     failure = failed.failure
     if failed.__cause__ is None and failure.trace:
         failed.__cause__ = WorkerTraceback(failure.trace)
@@ -43,7 +43,9 @@ def explain(
         )
     place = f" ({failure.place})" if failure.place else ""
     memory = limit if failure.kind == "MemoryError" else ""
-    return RewardError(
+    cause = failed.__cause__
+    kind = type(cause) if isinstance(cause, LitRLError) else RewardError
+    return kind(
         f"reward function {name!r} raised {failure.kind} {while_}: {failure.text}{place}{printed(failure.output)}."
         f"{memory}"
     )

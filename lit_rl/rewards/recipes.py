@@ -9,6 +9,9 @@ from concurrent.futures import Future
 from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lit_rl.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.rewards.base import Rewards
 from lit_rl.rewards.calling import Job, TrainerState
@@ -20,9 +23,8 @@ from lit_rl.rewards.text import Completion
 class RewardRecipes(Rewards):
     """Named recipes of weighted reward functions; a column of the data names the recipe of each row.
 
-    A function is called with the rows of the recipes that hold it, and gives None for all others. Its values are
-    multiplied by the weight that it has in the row's recipe, so they are logged with their weights, and the reward is
-    their plain sum. Inside a recipe it is what `Rewards` computes.
+    A function is called with the rows of the recipes that hold it, and gives None for all others. The reward of a row
+    is the sum of their values by the weights of its recipe: inside a recipe it is what `Rewards` computes.
 
     Args:
         functions: Reward functions by name, as `Rewards` takes them.
@@ -70,15 +72,24 @@ class RewardRecipes(Rewards):
     def _results(
         self, inputs: Mapping[str, Any], completions: Sequence[Completion], state: TrainerState
     ) -> dict[str, Result]:
-        if self.column not in inputs:
-            self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids")])
-        recipes = [self.recipes[self._recipe(row, value)] for row, value in enumerate(inputs[self.column])]
+        recipes = self._recipes(inputs)
         parts = copy.copy(self)
         parts._callers = {}
         for name, caller in self._callers.items():
-            weights = {row: float(recipe[name]) for row, recipe in enumerate(recipes) if name in recipe}
-            parts._callers[name] = _Part(caller, weights)  # pyright: ignore[reportArgumentType]
+            rows = [row for row, recipe in enumerate(recipes) if name in recipe]
+            parts._callers[name] = _Part(caller, rows)  # pyright: ignore[reportArgumentType]
         return Rewards._results(parts, inputs, completions, state)
+
+    def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
+        """Float64 ``(b, k)``: by the recipe of each row."""
+        table = [[float(recipe.get(name, 0.0)) for name in self.names] for recipe in self._recipes(inputs)]
+        return torch.tensor(table, dtype=torch.float64).reshape(rows, len(self.names))
+
+    def _recipes(self, inputs: Mapping[str, Any]) -> list[dict[str, float]]:
+        """The recipe of each row."""
+        if self.column not in inputs:
+            self.bind([name for name in inputs if name not in ("prompts", "completions", "completion_ids")])
+        return [self.recipes[self._recipe(row, value)] for row, value in enumerate(inputs[self.column])]
 
     def _recipe(self, row: int, value: Any) -> str:
         name = str(value) if value is not None else None
@@ -96,36 +107,32 @@ class RewardRecipes(Rewards):
 
 
 class _Part:
-    """A caller that sees only some rows, and whose values are weighted: None for all other rows."""
+    """A caller that sees only some rows: None for all others."""
 
-    def __init__(self, caller: Caller, weights: Mapping[int, float]) -> None:
-        self.caller, self.weights = caller, weights
+    def __init__(self, caller: Caller, rows: Sequence[int]) -> None:
+        self.caller, self.rows = caller, rows
 
     def job(self, inputs: Mapping[str, Any], rows: int, state: TrainerState) -> Job:
-        return self.caller.job(inputs, rows, state).select(list(self.weights))
+        return self.caller.job(inputs, rows, state).select(self.rows)
 
     def begin(self, job: Job, completions: Sequence[Completion]) -> Future[Result] | None:
         return self.caller.begin(job, completions) if job.rows else None
 
     def result(self, job: Job, completions: Sequence[Completion], begun: Future[Result] | None) -> Result:
-        rows = len(completions)
-        whole = Result([math.nan] * rows, [None] * rows, [None] * rows)
+        count = len(completions)
+        whole = Result([math.nan] * count, [None] * count, [None] * count)
         if not job.rows:
             return whole
         part = self.caller.result(job, completions, begun)
-        for place, (row, weight) in enumerate(self.weights.items()):
-            whole.values[row] = weight * part.values[place]
-            whole.spans[row] = _weighted(part.spans[place], weight)
+        for place, row in enumerate(self.rows):
+            whole.values[row] = part.values[place]
+            whole.spans[row] = part.spans[place]
             whole.failures[row] = part.failures[place]
         whole.metrics, whole.output, whole.hits = part.metrics, part.output, part.hits
         for column, values in part.extras.items():
-            given = dict(zip(self.weights, values, strict=True))
-            whole.extras[column] = [given.get(row) for row in range(rows)]
+            given = dict(zip(self.rows, values, strict=True))
+            whole.extras[column] = [given.get(row) for row in range(count)]
         return whole
-
-
-def _weighted(spans: list[Any] | None, weight: float) -> list[Any] | None:
-    return None if spans is None else [(start, end, weight * value) for start, end, value in spans]
 
 
 def _check(name: str, recipe: Mapping[str, float], functions: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.rewards import RegexFormat, RemoteReward, RewardModel, Rewards
 
 FOLDER = Path(__file__).parents[2] / "conf" / "reward"
+SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 GOOD = r"<think>20 + 22</think><answer>\boxed{42}</answer>"
 EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with room for ten
     "exact_match": [1.0, 0.0],
@@ -62,7 +63,7 @@ def reward() -> Iterator[Callable[..., Rewards]]:
 
 
 @pytest.mark.filterwarnings("ignore:CodeExecution")
-@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
+@pytest.mark.parametrize("name", SHIPPED)
 def test_every_shipped_reward_builds_and_scores(reward, name):
     rewards = reward(name, *VALUES.get(name, []))
     assert isinstance(rewards, Rewards)
@@ -73,6 +74,16 @@ def test_every_shipped_reward_builds_and_scores(reward, name):
     ids = [[1, 2], [7] * 11]
     scores = rewards.score(["20+22="] * 2, ["42", GOOD], COLUMNS, completion_ids=ids)
     assert scores.total.tolist() == pytest.approx(EXPECTED[name])
+
+
+@pytest.mark.filterwarnings("ignore:CodeExecution")
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_setting_of_rewards_is_a_key_of_every_shipped_reward(reward, name):
+    asked = {"timeout": 20.0, "workers": 2, "on_error": 0.0, "memory_mb": 100, "max_concurrent": 3, "cache": 5}
+    made = reward(name, *VALUES.get(name, []), *(f"reward.{key}={value}" for key, value in asked.items()))
+    assert {key: getattr(made.settings, key) for key in asked} == asked
+    with pytest.raises(ConfigCompositionException, match="tiemout"):
+        reward(name, *VALUES.get(name, []), "reward.tiemout=20")
 
 
 def test_code_is_off_until_it_is_allowed(reward):

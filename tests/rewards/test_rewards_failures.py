@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.errors import BackendError, ConfigError, DataError, RewardError, StorageError
 from lit_rl.rewards import Rewards, calls
 from lit_rl.rewards.cache import Cache, key_of
 
@@ -60,6 +60,28 @@ def test_with_a_score_for_failures_only_the_failing_ones_get_it(function):
     assert scores.metrics["rewards/f/failure_ratio"] == (2.0, 5)
     assert scores.metrics["rewards/f/timeout_ratio"] == (0.0, 5)
     assert scores.extras == {"number": [1.0, None, 3.0, None, 5.0]}
+
+
+@pytest.mark.parametrize("kind", [StorageError, BackendError, DataError])
+def test_an_error_of_ours_keeps_its_class_and_so_its_exit_code(kind):
+    def my_reward(completions):
+        raise kind("the file is damaged")
+
+    with pytest.raises(kind, match=rf"'my_reward' raised {kind.__name__} .*the file is damaged") as error:
+        score(Rewards(my_reward))
+    assert type(error.value) is kind
+    with pytest.warns(UserWarning, match=kind.__name__):
+        assert score(Rewards(my_reward, on_error=0.0)).total.tolist() == [0.0] * 5
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_setting_that_is_wrong_is_no_failure_to_be_scored(function, monkeypatch):
+    def refuse(number):
+        raise ConfigError(f"precision={number!r} is unknown")
+
+    monkeypatch.setitem(globals(), "float", refuse)
+    with pytest.raises(ConfigError, match="precision='1' is unknown"):
+        score(Rewards(function, on_error=0.0))
 
 
 def test_nothing_is_counted_where_failures_end_the_run():
@@ -201,6 +223,18 @@ def test_wrong_values_behind_the_cache_name_their_place_in_the_batch():
     score(rewards, ["a", "b"])
     with pytest.raises(RewardError, match="completion 2.*starts 'bad'"):
         score(rewards, ["a", "b", "bad"])
+
+
+def test_behind_the_cache_a_metric_is_of_new_completions_and_a_column_of_all():
+    def my_reward(completion, log_metric, log_extra):
+        log_metric("length", len(completion))
+        log_extra("length", len(completion))
+        return 1.0
+
+    rewards = Rewards(my_reward, cache=10)
+    score(rewards, ["a", "bb"])
+    scores = score(rewards, ["a", "bb", "cccc"])
+    assert scores.metrics["length"] == (4.0, 1) and scores.extras == {"length": [1, 2, 4]}
 
 
 def test_a_function_of_the_trainer_state_is_not_cached():

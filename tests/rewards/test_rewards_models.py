@@ -130,6 +130,14 @@ def test_messages_without_a_template_are_refused(make):
         RewardModel(make(template=None))([[{"role": "user", "content": "q"}]], ["a"])
 
 
+@pytest.mark.parametrize("on_error", [None, 0.0])
+def test_a_setting_that_is_wrong_for_every_row_ends_the_run_as_what_it_is(make, on_error):
+    rewards = Rewards({"model": RewardModel(make(template=None))}, on_error=on_error)
+    rewards.load()
+    with pytest.raises(ConfigError, match=r"'model' raised ConfigError.*no chat template"):
+        rewards.score([[{"role": "user", "content": "q"}]] * 2, [[{"role": "assistant", "content": "a"}]] * 2, {})
+
+
 def test_as_a_reward(make):
     folder = make()
     rewards = Rewards({"model": RewardModel(folder)}, [0.5])
@@ -162,6 +170,14 @@ class TestLoading:
     def test_more_than_one_number_is_no_reward(self, make):
         with pytest.raises(ConfigError, match="num_labels=3"):
             RewardModel(make(decoder(num_labels=3))).load()
+
+    @pytest.mark.parametrize("on_error", [None, 0.0])
+    def test_rewards_load_their_models_before_a_run(self, make, on_error):
+        good = RewardModel(make())
+        Rewards({"text": len, "model": good}).load()
+        assert good._loaded is not None
+        with pytest.raises(ConfigError, match="num_labels=2"):
+            Rewards({"model": RewardModel(make(decoder(num_labels=2)))}, on_error=on_error).load()
 
     def test_a_language_model_has_no_trained_head(self, make):
         folder = make(decoder(), auto=AutoModelForCausalLM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -53,9 +54,20 @@ ROWS = st.lists(st.tuples(st.sampled_from(sorted(RECIPES)), st.integers(-5, 5)),
 def test_a_row_is_worth_what_its_recipe_says(rows):
     scores = score(recipes(), [source for source, _ in rows], [float(value) for _, value in rows])
     assert scores.total.tolist() == pytest.approx([alone(*row) for row in rows])
+    assert torch.equal((scores.weights * scores.values).nansum(1), scores.total)
     for (source, _), values in zip(rows, scores.values.tolist()):
         applied = {name for name, value in zip(scores.names, values) if value == value}
         assert applied == set(RECIPES[source])
+
+
+def test_values_are_the_functions_own_and_the_weights_of_each_row_stand_beside_them():
+    """What normalises a function's values before it weighs them (GDPO) would divide a weight inside them out."""
+    scores = score(recipes(), ["math", "chat", "code"], [1.0, 2.0, 3.0])
+    assert scores.names == ("number", "later", "one")
+    assert scores.weights.tolist() == [[2.0, 0.0, 0.0], [-1.0, 0.5, 0.0], [0.0, 0.0, 3.0]]
+    nan = math.nan
+    expected = torch.tensor([[1.0, nan, nan], [2.0, 12.0, nan], [nan, nan, 103.0]])
+    torch.testing.assert_close(scores.values, expected, equal_nan=True)
 
 
 def test_a_function_sees_only_its_rows():
