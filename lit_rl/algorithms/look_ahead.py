@@ -29,10 +29,16 @@ def look_ahead(module: OnPolicyModule, micro_batches: list[Rollout]) -> StepToke
     finally:
         module.policy.train(was_training)
     parts = [
-        StepTokens.of(micro.loss_mask, logprobs=seen.logprobs, advantages=micro.advantages, entropy=seen.entropy)
+        StepTokens.of(
+            micro.loss_mask,
+            logprobs=seen.logprobs,
+            old_logprobs=micro.old_logprobs,
+            advantages=micro.advantages,
+            entropy=seen.entropy,
+        )
         for micro, seen in zip(micro_batches, scores)
     ]
-    names = ("logprobs", "advantages", "entropy")
+    names = ("logprobs", "old_logprobs", "advantages", "entropy")
     joint = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     step = StepTokens(**{name: over_ranks.all_tokens(module, flat) for name, flat in joint.items()})
     acting = [module.acting(seen.entropy, micro.loss_mask, step).sum() for micro, seen in zip(micro_batches, scores)]

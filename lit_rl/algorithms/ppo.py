@@ -22,11 +22,18 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms import checks
+from lit_rl.algorithms import checks, estimator_checks
 from lit_rl.algorithms.credit import Credit
 from lit_rl.algorithms.objective import policy_objective
 from lit_rl.algorithms.policy_gradient import PolicyGradient
-from lit_rl.algorithms.ppo_parts import frozen_values, objective_metrics, policy_metrics, ptx_share, with_values
+from lit_rl.algorithms.ppo_parts import (
+    frozen_values,
+    objective_metrics,
+    policy_metrics,
+    ptx_share,
+    ratio_moments,
+    with_values,
+)
 from lit_rl.algorithms.schedules import After, Schedule
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, in_range
@@ -34,7 +41,7 @@ from lit_rl.models.critic import Critic, SeparateCritic
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.reward_adapter import RewardAdapter
 from lit_rl.ops.advantages import whiten_tokens
-from lit_rl.ops.kl import k1
+from lit_rl.ops.masking import variance
 from lit_rl.ops.reductions import StepTotals, token_mean
 from lit_rl.ops.returns import gae
 from lit_rl.ops.step import Metrics, StepTokens
@@ -61,9 +68,7 @@ class PPO(PolicyGradient):
         ptx_coef: Weight of the supervised loss.
         reward_adapter: A reward model that is an adapter on the policy's base, by folder or hub id. Its score is added
             to the rewards as the function `reward_adapter`. None: there is none.
-        reduction: Which tokens and sequences the policy's loss is averaged over.
         reward_beta: Weight of the KL in the reward.
-        reward_kl: Estimator of the KL in the reward.
         group_size: Completions a prompt, 1 or more.
         iterations: Passes over a rollout.
         whitening: Brings the advantages to mean 0 and variance 1 over the tokens of every rank. None: it does not.
@@ -86,9 +91,7 @@ class PPO(PolicyGradient):
         ptx: SupervisedText | None = None,
         ptx_coef: float = 0.0,
         reward_adapter: str | None = None,
-        reduction: Callable = token_mean,
         reward_beta: float = 0.05,
-        reward_kl: Callable = k1,
         group_size: int = 1,
         iterations: int = 4,
         **terms: Any,
@@ -96,9 +99,7 @@ class PPO(PolicyGradient):
         super().__init__(
             model,
             reward,
-            reduction=reduction,
             reward_beta=reward_beta,
-            reward_kl=reward_kl,
             group_size=group_size,
             iterations=iterations,
             whitening=whitening,
@@ -120,6 +121,7 @@ class PPO(PolicyGradient):
         for key, value in {"critic_lr": critic_lr, "value_clip": value_clip}.items():
             if value is not None:
                 in_range(f"algo.{key}", value, low=0, open_low=True)
+        estimator_checks.check_of_tokens(advantage, whitening)
         row = torch.zeros(1, 2)
         checks.settings("advantage", lambda: advantage(row, row, torch.ones(1, 2, dtype=torch.bool)))
         if (ptx is None) != (ptx_coef == 0):
@@ -128,6 +130,7 @@ class PPO(PolicyGradient):
                 "learned only where both are set, the weight above 0."
             )
         self._value_sums = torch.zeros(5, dtype=torch.float64)
+        self._ratio_moments = torch.zeros(3, dtype=torch.float64)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -137,6 +140,10 @@ class PPO(PolicyGradient):
     @property
     def compares_completions(self) -> bool:
         return False  # with the critic
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return super().needs_old_logprobs or self.needs_reference  # objective/kl is between the two
 
     trained_beside = ("critic",)
 
@@ -177,6 +184,7 @@ class PPO(PolicyGradient):
         critic = token_mean(per_token, mask, totals)
         self._value_sums = self._value_sums.to(values.device) + value_sums(values, rollout.returns, mask)
         shares = torch.ones((), device=critic.device) / totals.micro_batches
+        self._ratio_moments = self._ratio_moments.to(values.device) + ratio_moments(scores.logprobs, rollout)
         losses = {"loss/policy_avg": (policy.detach(), shares), "loss/value_avg": (critic.detach(), shares)}
         return policy + self.vf_coef * critic, metrics | value_metrics | policy_metrics(metrics) | losses
 
@@ -204,13 +212,16 @@ class PPO(PolicyGradient):
         return [After(self.critic_warmup, policy) if self.critic_warmup else policy, critic]
 
     def coefficients(self) -> dict[str, float]:
-        sums = self.everyones(self._value_sums[None]).sum(0)
-        self._value_sums = torch.zeros_like(self._value_sums)
-        return super().coefficients() | {"value/explained_variance": float(explained_variance(sums))}
+        values, ratios = (self.everyones(mine[None]).sum(0) for mine in (self._value_sums, self._ratio_moments))
+        self._value_sums, self._ratio_moments = torch.zeros_like(self._value_sums), torch.zeros_like(ratios)
+        found = {"value/explained_variance": explained_variance(values), "value/ratio_var": variance(ratios)}
+        return super().coefficients() | {name: float(value) for name, value in found.items()}
 
     def rank_state(self) -> dict[str, Any]:
-        return super().rank_state() | {"value_sums": self._value_sums.cpu()}
+        sums = {"value_sums": self._value_sums.cpu(), "ratio_moments": self._ratio_moments.cpu()}
+        return super().rank_state() | sums
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
-        self._value_sums = saved["value_sums"].to(self.trainer.strategy.root_device)
+        device = self.trainer.strategy.root_device
+        self._value_sums, self._ratio_moments = saved["value_sums"].to(device), saved["ratio_moments"].to(device)

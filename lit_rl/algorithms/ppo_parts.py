@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_rl.algorithms.credit import Credit
 from lit_rl.algorithms.micro_batches import trimmed
 from lit_rl.ops.logprobs import gather_logprobs
-from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.losses import MAX_LOG_RATIO
+from lit_rl.ops.masking import masked_moments, masked_sum
+from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.base import Scores
-from lit_rl.rollout import Completions, PromptBatch, select
+from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 if TYPE_CHECKING:
     from lit_rl.algorithms.ppo import PPO
@@ -59,23 +62,30 @@ def ptx_share(module: PPO, batch: PromptBatch) -> tuple[Tensor, Metrics]:
 
 
 def objective_metrics(module: PPO, completions: Completions, scores: Scores, credit: Credit) -> Metrics:
-    """`objective/*` of the rollout: rows without a reward are left out."""
+    """`objective/*` of the rollout: rows without a reward are left out, and what needs log-probs nobody took."""
     device, mask = credit.rewards.device, completions.response_mask
     scored = ~credit.rewards.isnan()
     count = scored.sum().double()
     total = scores.total.to(device)
-    kl = torch.zeros(len(mask), device=device)
-    if credit.old_logprobs is not None and credit.ref_logprobs is not None:
-        kl = masked_sum(credit.old_logprobs - credit.ref_logprobs, mask, dim=1)
     per_row = {
         "objective/scores": total,
         "objective/rlhf_reward": credit.rewards,
         "objective/non_score_reward": credit.rewards - total,
-        "objective/kl": kl,
     }
+    if credit.old_logprobs is not None:
+        per_row["objective/entropy"] = -masked_sum(credit.old_logprobs, mask, dim=1)
+        if credit.ref_logprobs is not None:
+            per_row["objective/kl"] = masked_sum(credit.old_logprobs - credit.ref_logprobs, mask, dim=1)
     metrics: Metrics = {name: (masked_sum(values, scored).double(), count) for name, values in per_row.items()}
     ended = completions.ended.sum().double()
     return metrics | {"value/num_eos_tokens": (ended, torch.ones_like(ended) / module.world_size)}
+
+
+def ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
+    """`masked_moments` of the ratios of this micro-batch's loss tokens to the policy that took the rollout."""
+    mask, now = rollout.loss_mask, logprobs.detach()
+    old = now if rollout.old_logprobs is None else rollout.old_logprobs
+    return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)
 
 
 def policy_metrics(metrics: Metrics) -> Metrics:
@@ -97,4 +107,5 @@ def with_values(scores: Scores, name: str, values: Tensor) -> Scores:
         names=(*scores.names, name),
         values=torch.cat([scores.values, column[:, None]], dim=1),
         total=scores.total.nan_to_num(0.0) + column,
+        weights=F.pad(scores.weights, (0, 1), value=1.0),
     )

@@ -1,7 +1,7 @@
 """Rewards to advantages, one for each row; :mod:`lit_rl.ops.returns` has the estimators with one for each token.
 
 An estimator is called as ``(rewards (b,), group_id (b,), **columns, **own settings)``, and asks for a column by naming
-it: ``values (b, k)`` what each reward function said, ``weights (k,)`` of these functions, ``lengths (b,)`` of the
+it: ``values (b, k)`` what each reward function said, ``weights (b, k)`` of these functions, ``lengths (b,)`` of the
 responses in tokens, ``greedy_rewards (b,)`` the reward of the greedy completion of the row's prompt.
 
 - Statistics go by ``group_id`` (any integers, rows in any order), never by position.
@@ -68,25 +68,27 @@ def normalize_then_sum(
     rewards: Float[Tensor, " b"],
     group_id: Int[Tensor, " b"],
     values: Float[Tensor, "b k"],
-    weights: Float[Tensor, " k"],
+    weights: Float[Tensor, "b k"] | Float[Tensor, " k"],
     *,
     eps: float = 1e-4,
 ) -> Float[Tensor, " b"]:
     """Each reward function is normalised on its own, so that none drowns the others: GDPO (2601.05242).
 
     ``z_k = (r_k - mean_group) / (std_group + eps)``, ``s = sum_k w_k z_k`` and ``A = (s - mean) / (std + eps)`` over
-    all scored rows of the batch. A function that does not apply to a row adds 0 to its sum.
+    all scored rows of the batch. A function that does not apply to a row adds 0 to its sum. Weights act after the
+    normalisation: it would divide one that was in the values already out again.
 
     Args:
         rewards: Only say which rows are scored: what was made of the sum of functions (a KL term, shaping) is not seen.
         group_id: Of each row.
         values: Of each function; NaN: does not apply.
-        weights: Of the functions.
+        weights: Of the functions, for each row or for all.
         eps: Added to both standard deviations.
     """
     unscored = rewards.isnan()
     total = torch.zeros_like(rewards, dtype=torch.float64)
-    for value, weight in zip(values.masked_fill(unscored.unsqueeze(1), torch.nan).unbind(1), weights):
+    columns = values.masked_fill(unscored.unsqueeze(1), torch.nan).unbind(1)
+    for value, weight in zip(columns, weights.expand_as(values).unbind(1), strict=True):
         groups = Groups.of(value, group_id)
         total = total + weight * divide(groups.deviation, groups.std(), eps)
     batch = Groups.of(total.masked_fill(unscored, torch.nan), torch.zeros_like(group_id))

@@ -4,7 +4,8 @@ What stands under a False entry never counts, be it NaN or infinite, neither in 
 replaced before the sum, not multiplied by zero after it.
 """
 
-from jaxtyping import Bool, Float
+import torch
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 
@@ -22,3 +23,19 @@ def masked_mean(
     """Mean of the selected entries over ``dim``, or of all. An empty selection gives 0, attached to the graph."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / count.clamp(min=1)
+
+
+@torch.no_grad()
+def masked_moments(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float64[Tensor, "3"]:
+    """Number, sum and sum of squares of the selected entries: add these up over micro-batches and ranks.
+
+    What is no mean (a variance, an effective share) is formed of the sums of the whole, never averaged over parts.
+    """
+    selected = x.double().masked_fill(~mask, 0.0)
+    return torch.stack([mask.sum().double(), selected.sum(), selected.square().sum()])
+
+
+def variance(moments: Float64[Tensor, "3"]) -> Float64[Tensor, ""]:
+    """The mean squared distance from the mean, of :func:`masked_moments`; NaN of nothing."""
+    count, total, squares = moments.unbind()
+    return (squares / count - (total / count).square()).clamp(min=0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from lit_rl.ops.engine import engine_log_ratio, engine_ratios
@@ -154,6 +154,18 @@ def normalize_sequence_weights(weights: Float[Tensor, "b t"], totals: WeightTota
     return _over_mean(weights, totals.sequence_weights, totals.sequences)
 
 
+def effective_share(moments: Float64[Tensor, "3"]) -> Float64[Tensor, ""]:
+    """``(sum w)^2 / (n sum w^2)``: the effective share of a sample under weights, 1 at best (all equal).
+
+    0 where every weight is 0, NaN where there is none.
+
+    Args:
+        moments: :func:`~lit_rl.ops.masking.masked_moments` of the weights, added up over micro-batches and ranks.
+    """
+    count, total, squares = moments.unbind()
+    return total.square() / (count * squares.clamp(min=torch.finfo(squares.dtype).tiny))
+
+
 @torch.no_grad()
 def mismatch_metrics(
     old_logprobs: Float[Tensor, "b t"],
@@ -173,11 +185,12 @@ def mismatch_metrics(
     With `weights`, over all loss tokens (TRL counts a sequence weight once a row, here it counts once a token):
 
         sampling/importance_sampling_ratio/{min,mean,max}
-        sampling/ess            (sum w)^2 / (n sum w^2): the effective share of the sample, 1 at best
         sampling/truncated      share of weights that a bound has changed, but not to 0
         sampling/masked         share of weights that are 0
 
     With `keep`: sampling/rejected, the share of loss tokens that a rejection took out.
+
+    :func:`effective_share` is not among them: it is no mean, so it is formed of the sums over all ranks.
 
     Args:
         old_logprobs: Of the training side.
@@ -211,16 +224,14 @@ def mismatch_metrics(
 
 def _weight_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, weights: Tensor) -> Metrics:
     count = mask.sum().float()
-    total, squares = masked_sum(weights, mask), masked_sum(weights.square(), mask)
     # A weight that no bound changed is the ratio of its token or of its row, to the last bit.
     of_token, of_row = engine_ratios(old_logprobs, sampler_logprobs, mask)
     changed = weights.ne(of_token) & weights.ne(of_row)
     zero = weights == 0
     return {
-        "sampling/importance_sampling_ratio/mean": (total, count),
+        "sampling/importance_sampling_ratio/mean": (masked_sum(weights, mask), count),
         "sampling/importance_sampling_ratio/min": Lowest(weights.masked_fill(~mask, torch.inf).amin()),
         "sampling/importance_sampling_ratio/max": Highest(weights.masked_fill(~mask, -torch.inf).amax()),
-        "sampling/ess": (total.square() / squares.masked_fill(squares == 0, 1.0), count),
         "sampling/masked": ((mask & zero).sum().float(), count),
         "sampling/truncated": ((mask & changed & ~zero).sum().float(), count),
     }

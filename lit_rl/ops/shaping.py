@@ -12,25 +12,6 @@ from torch import Tensor
 from lit_rl.ops.grouped import Groups, group_max
 
 
-def clip_rewards(
-    rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], *, low: float = -10.0, high: float = 10.0
-) -> Float[Tensor, " b"]:
-    """``min(max(r, low), high)``, in the unit of the rewards: `reward_clip_range` of TRL's RLOO.
-
-    Args:
-        rewards: NaN: not scored.
-        group_id: Not used.
-        low: Lowest reward, at most `high`.
-        high: Highest reward.
-
-    Raises:
-        ValueError: low is above high.
-    """
-    if not low <= high:
-        raise ValueError(f"low={low} is not at most high={high}: no reward lies between them.")
-    return rewards.clamp(low, high)
-
-
 def missing_eos(
     rewards: Float[Tensor, " b"], group_id: Int[Tensor, " b"], ended: Bool[Tensor, " b"], *, penalty: float = 1.0
 ) -> Float[Tensor, " b"]:

@@ -19,6 +19,8 @@ class StepTokens:
 
     logprobs: Float[Tensor, " n"]
     """Of the policy that takes the step."""
+    old_logprobs: Float[Tensor, " n"]
+    """Of the policy that took the rollout."""
     advantages: Float[Tensor, " n"]
     entropy: Float[Tensor, " n"]
     """In nats."""
@@ -31,11 +33,16 @@ class StepTokens:
         mask: Bool[Tensor, "b t"],
         *,
         logprobs: Float[Tensor, "b t"] | None = None,
+        old_logprobs: Float[Tensor, "b t"] | None = None,
         advantages: Float[Tensor, "..."] | None = None,
         entropy: Float[Tensor, "b t"] | None = None,
     ) -> StepTokens:
-        """The tokens of one batch; a field that is not given is 0 everywhere. Advantages are `(b,)` or `(b, t)`."""
-        parts = {"logprobs": logprobs, "advantages": advantages, "entropy": entropy}
+        """The tokens of one batch; a field that is not given is 0 everywhere. Advantages are `(b,)` or `(b, t)`.
+
+        Without `old_logprobs` the policy that takes the step is the one that took the rollout: every ratio is 1.
+        """
+        old = logprobs if old_logprobs is None else old_logprobs
+        parts = {"logprobs": logprobs, "old_logprobs": old, "advantages": advantages, "entropy": entropy}
         if advantages is not None and advantages.ndim == 1:
             parts["advantages"] = advantages.unsqueeze(1).expand(mask.shape)
         zeros = torch.zeros(mask.shape, device=mask.device)

@@ -20,6 +20,8 @@ from lit_rl.errors import ConfigError, DataError
 from lit_rl.models.critic import AdapterCritic, SeparateCritic, SharedTrunk
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.lora import Lora
+from lit_rl.ops.kl import k1
+from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.returns import gae
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
@@ -122,7 +124,64 @@ def test_the_objectives_parts_add_up(monkeypatch):
     assert seen["objective/kl"] == pytest.approx((-0.5 + 0.5) / 2, abs=1e-6)
     assert seen["objective/non_score_reward"] == pytest.approx((0.05 - 0.05) / 2, abs=1e-6)
     assert seen["objective/rlhf_reward"] == pytest.approx(1.5, abs=1e-6)
+    assert seen["objective/entropy"] == pytest.approx((3.0 + 0.5) / 2)  # -log-prob of the whole row
     assert seen["value/num_eos_tokens"] == 3
+
+
+TRL_NAMES = {
+    "objective": ("kl", "entropy", "non_score_reward", "rlhf_reward", "scores"),
+    "policy": ("approxkl_avg", "clipfrac_avg", "entropy_avg"),
+    "loss": ("policy_avg", "value_avg"),
+    "val": ("clipfrac_avg", "ratio", "ratio_var", "num_eos_tokens"),
+}
+"""Of the PPO of TRL 0.26. Its `eps` and `episode` count completions: here `tokens_per_second` and `num_tokens` do."""
+
+RENAMED = {"val": "value"}
+"""`val/` is what validation logs here."""
+
+
+@pytest.mark.parametrize("settings", [{"iterations": 2}, {"reward_beta": 0.0, "beta": 0.05}], ids=["default", "loss"])
+def test_everything_that_trl_logs_has_its_name(settings, tmp_path):
+    module = ppo(**settings)
+    fit(tmp_path, module, 2)
+    logged = {name: float(value) for name, value in module.trainer.callback_metrics.items()}
+    ours = {f"train/{RENAMED.get(head, head)}/{name}" for head, names in TRL_NAMES.items() for name in names}
+    assert {name for name in ours | {"train/lr"} if not math.isfinite(logged.get(name, math.nan))} == set()
+
+
+def test_with_the_kl_in_the_loss_only_the_kl_of_the_objective_is_the_same(tmp_path):
+    """One step a rollout and no KL in the reward: the log-probs of the rollout are needed for the metric alone."""
+    module = ppo(beta=0.05, reward_beta=0.0, kl=k1, optimizer=AdamW(lr=1e-2))
+    fit(tmp_path, module, 2)
+    logged = {name: float(value) for name, value in module.trainer.callback_metrics.items()}
+    tokens = module.rollout.completions.response_mask.sum(1).float().mean()  # a row
+    assert abs(logged["train/kl"]) > 1e-4
+    assert logged["train/objective/kl"] == pytest.approx(float(tokens) * logged["train/kl"], rel=1e-3)
+
+
+def test_without_a_reference_there_is_no_kl_to_tell_of(monkeypatch):
+    module = by_hand(monkeypatch, reward_beta=0.0, iterations=1)
+    module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    seen = module._records.averages.reduce(torch.device("cpu"))
+    assert "objective/scores" in seen and not {"objective/kl", "objective/entropy"} & seen.keys()
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_variance_of_the_ratio_is_that_of_all_tokens_of_all_updates(accumulate, tmp_path):
+    module = ppo(iterations=2, optimizer=AdamW(lr=1e-2))
+    ratios = []
+
+    def loss(logprobs, old, advantages, mask):
+        ratios.append((logprobs - old).detach()[mask].exp())
+        return clipped_policy_loss(logprobs, old, advantages, mask)
+
+    module.policy_loss = loss
+    fit(tmp_path, module, 2, accumulate_grad_batches=accumulate)
+    assert len(ratios) == 2 * accumulate
+    expected = float(torch.cat(ratios).double().var(correction=0))
+    assert expected > 1e-5
+    assert float(module.trainer.callback_metrics["train/value/ratio_var"]) == pytest.approx(expected, rel=1e-4)
+    assert module._ratio_moments.eq(0).all()  # of the next rollout
 
 
 # ---------------------------------------------------------------------- training

@@ -294,6 +294,17 @@ class TestNormalizeThenSum:
         got = normalize_then_sum(rewards, group_id, values, weights, eps=0.0)
         torch.testing.assert_close(got, torch.tensor([s / spread for s in sums]))
 
+    def test_rows_may_have_weights_of_their_own(self):
+        """Two groups that differ in nothing but their weights: what is good in one is bad in the other."""
+        rewards, group_id = groups_of([0.0, 0.0], [0.0, 0.0])
+        values = torch.tensor([[0.0, 1.0], [1.0, 0.0]] * 2)
+        weights = torch.tensor([[3.0, 1.0], [3.0, 1.0], [1.0, 3.0], [1.0, 3.0]])
+        got = normalize_then_sum(rewards, group_id, values, weights, eps=0.0)
+        size = 0.75**0.5  # sums of -+ root 2; their deviation over four rows is root 8/3
+        torch.testing.assert_close(got, torch.tensor([-size, size, size, -size]))
+        same = normalize_then_sum(rewards, group_id, values, weights[0])
+        assert torch.equal(same, normalize_then_sum(rewards, group_id, values, weights[:1].expand(4, 2)))
+
     def test_no_function_drowns_another(self):
         """The scale of a function does not matter, where a sum of rewards would follow the larger one."""
         rewards, group_id = groups_of([0.0, 1.0, 0.25, 0.5])

@@ -233,7 +233,7 @@ def test_half_precision_logprobs_give_a_float32_loss(loss, batch):
 def test_micro_batches_make_the_same_losses_and_metrics(loss, batch):
     """Numerators and denominators sum, extremes are extremes of extremes; what is of the step is told by ``step``."""
     logprobs, old, advantages, mask = batch
-    step = StepTokens.of(mask, logprobs=logprobs, advantages=advantages)
+    step = StepTokens.of(mask, logprobs=logprobs, old_logprobs=old, advantages=advantages)
     more = {"step": step} if "step" in inspect.signature(loss).parameters else {}
     whole, whole_metrics, whole_grad = run(loss, *batch)
     parts = [run(loss, *(x[rows] for x in batch), **more) for rows in (slice(0, 1), slice(1, None))]
@@ -267,7 +267,7 @@ def test_the_gradient_is_the_slope_of_the_value(loss, batch):
     """By central differences, where nothing is held constant. Kinks are far enough from this batch."""
     logprobs, old, advantages, mask = batch
     *_, grad = run(loss, *batch)
-    step, width = StepTokens.of(mask, logprobs=logprobs, advantages=advantages), 2e-3
+    step, width = StepTokens.of(mask, logprobs=logprobs, old_logprobs=old, advantages=advantages), 2e-3
     more = {"step": step} if "step" in inspect.signature(loss).parameters else {}
     for i, t in mask.nonzero().tolist():
         moved = torch.zeros_like(old)
@@ -360,16 +360,19 @@ def test_clip_cov_without_its_drop_is_the_clipped_loss(batch):
     assert ours[1].pop("clip_cov/share")[0] == 0 and ours[1].keys() == theirs[1].keys()
 
 
-def test_clip_cov_drops_its_share_on_average_however_the_step_is_cut():
+@pytest.mark.parametrize("moved", [0.0, 0.4])
+def test_clip_cov_drops_its_share_on_average_however_the_step_is_cut(moved):
+    """On policy, and where the policy has moved so far that the clip stops a third of the tokens."""
     generator = torch.Generator().manual_seed(0)
     logprobs = -3 * torch.rand(16, 64, generator=generator)
+    old = logprobs + moved * torch.randn(16, 64, generator=generator)
     advantages, mask = torch.randn(16, generator=generator), torch.ones(16, 64, dtype=torch.bool)
-    step = StepTokens.of(mask, logprobs=logprobs, advantages=advantages)
+    step = StepTokens.of(mask, logprobs=logprobs, old_logprobs=old, advantages=advantages)
     loss = partial(clip_cov_loss, share=0.02, band=(0.1, 5.0), step=step)
     torch.manual_seed(0)
 
     def dropped(rows):
-        parts = [loss(logprobs[at], logprobs[at], advantages[at], mask[at]) for at in torch.arange(16).split(rows)]
+        parts = [loss(logprobs[at], old[at], advantages[at], mask[at]) for at in torch.arange(16).split(rows)]
         return sum(part[1]["clip_cov/share"][0].item() for part in parts)
 
     for rows in (16, 2):

@@ -346,6 +346,14 @@ def test_clip_cov():
     assert two_rows(clip_cov_loss)[0] == pytest.approx([*plain[:3], 0]), "at least one, however small the share"
 
 
+def test_clip_cov_drops_its_whole_share_of_the_tokens_that_the_clip_leaves():
+    """Two tokens are in the band and the first of them is clipped: a share of one token in four is always the other."""
+    for seed in range(20):
+        torch.manual_seed(seed)
+        *_, metrics = two_rows(clip_cov_loss, share=0.25, band=(0.5, 5.0))
+        assert means(metrics)["clip_cov/share"] == 1 / 4
+
+
 def test_kl_cov():
     ratios = [exp(0.3), exp(0.1), exp(-0.1), 1.0]
     plain = [-ratios[0], -ratios[1], ratios[2], ratios[3]]

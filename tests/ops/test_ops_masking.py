@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.ops.masking import masked_mean, masked_sum
+from lit_rl.ops.masking import masked_mean, masked_moments, masked_sum, variance
 
 reproducible = settings(derandomize=True, deadline=None)
 OPERATIONS = [masked_sum, masked_mean]
@@ -66,3 +66,18 @@ def test_gradient_under_the_mask_is_exactly_zero(operation):
     x, mask = rows([[1.0, math.nan, math.inf]], [[True, False, False]])
     operation(x, mask).backward()
     assert x.grad.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_moments_of_parts_add_up_to_the_variance_of_the_whole():
+    """Of 1, 3, 3, 9: mean 4, squared distances 9, 1, 1 and 25."""
+    x, mask = rows([[1.0, math.nan], [3.0, 3.0], [9.0, math.inf]], [[True, False], [True, True], [True, False]])
+    parts = [masked_moments(x[i : i + 1], mask[i : i + 1]) for i in range(3)]
+    assert torch.stack(parts).sum(0).tolist() == masked_moments(x, mask).tolist() == [4, 16, 100]
+    assert variance(masked_moments(x, mask)) == 9
+    assert not masked_moments(x, mask).requires_grad
+
+
+def test_the_variance_of_equal_values_is_zero_and_of_nothing_nan():
+    x = torch.full((7, 9), 0.1)
+    assert 0 <= variance(masked_moments(x, torch.ones(7, 9).bool())) < 1e-15
+    assert variance(masked_moments(x, torch.zeros(7, 9).bool())).isnan()

@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lit_rl.ops.engine import engine_log_ratio, engine_ratios
+from lit_rl.ops.masking import masked_moments
 from lit_rl.ops.mismatch import (
     WeightTotals,
+    effective_share,
     mismatch_metrics,
     normalize_sequence_weights,
     normalize_token_weights,
@@ -283,13 +285,14 @@ class TestMetrics:
             "sampling/importance_sampling_ratio/mean": sum(w) / 8,
             "sampling/importance_sampling_ratio/min": 0.3,
             "sampling/importance_sampling_ratio/max": 5.0,
-            "sampling/ess": sum(w) ** 2 / sum(x * x for x in w) / 8,
             "sampling/truncated": 5 / 8,
             "sampling/masked": 0.0,
             "sampling/rejected": 3 / 8,
         }
         # the third row is (not scored, log 2, 0): the mean of its two scored tokens is log 2 / 2
         assert got == pytest.approx(want, rel=1e-5)
+        share = effective_share(masked_moments(weights, MASK))
+        assert float(share) == pytest.approx(sum(w) ** 2 / sum(x * x for x in w) / 8)
 
     @pytest.mark.parametrize(
         "correction, truncated, masked",
@@ -304,12 +307,12 @@ class TestMetrics:
     def test_where_both_sides_agree(self):
         old = -torch.rand(2, 3)
         got = mismatch_metrics(old, old.clone(), MASK[:2], MASK[:2].float(), MASK[:2])
-        ones = {"sampling/ppl_ratio", "sampling/ess"} | {n for n in got if "importance_sampling_ratio" in n}
+        ones = {"sampling/ppl_ratio"} | {n for n in got if "importance_sampling_ratio" in n}
         assert {name: value(metric) for name, metric in got.items()} == {name: float(name in ones) for name in got}
 
     def test_only_what_was_done_is_reported(self):
         got = mismatch_metrics(*logprobs(), MASK)
-        assert "sampling/kl" in got and "sampling/ess" not in got and "sampling/rejected" not in got
+        assert "sampling/kl" in got and "sampling/masked" not in got and "sampling/rejected" not in got
 
     def test_nothing_to_measure(self):
         """No loss token: sums of 0 over counts of 0, and extremes of nothing."""
@@ -328,8 +331,19 @@ class TestMetrics:
             mismatch_metrics(*(x[i : i + 1] for x in (old, sampler, MASK, weights, MASK))) for i in range(len(MASK))
         ]
         for name, metric in whole.items():
-            if (
-                isinstance(metric, tuple) and name != "sampling/ess"
-            ):  # which is no mean: over ranks it is a mean of ranks
+            if isinstance(metric, tuple):
                 total = [sum(float(part[name][side]) for part in parts) for side in (0, 1)]
                 assert total == pytest.approx([float(side) for side in metric]), name
+
+
+class TestEffectiveShare:
+    def test_of_the_parts_sums_and_not_of_their_shares(self):
+        """Ranks with weights of 0.2 and of 3 have a share of 1 each; together (4 * 3.2)^2 / (8 * 4 * 9.04)."""
+        mask = torch.ones(2, 2).bool()
+        parts = [masked_moments(torch.full((2, 2), weight), mask) for weight in (0.2, 3.0)]
+        assert [float(effective_share(part)) for part in parts] == pytest.approx([1, 1])
+        assert float(effective_share(sum(parts))) == pytest.approx(3.2**2 / (2 * 9.04))
+
+    def test_weights_of_zero_and_no_weights(self):
+        assert effective_share(masked_moments(torch.zeros(2, 3), MASK[:2])) == 0
+        assert effective_share(masked_moments(torch.ones(2, 3), torch.zeros(2, 3).bool())).isnan()

@@ -84,7 +84,7 @@ class TestTopEntropy:
     def test_a_step_of_more_tokens_than_torch_takes_a_quantile_of(self):
         entropies = torch.arange(2**24 + 5, dtype=torch.int32).float()
         unused = torch.zeros(()).expand(len(entropies))
-        step = StepTokens(logprobs=unused, advantages=unused, entropy=entropies)
+        step = StepTokens(logprobs=unused, old_logprobs=unused, advantages=unused, entropy=entropies)
         entropy = torch.tensor([[0.0, 2.0**23 - 8, 2.0**23 + 8, 2.0**24]])
         got = top_entropy(entropy, torch.ones(1, 4, dtype=torch.bool), step, share=0.5)
         assert got.tolist() == [[False, False, True, True]]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lit_rl.ops.shaping import clip_rewards, missing_eos, relative_length_penalty, relative_length_reward
+from lit_rl.ops.shaping import missing_eos, relative_length_penalty, relative_length_reward
 
 reproducible = settings(derandomize=True, deadline=None, max_examples=40)
 LENGTH_SHAPINGS = [relative_length_penalty, relative_length_reward]
@@ -17,14 +17,6 @@ batches = st.lists(rows, min_size=1, max_size=10)
 def split(batch):
     rewards, group_id, lengths = (torch.tensor(column) for column in zip(*batch))
     return rewards, group_id, lengths
-
-
-def test_clip_by_hand():
-    rewards = torch.tensor([-20.0, -1.0, 3.0, math.nan, math.inf])
-    got = clip_rewards(rewards, torch.zeros(5, dtype=torch.long), low=-2.0, high=2.0)
-    torch.testing.assert_close(got, torch.tensor([-2.0, -1.0, 2.0, math.nan, 2.0]), equal_nan=True)
-    with pytest.raises(ValueError, match=r"low=3.0 .* high=2.0"):
-        clip_rewards(rewards, torch.zeros(5, dtype=torch.long), low=3.0, high=2.0)
 
 
 def test_missing_eos_by_hand():

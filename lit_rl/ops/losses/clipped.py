@@ -38,7 +38,7 @@ def clipped_policy_loss(
         advantages: One for each row or for each token.
         mask: Loss mask.
         clip_low: Distance of the lower bound from 1, in [0, 1].
-        clip_high: Distance of the upper bound from 1, at least 0. None: ``clip_low``. DAPO (2503.14476): 0.28.
+        clip_high: Distance of the upper bound from 1, above 0. None: ``clip_low``. DAPO (2503.14476): 0.28.
         delta: Bound on the ratio where the advantage is negative, and the plain clip has none. Above ``1 + clip_high``;
             verl's dual clip takes 3. None: no bound.
         ratio: Level of the ratio: a function of ``lit_rl.ops.ratios``.
@@ -137,7 +137,7 @@ def cpgd_loss(
         advantages: One for each row or for each token.
         mask: Loss mask.
         clip_low: Distance of the lower bound on the ratio from 1, in [0, 1]. 1: no bound.
-        clip_high: Distance of the upper bound from 1, at least 0. None: ``clip_low``.
+        clip_high: Distance of the upper bound from 1, above 0. None: ``clip_low``.
     """
     clip_high = clip_low if clip_high is None else clip_high
     lowest, highest = math.log1p(-clip_low) if clip_low < 1 else -math.inf, math.log1p(clip_high)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.ratios import token_ratio
-from lit_rl.ops.step import Highest, Lowest, Metrics
+from lit_rl.ops.step import Highest, Lowest, Metrics, StepTokens
 
 MAX_LOG_RATIO = 20.0
 """Ratios are cut at e^20, with no gradient beyond: float32 overflows at e^88, and inf * 0 would be NaN in backward."""
@@ -96,6 +96,6 @@ def clip_metrics(terms: Terms, low: Bool[Tensor, "b t"], high: Bool[Tensor, "b t
 
 
 @torch.no_grad()
-def beyond(x: Tensor, terms: Terms, low: float, high: float) -> tuple[Tensor, Tensor]:
+def beyond(x: Tensor, terms: Terms | StepTokens, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Tokens with ``x < low`` and a negative advantage, and those with ``x > high`` and a positive one."""
     return (x < low) & (terms.advantages < 0), (x > high) & (terms.advantages > 0)

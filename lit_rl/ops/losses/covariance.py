@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lit_rl.ops.losses.common import Advantages, Terms, beyond, clip_metrics, ratio_metrics
+from lit_rl.ops.losses.common import MAX_LOG_RATIO, Advantages, Terms, beyond, clip_metrics, ratio_metrics
 from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.step import Metrics, StepTokens
 
@@ -30,9 +30,9 @@ def clip_cov_loss(
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """Clip-Cov (2505.22617): the clipped surrogate, with a few tokens of high covariance dropped at random.
 
-    Of the tokens with ``band[0] < cov < band[1]`` that the clip leaves, each is dropped with the probability at which
-    ``max(1, share * tokens of the step)`` of those in the band go. How many a step drops is therefore right on average
-    only, but for every cut into micro-batches. The draw is torch's default generator, whose state checkpoints hold.
+    Each of the tokens with ``band[0] < cov < band[1]`` that the clip leaves is dropped with the probability at which
+    ``max(1, share * tokens of the step)`` of them go. How many a step drops is therefore right on average only, but for
+    every cut into micro-batches. The draw is torch's default generator, whose state checkpoints hold.
 
     Args:
         logprobs: Of the policy now, with gradient.
@@ -45,14 +45,17 @@ def clip_cov_loss(
         band: Lowest and highest covariance of a token that may be dropped.
     """
     terms = Terms.of(logprobs, old_logprobs, advantages, mask)
+    step = _whole_step(terms, step)
     bounds = 1 - clip_range[0], 1 + clip_range[1]
     clipped = terms.ratio.clamp(*bounds)
     loss = -torch.minimum(terms.ratio * terms.advantages, clipped * terms.advantages)
     low, high = beyond(terms.ratio, terms, *bounds)
     cov, step_cov = _covariances(terms, step)
-    candidates = ((step_cov > band[0]) & (step_cov < band[1])).sum().clamp(min=1)
-    chance = _count(share, step_cov) / candidates
-    dropped = (cov > band[0]) & (cov < band[1]) & ~(low | high) & (torch.rand_like(cov) < chance)
+    step_ratio = (step.logprobs - step.old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+    step_low, step_high = beyond(step_ratio, step, *bounds)
+    candidates = _within(step_cov, band) & ~(step_low | step_high)
+    chance = _count(share, step_cov) / candidates.sum().clamp(min=1)
+    dropped = _within(cov, band) & ~(low | high) & (torch.rand_like(cov) < chance)
     metrics: Metrics = {"clip_cov/share": terms.share(dropped), **clip_metrics(terms, low, high)}
     return terms.only(loss.masked_fill(dropped, 0.0)), metrics
 
@@ -82,23 +85,33 @@ def kl_cov_loss(
         kl_coef: Weight of the penalty, at least 0. The paper takes 1; the example configs of verl take 0.1.
     """
     terms = Terms.of(logprobs, old_logprobs, advantages, mask)
-    cov, step_cov = _covariances(terms, step)
+    cov, step_cov = _covariances(terms, _whole_step(terms, step))
     chosen = cov >= _top_threshold(step_cov, share)
     penalty = token_ratio(terms.logprobs, terms.old_logprobs, mask).abs().masked_fill(~chosen, 0.0)
     loss = -terms.ratio * terms.advantages + kl_coef * penalty
     return terms.only(loss), {"kl_cov/share": terms.share(chosen), **ratio_metrics(terms)}
 
 
+def _whole_step(terms: Terms, step: StepTokens | None) -> StepTokens:
+    if step is not None:
+        return step
+    return StepTokens.of(
+        terms.mask, logprobs=terms.logprobs, old_logprobs=terms.old_logprobs, advantages=terms.advantages
+    )
+
+
 @torch.no_grad()
-def _covariances(terms: Terms, step: StepTokens | None) -> tuple[Float[Tensor, "b t"], Float[Tensor, " n"]]:
+def _covariances(terms: Terms, step: StepTokens) -> tuple[Float[Tensor, "b t"], Float[Tensor, " n"]]:
     """Of the tokens of this batch, and of all tokens of the step. NaN in a step without tokens."""
-    if step is None:
-        step = StepTokens.of(terms.mask, logprobs=terms.logprobs, advantages=terms.advantages)
     mean_advantage, mean_logprob = step.advantages.mean(), step.logprobs.mean()
     return (
         (terms.advantages - mean_advantage) * (terms.logprobs - mean_logprob),
         (step.advantages - mean_advantage) * (step.logprobs - mean_logprob),
     )
+
+
+def _within(cov: Tensor, band: Sequence[float]) -> Tensor:
+    return (cov > band[0]) & (cov < band[1])
 
 
 def _count(share: float, values: Float[Tensor, " n"]) -> int:

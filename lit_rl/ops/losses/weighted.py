@@ -100,7 +100,7 @@ def cispo_two_sided_loss(
         advantages: One for each row or for each token.
         mask: Loss mask.
         clip_low: Distance of the lowest weight from 1, in [0, 1]. 1: no bound.
-        clip_high: Distance of the highest weight from 1, at least 0. None: ``clip_low``.
+        clip_high: Distance of the highest weight from 1, above 0. None: ``clip_low``.
         ratio: Level of the ratio: a function of ``lit_rl.ops.ratios``.
     """
     low, high = 1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)
