@@ -13,55 +13,11 @@ further term, off by default, stands in `lit_rl.algorithms.policy_gradient`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from lit_rl.algorithms.policy_gradient import PolicyGradient
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.ops.advantages import group_normalized
-from lit_rl.ops.kl import corrected_k3
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.ops.reductions import token_mean
-from lit_rl.rewards.base import Rewards
 
 
 @final
 class GRPO(PolicyGradient):
-    """Group-relative policy optimisation.
-
-    Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function.
-        advantage: Estimator of advantages from rewards.
-        loss: The loss of each token.
-        reduction: Which tokens and sequences the loss is averaged over.
-        beta: Weight of the KL in the loss.
-        kl: Estimator of the KL in the loss.
-        group_size: Completions a prompt, 2 or more.
-        terms: Everything else that a `PolicyGradient` takes.
-    """
-
-    def __init__(
-        self,
-        model: LanguageModel | str,
-        reward: Rewards | Callable,
-        *,
-        advantage: Callable = group_normalized,
-        loss: Callable = clipped_policy_loss,
-        reduction: Callable = token_mean,
-        beta: float = 0.0,
-        kl: Callable = corrected_k3,
-        group_size: int = 8,
-        **terms: Any,
-    ) -> None:
-        super().__init__(
-            model,
-            reward,
-            advantage=advantage,
-            loss=loss,
-            reduction=reduction,
-            beta=beta,
-            kl=kl,
-            group_size=group_size,
-            **terms,
-        )
+    """Group-relative policy optimisation: the defaults of every term are `PolicyGradient`'s."""

@@ -22,22 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import checks
+from lit_rl.algorithms import checks, estimator_checks
 from lit_rl.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
-from lit_rl.algorithms.credit import Credit, corrected, credit_of, whitened
+from lit_rl.algorithms.credit import Credit, corrected, credit_of, greedy_baseline, whitened
 from lit_rl.algorithms.objective import policy_objective
 from lit_rl.algorithms.on_policy import OnPolicyModule
 from lit_rl.algorithms.over_ranks import named, parameters
 from lit_rl.algorithms.replay import GroupReplay
 from lit_rl.algorithms.running_norm import RunningNorm
 from lit_rl.errors import StorageError
+from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops.advantages import group_normalized
 from lit_rl.ops.kl import corrected_k3, k1
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals, token_mean
 from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.base import Rewards, Scores
 from lit_rl.rollout import Completions, Rollout
 
 
@@ -57,7 +58,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         reward_kl: The estimator of the KL in the reward, taken when the rollout is.
         kl_control: What changes the weights of the KL during the run. None keeps them.
         whitening: `(advantages, ...) -> advantages`, to mean 0 and variance 1 over the rows or tokens of every rank; it
-            names `scored` (rows) or `mask` (tokens). None: no whitening.
+            names `scored` (rows) or `mask` (tokens; an advantage of a row then counts at each). None: no whitening.
         shaping: `(rewards, group_id, ...) -> rewards`: what is done to the rewards of rows first; it may also name
             `lengths` and `ended`.
         reward_norm: Running normalisation of the rewards, after the shaping.
@@ -79,8 +80,8 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def __init__(
         self,
-        model: Any,
-        reward: Any,
+        model: LanguageModel | str,
+        reward: Rewards | Callable,
         *,
         advantage: Callable = group_normalized,
         loss: Callable = clipped_policy_loss,
@@ -121,7 +122,9 @@ class PolicyGradient(OnPolicyModule, ABC):
 
         self.needs_reference = beta > 0 or reward_beta > 0
         self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
-        self.needs_step = "step" in parameters(loss) or selection is not None
+        taken = [loss] if selection is None else [loss, selection]
+        of_the_step = any("step" in parameters(term) for term in taken)
+        self.needs_step = of_the_step or (selection is not None and entropy is not None)
         self.kl_factor = 1.0
         self._entropy_of_step: list[Tensor] = []
 
@@ -153,8 +156,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         if self.advantage_clip is not None:
             limit = self.advantage_clip
             rollout = replace(rollout, advantages=rollout.advantages.clamp(-limit, limit))
-        rollout = corrected(self, rollout)
-        return self.replay(self, rollout) if self.replay is not None else rollout
+        return corrected(self, rollout)
+
+    def replaced(self, rollout: Rollout) -> Rollout:
+        return rollout if self.replay is None else self.replay(self, rollout)
 
     def estimate(self, rollout: Rollout, scores: Scores, credit: Credit, greedy_rewards: Tensor | None) -> Rollout:
         """The rollout with advantages `(b,)` or `(b, t)` by the chosen estimator, over the rows of every rank."""
@@ -163,20 +168,20 @@ class PolicyGradient(OnPolicyModule, ABC):
             "rewards": credit.rewards,
             "group_id": completions.group_id,
             "values": scores.values.to(device).masked_fill(credit.rewards.isnan()[:, None], torch.nan),
-            "weights": torch.tensor(list(self.reward_functions.weights.values()), device=device),
+            "weights": scores.weights.to(device),
             "lengths": completions.lengths,
             "token_rewards": credit.token_rewards,
             "mask": completions.response_mask,
             "step_ends": credit.step_ends,
         }
         if greedy_rewards is not None:
-            columns["greedy_rewards"] = greedy_rewards
+            columns["greedy_rewards"] = greedy_baseline(self, greedy_rewards)
         return replace(rollout, advantages=self.over_all_ranks(self.advantage, columns))
 
     @property
     def compares_completions(self) -> bool:
         """Whether an advantage needs several completions of one prompt."""
-        return checks.compares_within_groups(self.advantage)
+        return estimator_checks.compares_within_groups(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -216,7 +221,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def after_step(self) -> None:
         super().after_step()
-        if self._entropy_of_step and self.entropy is not None:
+        if self._entropy_of_step and self.entropy is not None and not self.broken_steps.last:
             mine = torch.stack(self._entropy_of_step).sum(0)
             total, tokens = self.everyones(mine[None]).sum(0).tolist()
             self.entropy.update(total / max(1.0, tokens))
@@ -225,7 +230,8 @@ class PolicyGradient(OnPolicyModule, ABC):
     def coefficients(self) -> dict[str, float]:
         found = super().coefficients()
         if isinstance(self.kl_control, AdaptiveKL):
-            found["kl_coef"] = (self.beta or self.reward_beta) * self.kl_control.factor
+            weights = {"kl_coef": self.beta, "reward_kl_coef": self.reward_beta}
+            found |= {name: weight * self.kl_control.factor for name, weight in weights.items() if weight}
         if self.entropy is not None:
             found["entropy_coef"] = self.entropy.coefficient
         return found

@@ -16,9 +16,6 @@ from typing import Any, final
 
 from lit_rl.algorithms.policy_gradient import PolicyGradient
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.ops.kl import k1
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.ops.reductions import token_mean
 from lit_rl.ops.returns import reinforce_plus_plus
 from lit_rl.rewards.base import Rewards
 
@@ -31,10 +28,6 @@ class Reinforce(PolicyGradient):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
         advantage: Estimator of advantages from rewards.
-        loss: The loss of each token.
-        reduction: Which tokens and sequences the loss is averaged over.
-        reward_beta: Weight of the KL in the reward.
-        reward_kl: Estimator of the KL in the reward.
         group_size: Completions a prompt, 1 or more.
         terms: Everything else that a `PolicyGradient` takes.
     """
@@ -45,21 +38,7 @@ class Reinforce(PolicyGradient):
         reward: Rewards | Callable,
         *,
         advantage: Callable = reinforce_plus_plus,
-        loss: Callable = clipped_policy_loss,
-        reduction: Callable = token_mean,
-        reward_beta: float = 0.0,
-        reward_kl: Callable = k1,
         group_size: int = 1,
         **terms: Any,
     ) -> None:
-        super().__init__(
-            model,
-            reward,
-            advantage=advantage,
-            loss=loss,
-            reduction=reduction,
-            reward_beta=reward_beta,
-            reward_kl=reward_kl,
-            group_size=group_size,
-            **terms,
-        )
+        super().__init__(model, reward, advantage=advantage, group_size=group_size, **terms)

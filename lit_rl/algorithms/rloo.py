@@ -20,7 +20,6 @@ from typing import Any, final
 from lit_rl.algorithms.policy_gradient import PolicyGradient
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops.advantages import leave_one_out
-from lit_rl.ops.kl import k1
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.ratios import sequence_sum_ratio
 from lit_rl.ops.reductions import sequence_mean
@@ -41,7 +40,6 @@ class RLOO(PolicyGradient):
         loss: The loss of each token.
         reduction: Which tokens and sequences the loss is averaged over.
         reward_beta: Weight of the KL in the reward.
-        reward_kl: Estimator of the KL in the reward.
         group_size: Completions a prompt, 2 or more.
         terms: Everything else that a `PolicyGradient` takes.
     """
@@ -55,7 +53,6 @@ class RLOO(PolicyGradient):
         loss: Callable = SEQUENCE_CLIPPED,
         reduction: Callable = sequence_mean,
         reward_beta: float = 0.05,
-        reward_kl: Callable = k1,
         group_size: int = 2,
         **terms: Any,
     ) -> None:
@@ -66,7 +63,6 @@ class RLOO(PolicyGradient):
             loss=loss,
             reduction=reduction,
             reward_beta=reward_beta,
-            reward_kl=reward_kl,
             group_size=group_size,
             **terms,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -28,9 +28,6 @@ from lit_rl.rollout import Completions, Sampling
 
 class Critic(Protocol):
     """The protocol. Call `module` on the initial policy: before a checkpoint is restored, and before sharding."""
-
-    shares_forward: ClassVar[bool]
-    """`scores_and_values` runs the policy once, not two models one after the other."""
 
     def check(self, model: LanguageModel) -> None:
         """Refuse a policy that this critic cannot serve, before any weight is loaded. Raises ConfigError."""
@@ -57,8 +54,6 @@ class Critic(Protocol):
 
 class _OwnTrunk:
     """What critics share whose module is a `ValueModel`."""
-
-    shares_forward: ClassVar[bool] = False
 
     def parameters(self, policy: nn.Module, module: nn.Module) -> list[nn.Parameter]:
         return [p for p in module.parameters() if p.requires_grad]
@@ -169,8 +164,6 @@ class AdapterCritic(_OwnTrunk):
 class SharedTrunk:
     """A value head on the policy's own trunk. The gradient of the value loss trains the trunk too, scaled by its weight
     in the objective: the least memory, and one forward pass for log-probs and values."""
-
-    shares_forward: ClassVar[bool] = True
 
     def check(self, model: LanguageModel) -> None:
         """Any policy will do."""

@@ -12,6 +12,9 @@ from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError, d
 TINY = Path(__file__).parent / "tiny"
 """The policy that comes with the package: small enough to learn on a laptop CPU."""
 
+_MODEL_FILES = ("config.json", "adapter_config.json")
+"""What a folder that can be read as a model or as an adapter holds one of."""
+
 _LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
 """How a name begins that can only mean a folder."""
 
@@ -30,13 +33,14 @@ def resolve(key: str, name: str) -> str:
     if folder.exists():
         raise ConfigError(f"{key}={name!r} is a file. Give the folder that holds it.")
     if _LOCAL.match(name) or name.count("/") > 1:
-        near = did_you_mean(folder.name, _folders(folder.parent))
+        near = did_you_mean(folder.name, _models_in(folder.parent))
         raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
     return name
 
 
-def _folders(parent: Path) -> list[str]:
-    return [item.name for item in parent.iterdir() if item.is_dir()] if parent.is_dir() else []
+def _models_in(parent: Path) -> set[str]:
+    """Names of folders with a model: no other is worth suggesting, least of all one of the system's own."""
+    return {file.parent.name for name in _MODEL_FILES for file in parent.glob(f"*/{name}")}
 
 
 def refuse_pickle(key: str, path: str, stem: str) -> None:

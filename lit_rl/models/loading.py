@@ -39,12 +39,12 @@ def load(model: LanguageModel) -> PreTrainedModel | PeftModel:
     if model.disable_dropout:
         disable_dropout(base)
     if model.lm_head_fp32:
-        _use_float32_head(base)
+        use_float32_head(base)
     policy: PreTrainedModel | PeftModel = base
     if model.lora is not None:
         policy = model.lora.apply(base)
     elif model.adapter is not None:
-        policy = _continue_adapter(base, model.adapter)
+        policy = continue_adapter(base, model.adapter)
     if model.gradient_checkpointing:
         # The reentrant kind would give a LoRA policy no gradient: the embedding that feeds its layers is frozen.
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -116,7 +116,8 @@ def disable_dropout(module: nn.Module) -> None:
                 setattr(part, key, 0.0)
 
 
-def _use_float32_head(base: PreTrainedModel) -> None:
+def use_float32_head(base: PreTrainedModel) -> None:
+    """Let the head of a model compute in float32. Raises ConfigError for a head that is not plain and linear."""
     head = base.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(f"model.lm_head_fp32 needs a plain linear head; this model's is {type(head).__name__}.")
@@ -136,7 +137,13 @@ def _quantization(kind: str) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
-def _continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
+def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
+    """The model with a trained LoRA adapter, a folder or a hub id, that goes on being trained.
+
+    Raises:
+        ConfigError: it is another kind of adapter.
+        StorageError: it does not fit the model.
+    """
     from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 

@@ -12,9 +12,10 @@ from torch import nn
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.models import hub
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.loading import Float32Head, _continue_adapter, _use_float32_head, check_causal, load_base
+from lit_rl.models.loading import Float32Head, check_causal, continue_adapter, load_base, use_float32_head
 from lit_rl.models.reference import Fixed, Held, Scorer
 from lit_rl.models.tokenizer import load_tokenizer
+from lit_rl.models.trunk import without_adapters
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,7 +69,7 @@ class OtherModel(Held, Fixed):
         found: Any = policy
         with _keys_of_the_reference():
             base = self._own_base(found) if self.model is None else self._load(self.model, found)
-            model = base if self.adapter is None else _continue_adapter(base, self.adapter)
+            model = base if self.adapter is None else continue_adapter(base, self.adapter)
         return self.hold(model)
 
     def _load(self, model: LanguageModel, policy: Any) -> PreTrainedModel:
@@ -82,21 +83,15 @@ class OtherModel(Held, Fixed):
         )
         base = load_base(alike)
         if isinstance(policy.get_output_embeddings(), Float32Head):
-            _use_float32_head(base)
+            use_float32_head(base)
         return base
 
     def _own_base(self, policy: Any) -> PreTrainedModel:
         """The policy without its adapters: as it was loaded, where it has none."""
         from peft import PeftModel
-        from peft.utils import ModulesToSaveWrapper
 
         copied: Any = self.copied(policy)
-        if not isinstance(copied, PeftModel):
-            return copied
-        for part in copied.modules():
-            if isinstance(part, ModulesToSaveWrapper):  # unloading would leave the trained module in its place
-                part.modules_to_save[str(part.active_adapter)] = part.original_module
-        return copied.unload()
+        return without_adapters(copied) if isinstance(copied, PeftModel) else copied
 
     def _check_vocabulary(self, model: LanguageModel, policy: Any) -> None:
         """By the rows of the embeddings, which any model has, and by the tokens where the policy has a folder."""

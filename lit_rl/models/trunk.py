@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, cat, nn
 
 from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def base_of(model: nn.Module) -> Any:
@@ -57,8 +60,17 @@ def frozen_trunk(policy: nn.Module, key: str) -> nn.Module:
         )
     # Parameters in the memo are taken as they are.
     shared = {id(p): p for p in policy.parameters() if not p.requires_grad}
-    base: Any = copy.deepcopy(policy, memo=shared).unload()
-    return trunk_of(base).requires_grad_(False)
+    return trunk_of(without_adapters(copy.deepcopy(policy, memo=shared))).requires_grad_(False)
+
+
+def without_adapters(model: PeftModel) -> Any:
+    """The base as it was loaded, out of a model that is given up for it: also what the adapters replace whole."""
+    from peft.utils import ModulesToSaveWrapper
+
+    for part in model.modules():
+        if isinstance(part, ModulesToSaveWrapper):  # unloading would leave the trained module in its place
+            part.modules_to_save[str(part.active_adapter)] = part.original_module
+    return model.unload()
 
 
 def copied_trunk(policy: nn.Module) -> nn.Module:
