@@ -42,7 +42,7 @@ def scores(values: Sequence[Sequence[float]] | Sequence[float], **more: Any) -> 
     table = table[:, None] if table.ndim == 1 else table
     applies = ~table.isnan()
     total = torch.where(applies.any(1), table.nansum(1), torch.nan)
-    return Scores(tuple(f"f{i}" for i in range(table.shape[1])), table, total, **more)
+    return Scores(tuple(f"f{i}" for i in range(table.shape[1])), table, total, torch.ones_like(table), **more)
 
 
 def batch(rows: Sequence[int], **more: Any) -> PromptBatch:

@@ -39,7 +39,7 @@ def columns_of(rank: int, widths: list[int]) -> dict[str, torch.Tensor]:
         "rewards": torch.randn(3, generator=generator),
         "group_id": torch.full((3,), rank),
         "values": torch.randn(3, 2, generator=generator),
-        "weights": torch.tensor([1.0, 0.5]),
+        "weights": torch.rand(3, 2, generator=generator),
         "lengths": lengths,
         "token_rewards": torch.randn(3, width, generator=generator) * mask,
         "mask": mask,
@@ -55,7 +55,7 @@ def joint(widths: list[int]) -> dict[str, torch.Tensor]:
     for name in parts[0]:
         token = name in ("token_rewards", "mask")
         out[name] = torch.cat([pad(p[name], (0, wide - p[name].shape[1])) if token else p[name] for p in parts])
-    return out | {"weights": parts[0]["weights"]}
+    return out
 
 
 @pytest.mark.parametrize("widths", [[4, 4], [2, 6], [6, 2], [1, 3, 5]])

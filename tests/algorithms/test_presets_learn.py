@@ -1,4 +1,7 @@
-"""Every `algo=` preset raises the reward of the shipped policy on a few dozen sums."""
+"""Every `algo=` preset raises the reward of the shipped policy within a few dozen rollouts of sums.
+
+The curves in docs/algorithms are of the sums themselves, which take more rollouts than a test has.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,11 @@ import lit_rl
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.rewards import Rewards as RewardFunctions
 
 PRESETS = sorted(path.stem for path in (Path(lit_rl.__file__).parents[1] / "conf" / "algo").glob("*.yaml"))
-ROLLOUTS, COMPLETIONS = 60, 64
+ROLLOUTS, COMPLETIONS = 32, 64
 PASSES = {"ppo": 2}
 """Passes over a rollout, where the preset's own would take long."""
 
@@ -53,14 +58,18 @@ class Rewards(L.Callback):
             self.seen.append(float(trainer.callback_metrics["train/reward"]))
 
 
+def seven(completions: list[str], **_: Any) -> list[float]:
+    """1 for a last digit of 7. All sums pull the same way, so that a few dozen rollouts show it above their noise."""
+    return [float(completion.endswith("7")) for completion in completions]
+
+
 @pytest.mark.parametrize("preset", PRESETS, indirect=True)
 def test_the_reward_rises(preset: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
-    _, tree = preset
-    prompts = tree["data"]["prompts_per_rollout"]
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(8) for b in range(8)]
-    held_out = 0 if prompts == len(rows) else 0.1
-    data = RolloutDataModule(rows=rows, prompts_per_rollout=prompts, val_fraction=held_out)
+    name, tree = preset
+    rows = Addition(max_operand=12, val_rows=0).train()
+    data = RolloutDataModule(rows=rows, prompts_per_rollout=tree["data"]["prompts_per_rollout"])
     module, rewards = build(tree["algo"]), Rewards()
+    module.reward_functions = RewardFunctions(seven)
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=ROLLOUTS * module.minibatches * module.iterations,
@@ -77,5 +86,5 @@ def test_the_reward_rises(preset: tuple[str, dict[str, Any]], tmp_path: Path) ->
     seen, quarter = rewards.seen, ROLLOUTS // 4
     assert len(seen) == ROLLOUTS
     first, last = sum(seen[:quarter]) / quarter, sum(seen[-quarter:]) / quarter
-    print(f"{preset[0]}: {first:.3f} -> {last:.3f}")
-    assert last > first + 0.05, seen
+    print(f"{name}: {first:.3f} -> {last:.3f}")
+    assert last > first + 0.25, seen

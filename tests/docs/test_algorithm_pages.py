@@ -88,8 +88,8 @@ def test_the_index_is_up_to_date(pages: ModuleType) -> None:
 
 def test_what_a_page_says_of_its_curve_is_what_was_measured(pages: ModuleType, curves: ModuleType) -> None:
     measured = curves.read(IMAGES / "curves.csv")
-    assert measured and set(measured) <= set(PRESETS)
-    for preset in measured:
+    assert sorted(measured) == PRESETS
+    for preset in PRESETS:
         text = (PAGES / f"{preset}.md").read_text()
         assert pages.block(text, "curve")[1] == curves.section(measured, preset), (
             "run: python scripts/learning_curves.py"

@@ -17,7 +17,14 @@ COMMON = ["data.prompts_per_rollout=2", "algo.group_size=2", "callbacks=none", "
 
 TERMS = [
     ["algo/correction=token_truncate", "algo/rejection=tokens", "algo.off_policy_threshold=1", "algo.loss.delta=2"],
-    ["algo/entropy=fixed", "algo/kl_control=adaptive", "algo.beta=0.1", "algo/groups=dynamic", "algo/replay=buffer"],
+    [
+        "algo/entropy=fixed",
+        "algo/kl_control=adaptive",
+        "algo.beta=0.1",
+        "algo.reward_beta=0.1",
+        "algo/groups=dynamic",
+        "algo/replay=buffer",
+    ],
     [
         *("algo/groups=top", "algo.groups.keep=2", "reward=function", "reward.fn=lit_rl.rewards:exact_match"),
         *("reward.on_error=0", "reward.cache=10"),
@@ -25,7 +32,7 @@ TERMS = [
     ["algo=cispo", "algo.minibatches=1"],
     ["algo=vespo", "algo.minibatches=1"],
     ["algo=clip_cov", "algo.minibatches=1"],
-    ["algo=kl_cov", "algo.minibatches=1"],
+    ["algo=kl_cov", "algo.minibatches=1", "sampling.top_p=0.9"],
     [
         *("algo=ppo", "algo.critic_lr=1e-4", "algo.iterations=1"),
         *("algo.ptx_coef=0.1", "algo.ptx.path=rows.jsonl", "algo.ptx.text_key=prompt"),

@@ -40,6 +40,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         [],
         ["algo=rloo", "optimizer=adamw_8bit", "scheduler=cosine", "generator=hf"],
         ["optimizer=by_path", "reward=function"],
+        ["reward=recipes"],
     ]
     with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
         schemas.register()

@@ -1,9 +1,10 @@
-"""GRPO against TRL 1.16: every loss type at both levels of the ratio with each option, advantages, and metrics."""
+"""GRPO against TRL 1.16: every loss at both levels with each option and pair of options, advantages, and metrics."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top_entropy": {"top_entropy_quantile": 0.37},
     "entropy": {"entropy_coef": 0.3},
     "router": {"router_aux_loss_coef": 0.5},
+    "batch_scale": {"scale_rewards": "batch"},
     "token_truncate": {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
     "token_mask": {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
     "sequence_truncate": {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_truncate"},
@@ -95,6 +97,26 @@ def test_loss_and_gradient(grpo: Oracle, loss_type: str, level: str, name: str) 
         plain = plain_step(grpo, loss_type, level, case_of(settings))
         moved = (plain.gradient - other.gradient).norm() / other.gradient.norm()
         assert max(moved.item(), abs(plain.loss - other.loss)) > 1e-3, "the option does nothing here"
+
+
+PAIRS = [
+    pytest.param(loss_type, level, pair, id="-".join((loss_type, level, *pair)).replace(" ", "_"))
+    for loss_type in REDUCTIONS
+    for level in ("token", "sequence")
+    for found in [options(loss_type, level)]
+    for pair in combinations(found, 2)
+    if found[pair[0]]
+    and not found[pair[0]].keys() & found[pair[1]].keys()
+    and set(pair) != {"router", "mask_truncated"}
+]
+"""The two left out differ by design: see `test_the_router_is_balanced_over_truncated_completions_too`."""
+
+
+@pytest.mark.parametrize(("loss_type", "level", "pair"), PAIRS)
+def test_pairs_of_options(grpo: Oracle, loss_type: str, level: str, pair: tuple[str, str]) -> None:
+    found = options(loss_type, level)
+    settings = base(loss_type, level) | found[pair[0]] | found[pair[1]]
+    assert_same_step(*both(grpo, settings, case_of(settings)), size=1.0)
 
 
 BOUNDS = [(None, 3.0), (None, 1.5), (0.6, None), (0.6, 1.5)]

@@ -1,9 +1,8 @@
-"""Pairs of options against TRL 1.16, the entropy bonus over several steps, and where a step is cut another way."""
+"""All options at once against TRL 1.16, the entropy bonus over several steps, and where a step is cut another way."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import lightning as L
@@ -38,26 +37,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
 }
-PAIRS = [
-    pair
-    for pair in combinations(OPTIONS, 2)
-    if not OPTIONS[pair[0]].keys() & OPTIONS[pair[1]].keys() and set(pair) != {"router", "mask_truncated"}
-]
-"""The two left out differ by design: see below."""
-
 BASES: dict[str, dict[str, Any]] = {
     "dapo": {},
     "grpo_of_sequences": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02},
 }
-
-
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_pairs_of_options(grpo: Oracle, base: str, pair: tuple[str, str]) -> None:
-    settings = BASES[base] | OPTIONS[pair[0]] | OPTIONS[pair[1]]
-    case = Case(micro_batches=1 if "entropy" in pair else 2)
-    completions = completions_of(grpo, case)
-    assert_same_step(ours(grpo, our_grpo(settings), case, completions), theirs(grpo, settings, case, completions))
 
 
 @pytest.mark.parametrize("base", BASES)

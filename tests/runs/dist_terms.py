@@ -5,14 +5,18 @@ The two are started once and take one run after another; what each run did is le
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+
+# Started as a program, this file knows no folder of tests but its own.
+sys.path.append(str(Path(__file__).parents[1] / "algorithms"))
+from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 
 from lit_rl.algorithms import GRPO, PPO, Constant, Reinforce
 from lit_rl.algorithms.controllers import AdaptiveEntropy, AdaptiveKL
@@ -22,29 +26,19 @@ from lit_rl.algorithms.running_norm import RunningNorm
 from lit_rl.algorithms.strategies import FSDP2Strategy
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.critic import SeparateCritic
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.ops import losses, mismatch, selection
-from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.rollout import Sampling
 
 STEPS = 4
 
 
-def varied(completions: list[str]) -> list[float]:
-    """Differs within most groups, and not in all."""
+def varied(completions: list[str], log_metric: Callable[[str, float], None]) -> list[float]:
+    """Differs within most groups, and not in all. What it logs, it logs under names that not every rank sees."""
+    for text in completions:
+        log_metric(f"first/{ord(text[:1] or '-')}", len(text))
     return [float(len(text) % 2) for text in completions]
-
-
-class EngineWithOtherLogprobs(NativeGenerator):
-    """It samples like the native one and reports slightly other log-probs, by token and position only."""
-
-    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
-        completions = super().generate(prompts, sampling)
-        position = torch.arange(completions.response_ids.shape[1])
-        error = 0.3 * torch.sin(completions.response_ids * 12.9898 + position * 78.233)
-        off = (completions.sampler_logprobs + error).masked_fill(~completions.response_mask, 0.0)
-        return dataclasses.replace(completions, sampler_logprobs=off)
 
 
 def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
@@ -84,6 +78,7 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
                 "correction": mismatch.token_truncate,
             },
         ),
+        **{f"step-{name}": (kind, {"iterations": 2, **fresh(terms)}) for name, (kind, terms) in TWO_STEPS.items()},
     }
 
 
@@ -100,9 +95,9 @@ class Widths(L.Callback):
 def run(name: str, folder: Path, devices: int, strategy: Any = "auto") -> None:
     """Train and leave `name.pt` there: how weights changed (of plain SGD, so: the gradients), and what was logged."""
     algorithm, settings = shapes()[name]
-    settings = {"group_size": 4, "lr": 0.1, **settings}
+    settings = {"group_size": 4, "lr": 0.1, "sampling": Sampling(max_new_tokens=6), **settings}
     module = algorithm(
-        "tiny", varied, sampling=Sampling(max_new_tokens=6), scheduler=Constant(),
+        "tiny", varied, scheduler=Constant(),
         optimizer=ByPath("torch.optim.SGD", lr=settings.pop("lr")), **settings,
     )  # fmt: skip
     widths = Widths()

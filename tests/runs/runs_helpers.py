@@ -42,8 +42,9 @@ def newest(run_dir: Path) -> dict[str, Any]:
 
 
 def assert_same(a: Any, b: Any, where: str = "") -> None:
-    """Equal, bit for bit, through dicts and lists."""
-    assert type(a) is type(b), where
+    """Equal, bit for bit, through dicts and lists. A tuple may come back as a list: FSDP2 restores `betas` so."""
+    sequences = isinstance(a, list | tuple) and isinstance(b, list | tuple)
+    assert type(a) is type(b) or sequences, (where, type(a), type(b))
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where
         for key in a:

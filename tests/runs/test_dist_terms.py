@@ -28,7 +28,7 @@ def two(tmp_path_factory) -> Path:
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     try:
-        output, _ = child.communicate(timeout=400)
+        output, _ = child.communicate(timeout=900)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, 9)
@@ -89,3 +89,4 @@ def test_what_is_counted_was_there_to_count(two):
     assert metrics["weights"]["train/sampling/truncated"] >= 0 and metrics["weights"]["train/sampling/ess"] < 1
     assert 0 < metrics["kl-cov"]["train/kl_cov/share"] < 0.5
     assert metrics["entropy"]["train/entropy_coef"] > 0
+    assert any(name.startswith("train/first/") for name in metrics["ppo"])

@@ -374,7 +374,7 @@ def test_a_rollout_is_plain_data_and_the_newest_ones_stay(finished):
     assert files == ["step_00000004.pt", "step_00000005.pt"]
     plain = torch.load(folder / "rollouts" / files[-1], weights_only=True)
     assert plain["step"] == 5 and len(plain["rows"]) == 4 and plain["scores"]["values"].shape == (16, 1)
-    assert plain["scores"]["names"] == ("exact_match",) and plain["weights"] == {"exact_match": 1.0}
+    assert plain["scores"]["names"] == ("exact_match",) and plain["scores"]["weights"].tolist() == [[1.0]] * 16
 
 
 @pytest.mark.parametrize("step", [2, 5])
@@ -438,5 +438,4 @@ def _module(saved: SavedRollout) -> Any:
         scored=SimpleNamespace(batch=batch, completions=saved.completions, scores=saved.scores, greedy_rewards=None),
         rollout=rollout,
         plan=SimpleNamespace(minibatches=2, accumulate=2, split_groups=1, world_size=1),
-        reward_functions=SimpleNamespace(weights=saved.weights),
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs_helpers import SMALL, assert_same, assert_same_run, newest, rows
 
 EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
@@ -60,6 +61,9 @@ def assert_resumes(train, tmp_path: Path, overrides: list[str], steps: tuple[int
         assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
         assert_same_run(whole, again)
         assert_same(terms(whole), terms(again), "terms")
+        assert_same(
+            [rank["module"] for rank in newest(whole)["lit_rl"]], [r["module"] for r in newest(again)["lit_rl"]]
+        )
     return whole
 
 
@@ -96,6 +100,30 @@ def test_supervised_text_goes_on_where_it_was(train, tmp_path):
     texts.write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(7)))
     ptx = [f"algo.ptx.path={texts}", "algo.ptx.batch_size=3", "algo.ptx_coef=0.2"]
     assert_resumes(train, tmp_path, [*QUICK, *EVERY_STEP, *PPO, "trainer.max_steps=8", *ptx], (3,))
+
+
+TWO = ["trainer.accelerator=cpu", "trainer.devices=2"]
+OF_TWO = {
+    "ddp": ["strategy=ddp", *STATEFUL, "data.prompts_per_rollout=16"],
+    "fsdp": ["strategy=fsdp", *PPO, "trainer.max_steps=8", "algo/kl_control=adaptive"],
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("overrides", OF_TWO.values(), ids=OF_TWO)
+def test_two_processes_go_on_from_the_middle_of_a_rollout(overrides, process, tmp_path):
+    """Every rank has its own buffer, its own half-used rollout and its own noise."""
+
+    def train(*settings: str) -> int:
+        child = process(*settings)
+        output, _ = child.communicate(timeout=300)
+        assert child.returncode == 0, output[-6000:]
+        return child.returncode
+
+    whole = assert_resumes(train, tmp_path, [*QUICK, *EVERY_STEP, *TWO, *overrides], (6,))
+    middle = torch.load(whole / "checkpoints" / "step_00000006.ckpt", weights_only=True)
+    first, second = (rank["module"]["rollout"]["completions"]["response_ids"] for rank in middle["lit_rl"])
+    assert first.shape != second.shape or not torch.equal(first, second)
 
 
 OTHERS = {

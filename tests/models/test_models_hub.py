@@ -1,0 +1,40 @@
+"""What a name that is no folder is answered with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lit_rl.errors import ConfigError
+from lit_rl.models import hub
+
+
+def refused(name: str | Path) -> str:
+    with pytest.raises(ConfigError, match="is written as a path, and there is no such folder") as raised:
+        hub.resolve("reference.name", str(name))
+    return str(raised.value)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """A model, an adapter, and two folders that are neither."""
+    for name, file in {"qwen-small": "config.json", "math-lora": "adapter_config.json", "opt": "notes.txt"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+    (tmp_path / "photos").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("qwen-smal", "qwen-small"), ("math-lorra", "math-lora")])
+def test_a_model_beside_it_is_suggested(typed, meant, models):
+    assert refused(models / typed).endswith(f"Did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize("typed", ["nope", "opt2", "photo", "nowhere/qwen-smal"])
+def test_a_folder_without_a_model_is_not(typed, models):
+    assert "Did you mean" not in refused(models / typed)
+
+
+def test_the_root_of_the_system_holds_no_model():
+    assert "Did you mean" not in refused("/nope")
