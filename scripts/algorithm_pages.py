@@ -26,7 +26,7 @@ from lit_rl.cli.build import ABSENT, build, plain
 
 PAGES = reference.ROOT / "docs" / "algorithms"
 PRESETS = sorted(path.stem for path in (reference.CONF / "algo").glob("*.yaml"))
-SCHEDULING = ("group_size", "minibatches", "iterations")
+EVERYWHERE = ("beta", "reward_beta", "group_size", "minibatches", "iterations")
 """Settings of the algorithm that stand on every page."""
 
 SMALL = {
@@ -58,6 +58,7 @@ METRICS = {
     "lr_critic": "learning rate of the critic when the rollout ended",
     "loss/policy_avg": "the policy's part of the loss",
     "loss/value_avg": "the critic's part, before `vf_coef`",
+    "objective/entropy": "mean over completions of the sum over tokens of - log-prob, when the rollout is taken",
     "objective/kl": "mean over completions of the sum over tokens of k1 to the reference",
     "objective/non_score_reward": "mean of what the KL took off the reward, negative where it did",
     "objective/rlhf_reward": "mean reward less the KL",
@@ -72,12 +73,13 @@ METRICS = {
     "value/mean": "mean value",
     "value/num_eos_tokens": "completions that ended by themselves, over all ranks",
     "value/ratio": "`train/ratio_mean` under TRL's name",
+    "value/ratio_var": "variance of the ratio over the loss tokens of all updates of the rollout",
 }
 """Meanings of the metrics that not every preset logs, without `train/`."""
 
 COMMON = re.compile(
     r"(time|rewards|completions)/.+|reward|reward_std|frac_reward_zero_std|num_tokens|tokens_per_second"
-    r"|loss|entropy|ratio_mean|approx_kl|grad_norm|lr"
+    r"|loss|entropy|ratio_mean|approx_kl|grad_norm|skipped_steps|lr"
 )
 """Metrics that every preset logs, without `train/`: docs/metrics.md has them."""
 
@@ -188,10 +190,11 @@ def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
 def _own_keys(algo: dict[str, Any]) -> list[str]:
     """Settings of the algorithm itself: when it learns, what its class is about, and what the preset changes."""
     target = schemas._load(algo["_target_"])
-    about = [name for name in vars(target)["__init__"].__kwdefaults__ if name not in reference.SLOTS]
+    own = getattr(vars(target).get("__init__"), "__kwdefaults__", {})
+    about = [name for name in own if name not in reference.SLOTS]
     usual = {name: default for name, default, _ in reference.settings(target.__name__)}
     changed = [name for name, default in usual.items() if _is_plain(algo[name]) and algo[name] != default]
-    return list(dict.fromkeys([*SCHEDULING, *(name for name in [*about, *changed] if _is_plain(algo[name]))]))
+    return list(dict.fromkeys([*EVERYWHERE, *(name for name in [*about, *changed] if _is_plain(algo[name]))]))
 
 
 def _is_plain(value: Any) -> bool:
