@@ -91,7 +91,7 @@ class _Scores(torch.autograd.Function):
         logprobs = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
         entropy = torch.empty_like(logprobs) if terms.entropy else None
         cut = None if terms.truncation.off else _Cut.empty(logprobs)
-        for block in _blocks(logits, terms.truncation):
+        for block in blocks(logits, terms.truncation):
             scaled = _scaled(logits[block], terms)
             if cut is not None:
                 kept = terms.truncation(scaled)
@@ -100,7 +100,7 @@ class _Scores(torch.autograd.Function):
             log_softmax = scaled.log_softmax(-1)
             logprobs[block] = log_softmax.gather(-1, ids[block].unsqueeze(-1)).squeeze(-1)
             if entropy is not None:
-                entropy[block] = -(log_softmax.exp() * _finite(log_softmax)).sum(-1)
+                entropy[block] = -(log_softmax.exp() * finite_logprobs(log_softmax)).sum(-1)
         ctx.terms = terms
         ctx.save_for_backward(logits, ids, entropy if terms.entropy_gradient else None, *(cut or (None, None)))
         if entropy is not None and not terms.entropy_gradient:
@@ -112,7 +112,7 @@ class _Scores(torch.autograd.Function):
         logits, ids, entropy, *cut = ctx.saved_tensors
         terms: _Terms = ctx.terms
         grad_logits = torch.empty_like(logits)
-        for block in _blocks(logits, terms.truncation):
+        for block in blocks(logits, terms.truncation):
             scale = grads[0][block].unsqueeze(-1) / terms.temperature
             scaled = _scaled(logits[block], terms)
             if not terms.truncation.off:
@@ -122,7 +122,7 @@ class _Scores(torch.autograd.Function):
             else:
                 log_softmax = scaled.log_softmax(-1)
                 of_entropy = grads[1][block].unsqueeze(-1) / terms.temperature
-                spread = _finite(log_softmax).add_(entropy[block].unsqueeze(-1)).mul_(of_entropy).add_(scale)
+                spread = finite_logprobs(log_softmax).add_(entropy[block].unsqueeze(-1)).mul_(of_entropy).add_(scale)
                 grad = log_softmax.exp_().mul_(spread.neg_())
             grad_logits[block] = grad.scatter_add_(-1, ids[block].unsqueeze(-1), scale)
         return grad_logits, None, None
@@ -165,12 +165,12 @@ def _with_drawn(kept: Tensor, scaled: Tensor, ids: Tensor) -> Tensor:
     return kept.scatter_(-1, drawn, scaled.gather(-1, drawn))
 
 
-def _finite(log_softmax: Tensor) -> Tensor:
+def finite_logprobs(log_softmax: Tensor) -> Tensor:
     """So that an excluded token gives 0 times a number, not 0 * -inf, which is NaN. exp is 0 in float32 below -104."""
     return log_softmax.clamp(min=-1000.0)
 
 
-def _blocks(logits: Tensor, truncation: Truncation) -> Iterator[tuple[slice, slice]]:
+def blocks(logits: Tensor, truncation: Truncation) -> Iterator[tuple[slice, slice]]:
     """Slices of the first two dimensions: logits are often a view of a longer tensor, which flattening would copy."""
     b, t, v = logits.shape
     numbers = CPU_BLOCK if logits.device.type == "cpu" else GPU_BLOCK

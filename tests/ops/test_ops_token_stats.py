@@ -1,0 +1,55 @@
+"""Statistics of logits: numbers worked out on paper, blocks, precision, no gradient."""
+
+from math import log
+
+import pytest
+import torch
+
+from lit_rl.ops import logprobs
+from lit_rl.ops.token_stats import token_stats
+
+
+def test_by_hand():
+    """Probabilities 1/2, 1/4, 1/4 and certainty: sums of squares 3/8 and 1."""
+    logits = torch.tensor([[[log(2) + 5, 5.0, 5.0], [0.0, 200.0, -200.0]]])
+    out = token_stats(logits, torch.tensor([[0, 2]]))
+    assert out.log_sum_sq.flatten().tolist() == pytest.approx([log(3 / 8), 0.0], abs=1e-6)
+    assert out.correct.tolist() == [[True, False]]
+    assert out.mean_logit.flatten().tolist() == pytest.approx([5 + log(2) / 3, 0.0], abs=1e-6)
+
+
+def test_a_uniform_distribution_has_the_smallest_sum_of_squares():
+    out = token_stats(torch.zeros(1, 1, 64), torch.tensor([[0]]))
+    assert out.log_sum_sq.item() == pytest.approx(-log(64)) and out.correct.item()
+    assert (token_stats(torch.randn(2, 3, 64), torch.zeros(2, 3, dtype=torch.long)).log_sum_sq >= -log(64)).all()
+
+
+def test_the_sum_of_squares_is_the_mean_probability_of_a_sampled_token():
+    logits = torch.randn(1, 1, 7, dtype=torch.float32)
+    p = logits.softmax(-1).flatten()
+    assert token_stats(logits, torch.tensor([[0]])).log_sum_sq.exp().item() == pytest.approx((p * p).sum().item())
+
+
+def test_shifting_all_logits_moves_only_their_mean():
+    logits, ids = torch.randn(2, 4, 11), torch.randint(0, 11, (2, 4))
+    plain, moved = token_stats(logits, ids), token_stats(logits + 3, ids)
+    assert torch.allclose(plain.log_sum_sq, moved.log_sum_sq, atol=1e-5)
+    assert torch.equal(plain.correct, moved.correct)
+    assert torch.allclose(plain.mean_logit + 3, moved.mean_logit, atol=1e-5)
+
+
+def test_blocks_change_nothing(monkeypatch):
+    logits, ids = torch.randn(3, 5, 11), torch.randint(0, 11, (3, 5))
+    whole = token_stats(logits, ids)
+    monkeypatch.setattr(logprobs, "CPU_BLOCK", 22)
+    parts = token_stats(logits, ids)
+    assert torch.equal(whole.correct, parts.correct)
+    assert torch.allclose(whole.log_sum_sq, parts.log_sum_sq) and torch.allclose(whole.mean_logit, parts.mean_logit)
+
+
+def test_half_precision_is_summed_in_float32_and_without_gradient():
+    logits = torch.randn(2, 3, 1000).bfloat16().requires_grad_()
+    ids = logits.argmax(-1)
+    out, exact = token_stats(logits, ids), token_stats(logits.float(), ids)
+    assert out.correct.all() and not out.log_sum_sq.requires_grad
+    assert torch.equal(out.log_sum_sq, exact.log_sum_sq) and torch.equal(out.mean_logit, exact.mean_logit)
