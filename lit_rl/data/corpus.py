@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lit_rl.data.prompt_set import Example, PromptOptions, PromptSet, read_examples
 from lit_rl.data.sources import Rows
-from lit_rl.data.splits import count_overlap, hold_out
+from lit_rl.data.splits import count_overlap, hold_out, prompt_key
 from lit_rl.errors import DataError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def read_corpus(
     if val_fraction > 0:
         if not any(sources):
             raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
-        sources, held = hold_out(sources, val_fraction, seed)
+        sources, held = hold_out(sources, val_fraction, seed, lambda example: prompt_key(example.prompt))
         held_out[""] = held
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] -= len(held)

@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import Corpus, list_counts, read_corpus, set_key
 from lit_rl.data.loader import EvalLoader, RolloutLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import PromptOptions
-from lit_rl.data.sources import Rows
+from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.spare import SparePrompts
-from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
-from lit_rl.errors import ConfigError, DataError, in_range
+from lit_rl.errors import ConfigError, in_range
 from lit_rl.rollout import PromptBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class RolloutDataModule(L.LightningDataModule):
+class RolloutDataModule(SourcedDataModule):
     """Prompts and columns for rollouts. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
 
     A row needs a prompt, a string or a list of chat messages; its other columns go to the reward functions. Every row
@@ -84,15 +82,23 @@ class RolloutDataModule(L.LightningDataModule):
         seed: int = 0,
         allow_changed: bool = False,
     ) -> None:
-        super().__init__()
-        exactly_one(path=path, rows=rows, task=task, sources=sources)
-        if path is None and (split is not None or name is not None):
-            raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
+        super().__init__(
+            path=path,
+            split=split,
+            name=name,
+            rows=rows,
+            task=task,
+            sources=sources,
+            on_bad_row=on_bad_row,
+            val_path=val_path,
+            val_split=val_split,
+            val_fraction=val_fraction,
+            val_batch_size=val_batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            allow_changed=allow_changed,
+        )
         in_range("data.prompts_per_rollout", prompts_per_rollout, low=1)
-        in_range("data.val_batch_size", val_batch_size, low=1)
-        in_range("data.seed", seed, low=0)
-        if not 0 <= val_fraction < 1:
-            raise ConfigError(f"data.val_fraction={val_fraction} is out of range: allowed is [0, 1).")
         self.options = PromptOptions(
             prompt_key=prompt_key,
             rename=rename or {},
@@ -103,18 +109,7 @@ class RolloutDataModule(L.LightningDataModule):
             overlong=overlong,
             on_bad_row=on_bad_row,
         )
-        source = Source(path, split, name) if path is not None else None
-        self.sources = parse_sources(sources) if sources is not None else [source] if source else []
-        self.weights = tuple(s.weight for s in self.sources) if sources is not None else None
-        self.val_sources = val_sources(source, val_path, val_split)
-        self.rows = rows
-        self.task = task
         self.prompts_per_rollout = prompts_per_rollout
-        self.shuffle = shuffle
-        self.val_fraction = val_fraction
-        self.val_batch_size = val_batch_size
-        self.seed = seed
-        self.allow_changed = allow_changed
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._corpus: Corpus | None = None
 
@@ -132,7 +127,7 @@ class RolloutDataModule(L.LightningDataModule):
             self._order(self.shuffle)
 
     def setup(self, stage: str) -> None:
-        self.prepare(self._module_attribute("tokenizer"), stage=stage)
+        self.prepare(self.module_attribute("tokenizer"), stage=stage)
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
@@ -170,14 +165,11 @@ class RolloutDataModule(L.LightningDataModule):
         return data.batch(range(min(count, len(data))))
 
     def train_dataloader(self) -> RolloutLoader:
-        trainer = self._trainer()
-        # overfit_batches means the same few batches again and again.
-        shuffle = self.shuffle and not getattr(trainer, "overfit_batches", 0)
-        rank, world_size = self._rank()
+        trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
         return RolloutLoader(
             self._prepared().train,
-            self._order(shuffle),
-            repeat=self._module_attribute("slots_per_rollout"),
+            self._order(self.shuffles()),
+            repeat=self.module_attribute("slots_per_rollout"),
             rank=rank,
             world_size=world_size,
             epoch=trainer.current_epoch,
@@ -187,8 +179,8 @@ class RolloutDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> list[EvalLoader]:
         sets = self._prepared().val
-        limit = self._module_attribute("evaluation").limit
-        rank, world_size = self._rank()
+        limit = self.module_attribute("evaluation").limit
+        rank, world_size = self.rank()
         return [
             EvalLoader(rows, batch_size=self.val_batch_size, limit=limit, rank=rank, world_size=world_size)
             for rows in sets.values()
@@ -203,56 +195,19 @@ class RolloutDataModule(L.LightningDataModule):
         return SparePrompts(self._prepared().train, self._order(self.shuffle))
 
     def _read(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
-        val = self._val_rows()
-        fraction = 0.0 if self.task is not None or val else self.val_fraction
-        corpus = read_corpus(self._train_rows(), val, tokenizer, self.options, val_fraction=fraction, seed=self.seed)
+        val = self.val_rows()
+        fraction = self.held_out(val)
+        corpus = read_corpus(self.train_rows(), val, tokenizer, self.options, val_fraction=fraction, seed=self.seed)
         for name in corpus.val:
             if overlap := corpus.report[set_key(name)]["overlap"]:
                 rank_zero_warn(f"{overlap} of {len(corpus.val[name])} rows of {set_key(name)} have a training prompt.")
         return corpus
 
-    def _train_rows(self) -> list[Rows]:
-        if self.rows is not None:
-            return [named_rows("data.rows", self.rows)]
-        if self.task is not None:
-            return [named_rows("data.task.train()", self.task.train())]
-        return [source.load(self.options.on_bad_row) for source in self.sources]
-
-    def _val_rows(self) -> dict[str, Rows]:
-        if self.val_sources or self.task is None:
-            return {name: source.load(self.options.on_bad_row) for name, source in self.val_sources.items()}
-        rows = self.task.val()
-        return {"": named_rows("data.task.val()", rows)} if rows else {}
-
     def _order(self, shuffle: bool) -> RolloutOrder:
-        corpus = self._prepared()
-        if len(corpus.train) < self.prompts_per_rollout:
-            raise DataError(
-                f"data.prompts_per_rollout={self.prompts_per_rollout}, and {len(corpus.train)} rows are left for "
-                f"training: {list_counts(corpus.report['train'])}. Add rows, loosen a filter or lower "
-                "data.prompts_per_rollout."
-            )
-        if 0 in corpus.sizes:
-            raise DataError(f"data.sources[{corpus.sizes.index(0)}]: the filters left no row of it.")
-        return RolloutOrder(corpus.sizes, self.prompts_per_rollout, self.seed, shuffle, self.weights)
+        corpus, kept = self._prepared(), list_counts(self._prepared().report["train"])
+        return self.order_of(corpus.sizes, self.prompts_per_rollout, shuffle, "data.prompts_per_rollout", kept)
 
     def _prepared(self) -> Corpus:
         if self._corpus is None:
             raise ConfigError("The data is not loaded yet: call `prepare(tokenizer)`; a Trainer does it by itself.")
         return self._corpus
-
-    def _trainer(self) -> L.Trainer:
-        if self.trainer is None:
-            raise ConfigError("The data module has no Trainer: pass it to one with `datamodule=`, or look with `peek`.")
-        return self.trainer
-
-    def _module_attribute(self, name: str) -> Any:
-        module = self._trainer().lightning_module
-        if not hasattr(module, name):
-            raise ConfigError(f"RolloutDataModule feeds lit_rl's modules; {type(module).__name__} has no {name!r}.")
-        return getattr(module, name)
-
-    def _rank(self) -> tuple[int, int]:
-        # Under tensor parallelism several ranks share their data, which only the strategy knows.
-        shard = self._trainer().distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        return shard["rank"], shard["num_replicas"]

@@ -78,13 +78,18 @@ def is_empty(prompt: Prompt) -> bool:
 def _messages(prompt: list[Any], where: str) -> list[Message]:
     if not prompt:
         raise DataError(f"{where}: the prompt is an empty list of messages.")
-    messages = [_message(message, f"{where}: message {i}") for i, message in enumerate(prompt)]
+    messages = [checked_message(message, f"{where}: message {i}") for i, message in enumerate(prompt)]
     if messages[-1]["role"] == "assistant":
         raise DataError(f"{where}: the last message is the assistant's; a prompt ends before the assistant speaks.")
     return messages
 
 
-def _message(message: Any, where: str) -> Message:
+def checked_message(message: Any, where: str) -> Message:
+    """One chat message in one form: role, content as a string, and its other keys that hold something.
+
+    Raises:
+        DataError: no message, an unknown role, or content that is no text.
+    """
     if not isinstance(message, Mapping) or "role" not in message:
         shown = f"keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else excerpt(repr(message))
         raise DataError(f"{where} needs the keys role and content; found {shown}.")

@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 from lit_rl.data.order import RolloutOrder, count_occurrences
 from lit_rl.data.prompt_set import PromptSet
 from lit_rl.errors import ConfigError, DataError, in_range
 from lit_rl.rollout import PromptBatch
 
+Batch = TypeVar("Batch")
 
-class RolloutLoader:
-    """Yields this rank's part of every rollout `repeat` times, as slots 0 to `repeat - 1`.
 
-    Rank r of w takes the r-th of w equal slices of a rollout's prompts, so the rollouts do not depend on w. An
-    iteration is one epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state
-    taken at any batch resumes with the batch that would have come next; one taken at an epoch's last batch, with the
-    next epoch, because Lightning then starts a new epoch.
+class SlottedLoader(ABC, Generic[Batch]):
+    """Yields this rank's part of every step of an order, in `slots` batches.
+
+    Rank r of w takes the r-th of w equal slices of a step's rows, so the steps do not depend on w. An iteration is one
+    epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state taken at any batch
+    resumes with the batch that would have come next; one taken at an epoch's last batch, with the next epoch, because
+    Lightning then starts a new epoch.
 
     Args:
-        data: The rows.
-        order: Which rows make up which rollout.
-        repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
+        fingerprint: Of the rows.
+        order: Which rows make up which step.
+        slots: Batches of a step on each rank.
         rank: Which part is ours.
         world_size: How many parts there are.
         epoch: The epoch to begin with, where no state is loaded.
         limit: `trainer.limit_train_batches`: a number of batches, or a share of them if a float. It only tells which
             batch is an epoch's last.
-        allow_changed: Load a state also where the data, its order or `repeat` are no longer those of the state.
+        allow_changed: Load a state also where the data, its order or the slots are no longer those of the state.
     """
+
+    size_key = "data.prompts_per_rollout"
+    """Name of the setting that says how many rows a step has."""
 
     def __init__(
         self,
-        data: PromptSet,
+        fingerprint: str,
         order: RolloutOrder,
         *,
-        repeat: int = 1,
+        slots: int = 1,
         rank: int = 0,
         world_size: int = 1,
         epoch: int = 0,
@@ -47,37 +53,56 @@ class RolloutLoader:
     ) -> None:
         if order.prompts_per_rollout % world_size:
             raise ConfigError(
-                f"data.prompts_per_rollout={order.prompts_per_rollout} does not divide over {world_size} ranks: "
+                f"{self.size_key}={order.prompts_per_rollout} does not divide over {world_size} ranks: "
                 f"{_nearest_multiples(order.prompts_per_rollout, world_size)}."
             )
-        self.data = data
         self.order = order
-        self.repeat = repeat
+        self.slots = slots
         self.rank = rank
         self.world_size = world_size
         self.allow_changed = allow_changed
+        self._data = fingerprint
         self._last = int(len(self) * limit) if isinstance(limit, float) else min(limit, len(self))
         self._epoch = epoch
         self._position = 0
         self._continues = False
 
+    @abstractmethod
+    def batches(self, rows: list[int], number: int) -> Sequence[Batch]:
+        """This rank's batches of one step, one for each slot.
+
+        Args:
+            rows: Of the whole step, all ranks together.
+            number: Of the step, over all epochs.
+        """
+
+    @property
+    def share(self) -> int:
+        """Rows of a step on each rank."""
+        return self.order.prompts_per_rollout // self.world_size
+
+    @property
+    def ours(self) -> slice:
+        """Our part of a step's rows."""
+        return slice(self.rank * self.share, (self.rank + 1) * self.share)
+
     def __len__(self) -> int:
         """Batches of an epoch on this rank."""
-        return self.order.rollouts_per_epoch * self.repeat
+        return self.order.rollouts_per_epoch * self.slots
 
-    def __iter__(self) -> Iterator[PromptBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         # All of this runs at the first `next`: Lightning may make an iterator that it never uses.
         if self._continues:
             self._continues = False
         elif self._position:
             self._epoch, self._position = self._epoch + 1, 0
-        rows = self.order.epoch(self._epoch)
-        rollout, first_slot = divmod(self._position, self.repeat)
-        for index in range(rollout, self.order.rollouts_per_epoch):
-            batch = self._batch(rows, index)
-            for slot in range(first_slot, self.repeat):
+        rows, size, steps = self.order.epoch(self._epoch), self.order.prompts_per_rollout, self.order.rollouts_per_epoch
+        step, first_slot = divmod(self._position, self.slots)
+        for index in range(step, steps):
+            whole = rows[index * size : (index + 1) * size]
+            for batch in self.batches(whole, self._epoch * steps + index)[first_slot:]:
                 self._position += 1
-                yield dataclasses.replace(batch, slot=slot)
+                yield batch
             first_slot = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -91,7 +116,7 @@ class RolloutLoader:
         if state["fingerprint"] != self.fingerprint and not self.allow_changed:
             raise DataError(
                 "The data is not the checkpoint's: the rows, their order (data.seed, data.shuffle, weights, "
-                "data.prompts_per_rollout) or the slots of a rollout changed, so the run cannot go on exactly. Restore "
+                f"{self.size_key}) or the micro-batches of a step changed, so the run cannot go on exactly. Restore "
                 "them, or accept it with data.allow_changed=true."
             )
         self._position, self._epoch, self._continues = state["position"], state["epoch"], True
@@ -101,19 +126,28 @@ class RolloutLoader:
     @property
     def fingerprint(self) -> str:
         """Equal where the same position means the same batch: it covers the rows, their order and the slots."""
-        text = f"{self.data.fingerprint} {self.order} {self.repeat}"
+        text = f"{self._data} {self.order} {self.slots}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _batch(self, rows: list[int], index: int) -> PromptBatch:
-        prompts = self.order.prompts_per_rollout
-        whole = rows[index * prompts : (index + 1) * prompts]
-        share = prompts // self.world_size
-        ours = slice(self.rank * share, (self.rank + 1) * share)
-        return self.data.batch(
-            whole[ours],
-            occurrences=count_occurrences(whole)[ours],
-            rollout=self._epoch * self.order.rollouts_per_epoch + index,
-        )
+
+class RolloutLoader(SlottedLoader[PromptBatch]):
+    """Yields this rank's prompts of every rollout `repeat` times, as slots 0 to `repeat - 1`.
+
+    Args:
+        data: The rows.
+        order: Which rows make up which rollout.
+        repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
+        position: Further arguments of `SlottedLoader`.
+    """
+
+    def __init__(self, data: PromptSet, order: RolloutOrder, *, repeat: int = 1, **position: Any) -> None:
+        super().__init__(data.fingerprint, order, slots=repeat, **position)
+        self.data = data
+
+    def batches(self, rows: list[int], number: int) -> list[PromptBatch]:
+        occurrences = count_occurrences(rows)[self.ours]
+        batch = self.data.batch(rows[self.ours], occurrences=occurrences, rollout=number)
+        return [dataclasses.replace(batch, slot=slot) for slot in range(self.slots)]
 
 
 class EvalLoader:

@@ -166,7 +166,7 @@ class _Reader:
         """The row formatted and tokenised, or None where its prompt is empty."""
         options = self.options
         if options.map_row is not None:
-            row = _mapped(options.map_row, row, where)
+            row = mapped_row(options.map_row, row, where)
         self.columns.update(dict.fromkeys(row))
         row = rename_columns(row, where, options.rename)
         prompt, columns = split_prompt(row, where, prompt_key=options.prompt_key)
@@ -195,7 +195,12 @@ class _Reader:
                 raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
 
 
-def _mapped(map_row: RowFunction, row: dict[str, Any], where: str) -> dict[str, Any]:
+def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str) -> dict[str, Any]:
+    """What `data.map_row` makes of a row.
+
+    Raises:
+        DataError: it raised, or returned no dict.
+    """
     name = getattr(map_row, "__name__", repr(map_row))
     try:
         mapped = map_row(row)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lit_rl.data.jsonl import OnBadRow
-from lit_rl.data.prompt_set import Example
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.rollout import Prompt
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ def val_sources(
 
 
 def hold_out(
-    sources: Sequence[Sequence[Example]], fraction: float, seed: int
-) -> tuple[list[list[Example]], list[Example]]:
+    sources: Sequence[Sequence[Row]], fraction: float, seed: int, key: Callable[[Row], str]
+) -> tuple[list[list[Row]], list[Row]]:
     """Set a share of the prompts aside: the training rows of each source, and the validation rows of all.
 
     Rows of equal prompts stay together, so no validation prompt is trained on. Which prompts depends on the prompts,
@@ -103,8 +104,9 @@ def hold_out(
         sources: The rows, by source.
         fraction: Share of the distinct prompts, in [0, 1); above 0 at least one prompt.
         seed: Seed of the draw.
+        key: A text that is equal for rows of equal prompts.
     """
-    keys = [[prompt_key(example.prompt) for example in source] for source in sources]
+    keys = [[key(example) for example in source] for source in sources]
     distinct = list(dict.fromkeys(key for source in keys for key in source))
     count = max(1, round(len(distinct) * fraction)) if fraction > 0 and distinct else 0
     held = set(random.Random(seed).sample(distinct, count))

@@ -4,32 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import split_prompt
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
+from lit_rl.examples import TokenBatch
 from lit_rl.rollout import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class TokenBatch(NamedTuple):
-    """Texts as tokens, padded on the right."""
-
-    input_ids: Tensor
-    """Long ``(b, s)``."""
-    attention_mask: Tensor
-    """Bool ``(b, s)``: True on tokens of the text, False on padding."""
-    loss_mask: Tensor
-    """Bool ``(b, s)``: True on tokens that are learned. Never the first of a row, which nothing predicts."""
 
 
 @dataclass(frozen=True)

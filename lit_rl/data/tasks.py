@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any, Protocol, runtime_checkable
 
@@ -59,3 +60,54 @@ class Addition:
         order = list(range(side * side))
         random.Random(self.seed).shuffle(order)
         return [{"prompt": f"{n // side}+{n % side}=", "answer": str(n // side + n % side)} for n in order]
+
+
+class AdditionText(Addition):
+    """The same sums with their answers written out: `{"prompt": "17+25=", "completion": "42", "answer": "42"}`."""
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{**row, "completion": row["answer"]} for row in super()._rows()]
+
+
+class AdditionPairs(Addition):
+    """The same sums with a right and a wrong answer: `{"prompt": "17+25=", "chosen": "42", "rejected": "32", ...}`.
+
+    The wrong one is 1 or 10 off, as a carry that was lost or made up: a mistake that a learner makes. Which one depends
+    on the seed and the operands alone. `answer` is the right one again, for rewards.
+    """
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for row in super()._rows():
+            right = int(row["answer"])
+            wrong = [value for value in (right - 10, right - 1, right + 1, right + 10) if value >= 0]
+            mistake = random.Random(f"{self.seed} {row['prompt']}").choice(wrong)
+            rows.append({**row, "chosen": row["answer"], "rejected": str(mistake)})
+        return rows
+
+
+class AdditionSteps(Addition):
+    """The same sums worked out digit by digit, from the right, each step labelled right or wrong:
+
+    `{"prompt": "17+25=", "completions": ["7+5=12", "1+2+1=4"], "labels": [True, True], "answer": "42"}`
+
+    A step adds two digits and, where there is one, the carry. In half of the rows one step, any of them, is 1 off; that
+    step is wrong, and so are those after it, whatever they say. Which ones depends on the seed and the operands alone.
+    """
+
+    def _rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for row in super()._rows():
+            draw = random.Random(f"{self.seed} {row['prompt']}")
+            first, second = row["prompt"].rstrip("=").split("+")
+            columns = list(itertools.zip_longest(reversed(first), reversed(second), fillvalue="0"))
+            wrong_at = draw.choice((len(columns), draw.randrange(len(columns))))
+            steps, carry = [], 0
+            for place, (one, other) in enumerate(columns):
+                right = int(one) + int(other) + carry
+                shown = right + (draw.choice((-1, 1)) if right else 1) * (place == wrong_at)
+                steps.append(f"{one}+{other}{f'+{carry}' if carry else ''}={shown}")
+                carry = right // 10
+            labels = [place < wrong_at for place in range(len(columns))]
+            rows.append({**row, "completions": steps, "labels": labels})
+        return rows

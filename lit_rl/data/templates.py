@@ -42,7 +42,7 @@ def encode_prompt(
         ids = _encode_text(tokenizer, prompt)
     else:
         require_chat_template(tokenizer, where)
-        _refuse_control_tokens(control_tokens(tokenizer) if control is None else control, prompt, where)
+        refuse_control_tokens(control_tokens(tokenizer) if control is None else control, prompt, where)
         ids = _encode_messages(tokenizer, prompt, where, chat_template_kwargs or {})
     if not ids:
         raise DataError(f"{where}: the tokenizer makes no token of this prompt: {excerpt(str(prompt))}")
@@ -75,8 +75,11 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     has_bos = isinstance(bos, str) and text.startswith(bos)
     ids = list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
-    written_eos = isinstance(eos, str) and text.endswith(eos)
-    if ids and ids[-1] == tokenizer.eos_token_id and not written_eos:
+    written = 0
+    while isinstance(eos, str) and eos and text.endswith(eos * (written + 1)):
+        written += 1
+    ends = written + 1  # where the tokenizer has added one of its own
+    if len(ids) >= ends and all(token == tokenizer.eos_token_id for token in ids[-ends:]):
         ids.pop()
     return ids
 
@@ -92,8 +95,12 @@ def _encode_messages(
     return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
 
-def _refuse_control_tokens(control: Sequence[str], messages: list[Message], where: str) -> None:
-    """Text that stands for a control token would become that token, and so could close a turn or open another role."""
+def refuse_control_tokens(control: Sequence[str], messages: list[Message], where: str) -> None:
+    """Text that stands for a control token would become that token, and so could close a turn or open another role.
+
+    Raises:
+        DataError: a message holds such a text.
+    """
     for i, message in enumerate(messages):
         for token in control:
             if token in message["content"]:

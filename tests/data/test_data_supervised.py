@@ -30,13 +30,17 @@ def texts(tmp_path_factory) -> str:
     return write(tmp_path_factory.mktemp("ptx") / "texts.jsonl", [{"text": "x" * (i + 1)} for i in range(7)])
 
 
+def parts(batch) -> tuple[Any, Any, Any]:
+    return batch.input_ids, batch.attention_mask, batch.loss_mask
+
+
 def decoded(batch) -> list[str]:
     return [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch.input_ids, batch.attention_mask)]
 
 
 def test_every_token_of_a_text_but_the_first_is_learned(tmp_path):
     source = SupervisedText(write(tmp_path / "a.jsonl", [{"text": "abc"}]), batch_size=1)
-    ids, attended, learned = source.batch(TOKENIZER, 0, seed=0)
+    ids, attended, learned = parts(source.batch(TOKENIZER, 0, seed=0))
     assert ids.tolist() == [[*TOKENIZER("abc").input_ids, END]]
     assert attended.all() and learned.tolist() == [[False, True, True, True]]
 
@@ -44,7 +48,7 @@ def test_every_token_of_a_text_but_the_first_is_learned(tmp_path):
 def test_with_a_bos_the_first_token_of_the_text_is_learned_and_there_is_one_end(tmp_path):
     source = SupervisedText(write(tmp_path / "a.jsonl", [{"text": "abc"}]), batch_size=1)
     wraps = make_tokenizer(wraps=True)
-    ids, _, learned = source.batch(wraps, 0, seed=0)
+    ids, _, learned = parts(source.batch(wraps, 0, seed=0))
     assert ids[0].tolist() == [wraps.bos_token_id, *TOKENIZER("abc").input_ids, END]
     assert learned.tolist() == [[False, True, True, True, True]]
 

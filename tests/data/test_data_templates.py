@@ -31,6 +31,8 @@ def test_an_eos_that_the_author_wrote_stays():
         WRAPS.bos_token_id,
         *WRAPS("hi<|im_end|>")["input_ids"][1:-1],
     ]
+    for written in ("hi<|im_end|>", "hi<|im_end|><|im_end|>"):  # and the tokenizer's own is no second one
+        assert encode_prompt(WRAPS, written) == [WRAPS.bos_token_id, *encode_prompt(TOKENIZER, written)]
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,0 +1,1 @@
+"""Data sets that are learned from as they are: texts, pairs, verdicts and labelled steps."""

@@ -1,0 +1,65 @@
+"""Data modules of the methods that learn from a data set: texts, pairs or verdicts, and labelled steps."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+from lit_rl.data.offline.example_module import ExampleDataModule
+
+
+@final
+class SupervisedDataModule(ExampleDataModule):
+    """Texts to imitate, for `SFT`.
+
+    Args:
+        learn: Which tokens are learned: `completion` (all tokens of a text without a prompt), `assistant` (what the
+            chat template marks as the assistant's), or `all`.
+        packing: `none` is a row a text; `best_fit` puts whole texts together into rows of `max_length`, `wrapped` cuts
+            them wherever a row is full. Texts of a row never see each other.
+        shared: What every `ExampleDataModule` takes.
+    """
+
+    serves = ("texts",)
+
+    def __init__(
+        self,
+        *,
+        learn: Literal["completion", "assistant", "all"] = "completion",
+        packing: Literal["none", "best_fit", "wrapped"] = "none",
+        **shared: Any,
+    ) -> None:
+        super().__init__(learn=learn, packing=packing, **shared)
+
+
+@final
+class PreferenceDataModule(ExampleDataModule):
+    """Pairs of a chosen and a rejected completion, or single completions with a verdict.
+
+    Methods that learn from verdicts take pairs too: each gives two.
+
+    Args:
+        max_dropped: Share of the rows that may be dropped because both sides are equal or one is empty, in [0, 1];
+            beyond it the data is refused.
+        shared: What every `ExampleDataModule` takes.
+    """
+
+    serves = ("pairs", "verdicts")
+
+    def __init__(self, *, max_dropped: float = 0.1, **shared: Any) -> None:
+        super().__init__(max_dropped=max_dropped, **shared)
+
+
+@final
+class StepwiseDataModule(ExampleDataModule):
+    """Solutions in steps, each step labelled right or wrong, for a process reward model.
+
+    Args:
+        separator: Ends every step.
+        last_step_only: Learn the label of the last step only.
+        shared: What every `ExampleDataModule` takes.
+    """
+
+    serves = ("stepwise",)
+
+    def __init__(self, *, separator: str = "\n", last_step_only: bool = False, **shared: Any) -> None:
+        super().__init__(separator=separator, last_step_only=last_step_only, **shared)

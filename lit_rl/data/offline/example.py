@@ -1,0 +1,47 @@
+"""One row of a data set, rendered and tokenised once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from lit_rl.rollout import Prompt
+
+Kind = Literal["texts", "pairs", "verdicts", "stepwise"]
+"""What a method learns from. Paired rows serve those that learn from verdicts: each gives two."""
+
+KINDS = ("texts", "pairs", "verdicts", "stepwise")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A text as tokens."""
+
+    ids: list[int]
+    learned: list[bool]
+    """True on tokens that are learned; never the first. As long as ``ids``."""
+    prompt_tokens: int
+    """Tokens of the prompt that are left of it at the start; 0 for a text without a prompt."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row that passed every filter."""
+
+    texts: tuple[Encoded, ...]
+    """One text; of a pair the chosen one and the rejected one, which begin with the same prompt tokens."""
+    where: str
+    """Place of the row, for messages."""
+    prompt: Prompt | None = None
+    """What validation generates from and rewards see; None for a text without a prompt."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns, for rewards."""
+    margin: float | None = None
+    """Pairs: by how much the chosen one is better, where the data say so."""
+    desirable: bool | None = None
+    """Verdicts: whether the completion was found good."""
+    labels: tuple[float, ...] = ()
+    """Labelled steps: 1 or 0 for each learned token of the text, in their order."""

@@ -1,0 +1,156 @@
+"""Examples of one set, and how they become batches."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.data.offline.example import Encoded, Example, Kind
+from lit_rl.data.prompt_set import Example as PromptExample
+from lit_rl.data.prompt_set import PromptSet
+from lit_rl.data.splits import prompt_key
+from lit_rl.examples import ExampleBatch, PairBatch, StepwiseBatch, TextBatch, TokenBatch, Totals, VerdictBatch
+
+
+@dataclass(frozen=True)
+class ExampleSet:
+    """The rows that are left. A row's index here is its name for the rest of the run."""
+
+    kind: Kind
+    examples: Sequence[Example]
+    pad_id: int
+    packs: Sequence[Sequence[Encoded]] | None = None
+    """Texts: the pieces of each packed row, which are then the rows. None where every example is a row."""
+
+    def __len__(self) -> int:
+        return len(self.examples) if self.packs is None else len(self.packs)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal tokens, masks and labels in the same order."""
+        digest = hashlib.blake2b(f"{self.kind} {self.pad_id}".encode(), digest_size=16)
+        for row in range(len(self)):
+            pieces = [(text.ids, [int(token) for token in text.learned]) for text in self._pieces(row)]
+            label = None if self.packs is not None else _label(self.examples[row])
+            digest.update(json.dumps([pieces, label]).encode())
+        return digest.hexdigest()
+
+    @functools.cached_property
+    def prompts(self) -> PromptSet:
+        """The distinct prompts, with the columns of the first row of each: what validation generates from."""
+        first: dict[str, Example] = {}
+        for example in self.examples:
+            if example.prompt is not None:
+                first.setdefault(prompt_key(example.prompt), example)
+        return PromptSet.of(
+            [
+                PromptExample(example.prompt or "", _prompt_ids(example), example.columns, example.where)
+                for example in first.values()
+            ]
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(
+            sum(map(len, self._pieces(row))) if self.packs else max(map(len, self._pieces(row)))
+            for row in range(len(self))
+        )
+
+    def totals(self, rows: Sequence[int], shares: int = 1) -> Totals:
+        """What an optimizer step of these rows counts."""
+        texts = [self._pieces(row) for row in rows]
+        learned = [texts[i][:1] if self.kind == "pairs" else texts[i] for i in range(len(rows))]
+        return Totals(
+            rows=len(rows),
+            tokens=sum(sum(text.learned) for row in learned for text in row),
+            attended=sum(len(text) for row in texts for text in row),
+            shares=shares,
+            chosen_attended=sum(len(row[0]) for row in texts) if self.kind == "pairs" else 0,
+            desirable=sum(bool(self.examples[row].desirable) for row in rows) if self.kind == "verdicts" else 0,
+        )
+
+    def batch(
+        self, rows: Sequence[int], before: Sequence[int], totals: Totals, *, step: int, slot: int
+    ) -> ExampleBatch:
+        """The given rows as a micro-batch.
+
+        Args:
+            rows: Of this micro-batch.
+            before: The row before each of them in the step, whose completion verdicts are compared with.
+            totals: Of the step.
+            step: Its number.
+            slot: Number of this micro-batch.
+        """
+        common: dict[str, Any] = {"rows": list(rows), "totals": totals, "step": step, "slot": slot}
+        if self.packs is not None:
+            return TextBatch(token_batch([self.packs[row] for row in rows], self.pad_id), **common)
+        examples = [self.examples[row] for row in rows]
+        texts = [[text] for part in zip(*(example.texts for example in examples)) for text in part]
+        tokens = token_batch(texts, self.pad_id)
+        if self.kind == "pairs":
+            margins = [example.margin for example in examples]
+            known = None if any(margin is None for margin in margins) else torch.tensor(margins)
+            return PairBatch(tokens, **common, margins=known)
+        if self.kind == "verdicts":
+            pairs = [(example, self.examples[other]) for example, other in zip(examples, before)]
+            mismatched = token_batch([[_mismatched(*pair)] for pair in pairs], self.pad_id)
+            desirable = torch.tensor([bool(example.desirable) for example in examples])
+            return VerdictBatch(tokens, **common, desirable=desirable, mismatched=mismatched)
+        if self.kind == "stepwise":
+            return StepwiseBatch(tokens, **common, labels=_step_labels(examples, tokens.loss_mask))
+        return TextBatch(tokens, **common)
+
+    def _pieces(self, row: int) -> Sequence[Encoded]:
+        return self.examples[row].texts if self.packs is None else self.packs[row]
+
+
+def token_batch(rows: Sequence[Sequence[Encoded]], pad_id: int) -> TokenBatch:
+    """Rows of pieces, padded on the right; with segments where a row has several pieces."""
+    width = max(2, *(sum(map(len, pieces)) for pieces in rows))
+    input_ids = torch.full((len(rows), width), pad_id)
+    attended, learned = (torch.zeros((len(rows), width), dtype=torch.bool) for _ in range(2))
+    segment = torch.zeros((len(rows), width), dtype=torch.long)
+    for row, pieces in enumerate(rows):
+        start = 0
+        for number, piece in enumerate(pieces):
+            place = slice(start, start + len(piece))
+            input_ids[row, place] = torch.tensor(piece.ids)
+            learned[row, place] = torch.tensor(piece.learned)
+            learned[row, start] = False
+            segment[row, start:] = number
+            start += len(piece)
+        attended[row, :start] = True
+    packed = any(len(pieces) > 1 for pieces in rows)
+    return TokenBatch(input_ids, attended, learned, segment if packed else None)
+
+
+def _mismatched(example: Example, other: Example) -> Encoded:
+    """The prompt of one with the completion of the other."""
+    (mine,), (theirs,) = example.texts, other.texts
+    prompt, completion = mine.ids[: mine.prompt_tokens], theirs.ids[theirs.prompt_tokens :]
+    learned = [False] * len(prompt) + theirs.learned[theirs.prompt_tokens :]
+    return Encoded(prompt + completion, learned, len(prompt))
+
+
+def _step_labels(examples: Sequence[Example], mask: Tensor) -> Tensor:
+    labels = torch.zeros(mask.shape)
+    for row, example in enumerate(examples):
+        labels[row, mask[row]] = torch.tensor(example.labels)
+    return labels
+
+
+def _prompt_ids(example: Example) -> list[int]:
+    text = example.texts[0]
+    return text.ids[: text.prompt_tokens]
+
+
+def _label(example: Example) -> list[Any]:
+    return [example.margin, example.desirable, list(example.labels)]

@@ -1,0 +1,90 @@
+"""Iterables of micro-batches of examples, exact to resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from lit_rl.data.loader import SlottedLoader
+from lit_rl.data.offline.example_set import ExampleSet
+from lit_rl.data.order import RolloutOrder
+from lit_rl.errors import ConfigError
+from lit_rl.examples import ExampleBatch
+
+
+class ExampleLoader(SlottedLoader[ExampleBatch]):
+    """Yields this rank's micro-batches of every optimizer step, as slots 0 to `accumulate - 1`.
+
+    Every micro-batch knows what its whole step counts, so a loss has the step's denominator without asking other ranks.
+
+    Args:
+        data: The rows.
+        order: Which rows make up which optimizer step.
+        accumulate: Micro-batches of a step on each rank.
+        position: Further arguments of `SlottedLoader`.
+    """
+
+    size_key = "data.batch_size"
+
+    def __init__(self, data: ExampleSet, order: RolloutOrder, *, accumulate: int = 1, **position: Any) -> None:
+        super().__init__(data.fingerprint, order, slots=accumulate, **position)
+        self.data = data
+
+    def batches(self, rows: list[int], number: int) -> list[ExampleBatch]:
+        totals = self.data.totals(rows, self.slots * self.world_size)
+        before = [rows[-1], *rows[:-1]]
+        ours, theirs, size = rows[self.ours], before[self.ours], self.share // self.slots
+        micro = [
+            self.data.batch(
+                ours[slot * size : (slot + 1) * size],
+                theirs[slot * size : (slot + 1) * size],
+                totals,
+                step=number,
+                slot=slot,
+            )
+            for slot in range(self.slots)
+        ]
+        whole = tuple(micro) if self.slots > 1 else ()
+        return [dataclasses.replace(micro[0], whole=whole), *micro[1:]]
+
+
+class ExampleEvalLoader:
+    """Yields the first `limit` rows in their order, once; every rank yields as many batches, none of them empty.
+
+    All of them together count as one step, so that a loss does not depend on how they are cut.
+
+    Args:
+        data: The rows.
+        batch_size: Rows of a batch on each rank; batches are evened out, so some are smaller, and where rows do not
+            divide over the ranks one may be larger.
+        limit: How many rows to take; None takes all.
+        rank: Which part is ours.
+        world_size: How many parts there are.
+
+    Raises:
+        ConfigError: fewer rows than ranks.
+    """
+
+    def __init__(
+        self, data: ExampleSet, *, batch_size: int, limit: int | None = None, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self.data = data
+        count = len(data) if limit is None else min(limit, len(data))
+        if count < world_size:
+            raise ConfigError(
+                f"A validation set has {count} rows for {world_size} ranks: every rank needs one at least."
+            )
+        batches = max(1, min(-(-count // (world_size * batch_size)), count // world_size))
+        parts = batches * world_size
+        bounds = [count * i // parts for i in range(parts + 1)]
+        self._parts = [list(range(bounds[i], bounds[i + 1])) for i in range(rank, parts, world_size)]
+        self._totals = data.totals(range(count), parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[ExampleBatch]:
+        for number, rows in enumerate(self._parts):
+            before = [rows[-1], *rows[:-1]]
+            yield self.data.batch(rows, before, self._totals, step=number, slot=0)

@@ -1,0 +1,74 @@
+"""Whole conversations through the chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.rollout import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any], **how: Any
+) -> Any:
+    """The text of messages, or what `how` asks of `apply_chat_template` instead.
+
+    Raises:
+        DataError: the template refuses the messages. The message opens with `where`.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **{**kwargs, "tokenize": False, **how})
+    except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
+        raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
+
+
+def marked_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
+) -> list[bool]:
+    """Which tokens of the rendered messages stand between the template's generation markers.
+
+    Raises:
+        ConfigError: the template has none (transformers would mark no token, with a warning), or the tokenizer has no
+            offsets.
+    """
+    template = tokenizer.chat_template
+    if not GENERATION.search(" ".join(template.values()) if isinstance(template, dict) else str(template)):
+        raise ConfigError(
+            "data.learn=assistant needs a chat template that marks what the assistant says with {% generation %} and "
+            "{% endgeneration %}, and this one has no such markers: give one with model.chat_template=FILE, or set "
+            "data.learn=completion."
+        )
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"data.learn=assistant needs a tokenizer with offsets, which {type(tokenizer).__name__} lacks: set "
+            "data.learn=completion."
+        )
+    marked = render(
+        tokenizer, messages, where, kwargs, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return [bool(flag) for flag in marked["assistant_masks"]]
+
+
+def check_prefix(begin: str, whole: str, where: str) -> None:
+    """
+    Raises:
+        DataError: the rendered conversation does not begin with the rendered prompt. The message shows where they part.
+    """
+    if whole.startswith(begin):
+        return
+    place = next((i for i, (mine, theirs) in enumerate(zip(begin, whole)) if mine != theirs), len(whole))
+    alone, followed = (excerpt(text[max(0, place - 20) : place + 40]) for text in (begin, whole))
+    raise DataError(
+        f"{where}: the chat template renders the prompt differently when a completion follows: alone ...{alone!r}, "
+        f"followed ...{followed!r}. So the completion has no place where it begins; templates that add or drop "
+        "thinking blocks do this. Give a template that only appends with model.chat_template=FILE, try "
+        "data.chat_template_kwargs (such as enable_thinking), or make the rows plain strings."
+    )

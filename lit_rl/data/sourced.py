@@ -1,0 +1,113 @@
+"""What every data module shares: where rows come from, and what it may ask of the Trainer and of the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+
+from lit_rl.data.jsonl import OnBadRow
+from lit_rl.data.order import RolloutOrder
+from lit_rl.data.sources import Rows
+from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
+from lit_rl.errors import ConfigError, DataError, in_range
+
+
+class SourcedDataModule(L.LightningDataModule):
+    """Rows of exactly one of `path`, `rows`, `task` and `sources`, and of validation sets by name.
+
+    Args:
+        source: The arguments of the same name of the data modules, by name: `path`, `split`, `name`, `rows`, `task`,
+            `sources`, `on_bad_row`, `val_path`, `val_split`, `val_fraction`, `val_batch_size`, `shuffle`, `seed`,
+            `allow_changed`.
+    """
+
+    def __init__(self, **source: Any) -> None:
+        super().__init__()
+        path, split, name = source["path"], source["split"], source["name"]
+        sources, val_fraction = source["sources"], source["val_fraction"]
+        exactly_one(path=path, rows=source["rows"], task=source["task"], sources=sources)
+        if path is None and (split is not None or name is not None):
+            raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
+        in_range("data.val_batch_size", source["val_batch_size"], low=1)
+        in_range("data.seed", source["seed"], low=0)
+        if not 0 <= val_fraction < 1:
+            raise ConfigError(f"data.val_fraction={val_fraction} is out of range: allowed is [0, 1).")
+        one = Source(path, split, name) if path is not None else None
+        self.sources = parse_sources(sources) if sources is not None else [one] if one else []
+        self.weights = tuple(s.weight for s in self.sources) if sources is not None else None
+        self.val_sources = val_sources(one, source["val_path"], source["val_split"])
+        self.rows: list[dict[str, Any]] | None = source["rows"]
+        self.task = source["task"]
+        self.on_bad_row: OnBadRow = source["on_bad_row"]
+        self.val_fraction: float = val_fraction
+        self.val_batch_size: int = source["val_batch_size"]
+        self.shuffle: bool = source["shuffle"]
+        self.seed: int = source["seed"]
+        self.allow_changed: bool = source["allow_changed"]
+
+    def train_rows(self) -> list[Rows]:
+        """The rows of each source."""
+        if self.rows is not None:
+            return [named_rows("data.rows", self.rows)]
+        if self.task is not None:
+            return [named_rows("data.task.train()", self.task.train())]
+        return [source.load(self.on_bad_row) for source in self.sources]
+
+    def val_rows(self) -> dict[str, Rows]:
+        """The rows of each validation set, by its name; a single unnamed one has an empty name."""
+        if self.val_sources or self.task is None:
+            return {name: source.load(self.on_bad_row) for name, source in self.val_sources.items()}
+        rows = self.task.val()
+        return {"": named_rows("data.task.val()", rows)} if rows else {}
+
+    def held_out(self, val: dict[str, Rows]) -> float:
+        """Share of the training rows to hold out: none where there is validation data."""
+        return 0.0 if self.task is not None or val else self.val_fraction
+
+    def order_of(self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, kept: str) -> RolloutOrder:
+        """The order of rows in every epoch, `size` of them a step.
+
+        Args:
+            sizes: Rows of each source that are left.
+            size: Rows of one step.
+            shuffle: A new order in every epoch.
+            key: Name of the setting that `size` is.
+            kept: What every filter took, for the message.
+
+        Raises:
+            DataError: the rows do not fill one step, or a source has none left.
+        """
+        if sum(sizes) < size:
+            raise DataError(
+                f"{key}={size}, and {sum(sizes)} rows are left for training: {kept}. Add rows, loosen a filter or "
+                f"lower {key}."
+            )
+        if 0 in sizes:
+            raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")
+        return RolloutOrder(sizes, size, self.seed, shuffle, self.weights)
+
+    def shuffles(self) -> bool:
+        """Whether the training order is shuffled: `overfit_batches` means the same few batches again and again."""
+        return self.shuffle and not getattr(self.trainer_of_run(), "overfit_batches", 0)
+
+    def trainer_of_run(self) -> L.Trainer:
+        if self.trainer is None:
+            raise ConfigError("The data module has no Trainer: pass it to one with `datamodule=`, or look with `peek`.")
+        return self.trainer
+
+    def module_attribute(self, name: str) -> Any:
+        """What the LightningModule of the run says of itself."""
+        module = self.trainer_of_run().lightning_module
+        if not hasattr(module, name):
+            ours = type(self).__name__
+            raise ConfigError(
+                f"{ours} feeds lit_rl's modules that learn from it; {type(module).__name__} has no {name!r}."
+            )
+        return getattr(module, name)
+
+    def rank(self) -> tuple[int, int]:
+        """This rank among those that have data of their own, and their number."""
+        # Under tensor parallelism several ranks share their data, which only the strategy knows.
+        shard = self.trainer_of_run().distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        return shard["rank"], shard["num_replicas"]

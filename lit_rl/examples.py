@@ -1,0 +1,149 @@
+"""The nouns of methods that learn from a data set: what a micro-batch of an optimizer step looks like.
+
+Letters of shapes: ``b`` rows, ``s`` tokens of a row, padded on the right. Pairs stand as ``2 b`` rows: all chosen ones,
+then all rejected ones, in the same order. Dataclasses are not declared frozen because Lightning's precision plugins
+rebuild every batch field by field; treat them as frozen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class TokenBatch:
+    """Texts as tokens, padded on the right."""
+
+    input_ids: Tensor
+    """Long ``(b, s)``."""
+    attention_mask: Tensor
+    """Bool ``(b, s)``: True on tokens of the text, False on padding."""
+    loss_mask: Tensor
+    """Bool ``(b, s)``: True on tokens that are learned. Never the first of a row (or of a packed text), which nothing
+    predicts."""
+    segment: Tensor | None = None
+    """Long ``(b, s)``: which text of a packed row a token belongs to, from 0. None where every row is one text."""
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def position_ids(self) -> Tensor:
+        """Long ``(b, s)``: place of each token in its own text, from 0."""
+        attended = self.attention_mask.long()
+        running = attended.cumsum(1) - 1
+        if self.segment is None:
+            return running.clamp(min=0)
+        starts = torch.ones_like(self.segment, dtype=torch.bool)
+        starts[:, 1:] = self.segment[:, 1:] != self.segment[:, :-1]
+        first = torch.where(starts, running, torch.zeros_like(running)).cummax(1).values
+        return (running - first).clamp(min=0)
+
+    @property
+    def learned(self) -> Tensor:
+        """Bool ``(b, s - 1)``: the loss mask of the positions that predict, one to the left of what they predict."""
+        return self.loss_mask[:, 1:]
+
+    def take(self, rows: slice) -> TokenBatch:
+        """Some of the rows."""
+        segment = None if self.segment is None else self.segment[rows]
+        return TokenBatch(self.input_ids[rows], self.attention_mask[rows], self.loss_mask[rows], segment)
+
+    def to(self, device: Any) -> Self:
+        """The same batch with its tensors on the device."""
+        return _to(self, device)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a whole optimizer step counts, over all its micro-batches on all ranks. Known before it begins."""
+
+    rows: int
+    """Rows of the step: texts, packed rows, pairs or verdicts."""
+    tokens: int
+    """Tokens that are learned: ``loss_mask``. Of pairs: those of the chosen texts."""
+    attended: int
+    """Tokens that are not padding, all texts together."""
+    shares: int = 1
+    """Micro-batches of the step, over all ranks."""
+    chosen_attended: int = 0
+    """Of pairs: tokens of the chosen texts, prompts included. 0 of others."""
+    desirable: int = 0
+    """Of verdicts: rows that were found desirable. 0 of others."""
+
+
+@dataclass
+class ExampleBatch:
+    """A micro-batch: what all kinds share."""
+
+    tokens: TokenBatch
+    """What the policy reads: ``b`` rows, for pairs ``2 b``."""
+    rows: list[int]
+    """Index of each of the ``b`` rows in its data set."""
+    totals: Totals
+    step: int = 0
+    """Number of the optimizer step since the start of the run, over all epochs."""
+    slot: int = 0
+    """Which micro-batch of its step this is, on this rank."""
+    whole: tuple[ExampleBatch, ...] = ()
+    """All micro-batches of this rank's step, in their order, where this is the first of several; empty elsewhere."""
+    ref_logprobs: Tensor | None = None
+    """Float32 ``(b, s - 1)`` (``2 b`` for pairs): precomputed log-probs of the reference. None where there are none."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to(self, device: Any) -> Self:
+        """The same batch with its tensors on the device; `whole` stays where it is until it is needed."""
+        return _to(self, device)
+
+
+@dataclass
+class TextBatch(ExampleBatch):
+    """Texts to imitate."""
+
+
+@dataclass
+class PairBatch(ExampleBatch):
+    """Chosen and rejected completions of one prompt: rows ``i`` and ``b + i`` of `tokens`. Both are learned from."""
+
+    margins: Tensor | None = None
+    """Float32 ``(b,)``: by how much the chosen one is better, where the data say so."""
+
+
+@dataclass
+class VerdictBatch(ExampleBatch):
+    """Single completions that were found desirable or not."""
+
+    desirable: Tensor | None = None
+    """Bool ``(b,)``. Always set; None only because a dataclass wants a default here."""
+    mismatched: TokenBatch | None = None
+    """``b`` rows: each prompt with the completion of the row before it in the step (the first with the last one's)."""
+
+
+@dataclass
+class StepwiseBatch(ExampleBatch):
+    """Solutions whose steps are labelled: ``loss_mask`` is True on the last token of each step that has a label."""
+
+    labels: Tensor | None = None
+    """Float32 ``(b, s)``: 1 where the step that ends here is right, 0 where it is wrong or no step ends. Always set."""
+
+
+def _to(item: Any, device: Any) -> Any:
+    """Tensors, and dataclasses and mappings of them, one level at a time; anything else stays."""
+    changes = {}
+    for field in dataclasses.fields(item):
+        value = getattr(item, field.name)
+        if isinstance(value, Tensor):
+            changes[field.name] = value.to(device, non_blocking=True)
+        elif isinstance(value, TokenBatch):
+            changes[field.name] = value.to(device)
+        elif isinstance(value, Mapping):
+            changes[field.name] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in value.items()}
+    return dataclasses.replace(item, **changes)
