@@ -11,12 +11,16 @@ from lit_rl.errors import ConfigError
 _FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title")
 
 
-def model_card(facts: Mapping[str, Any]) -> str:
+def model_card(
+    facts: Mapping[str, Any], *, loaded_by: str = "AutoModelForCausalLM", pipeline: str = "text-generation"
+) -> str:
     """A model card: YAML header, how to load, results, versions.
 
     Args:
         facts: ``base_model`` (hub id or short name) and ``algorithm`` are needed. ``results`` and ``versions`` map
             names to values, ``dataset`` and ``title`` are text.
+        loaded_by: The class of transformers that loads the model.
+        pipeline: The hub's word for what the model does.
 
     Raises:
         ConfigError: a needed fact is missing, or a fact is unknown.
@@ -29,7 +33,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
         "---",
         f"base_model: {json.dumps(base)}",  # JSON strings are YAML strings, so nothing in a name can break the header
         "library_name: transformers",
-        "pipeline_tag: text-generation",
+        f"pipeline_tag: {pipeline}",
         f"tags: {json.dumps(['lit_rl', 'reinforcement-learning', algorithm])}",
         "---",
     ]
@@ -37,7 +41,7 @@ def model_card(facts: Mapping[str, Any]) -> str:
     body = [
         f"# {_cell(facts.get('title', f'{base} trained with {algorithm}'))}",
         f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
-        _HOW_TO_LOAD,
+        _HOW_TO_LOAD.replace("AutoModelForCausalLM", loaded_by),
         *_table("Results", "metric", facts.get("results", {})),
         *_table("Versions", "package", facts.get("versions", {})),
     ]

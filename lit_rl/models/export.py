@@ -67,7 +67,7 @@ def export_policy(
             or what was written does not reload as it was.
     """
     target = Path(folder).expanduser().resolve()
-    _check_target(target, description)
+    check_target(target, description)
     rebuilt = _rebuild(description, policy, policy_state)
     staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
     try:
@@ -76,7 +76,7 @@ def export_policy(
         (staged / "README.md").write_text(card, encoding="utf-8")
         state = model.state_dict()
         difference = verify(staged, state, description.tokenizer, trust_remote_code=description.trust_remote_code)
-        _publish(staged, target)
+        publish(staged, target)
     except OSError as error:
         raise StorageError(f"The export to {target} failed: {error}") from error
     finally:
@@ -91,7 +91,7 @@ def export_policy(
     )
 
 
-def _check_target(target: Path, description: LanguageModel) -> None:
+def check_target(target: Path, description: LanguageModel) -> None:
     if description.is_local and target == Path(description.path).resolve():
         raise StorageError(f"The export would overwrite the model that training started from, {target}.")
     if not target.exists():
@@ -120,7 +120,7 @@ def _rebuild(description: LanguageModel, policy: nn.Module, state: Mapping[str, 
     if description.quantization is not None:
         trained = {name for name, parameter in rebuilt.named_parameters() if parameter.requires_grad}
         state = {name: tensor for name, tensor in state.items() if name in trained}
-    _fill(rebuilt, plain, state)
+    fill(rebuilt, plain, state)
     return rebuilt
 
 
@@ -138,14 +138,14 @@ def _full_precision_base(description: LanguageModel) -> PreTrainedModel:
     return load_base(unquantized)
 
 
-def _fill(model: nn.Module, plain: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+def fill(model: nn.Module, plain: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
     """Put ``state`` into ``model``, whose base is ``plain``; refuse a state that leaves a parameter without a value."""
     tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
     try:
         unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     except RuntimeError as error:
         raise StorageError(f"The policy's weights do not fit its own config: {error}") from error
-    plain.tie_weights()
+    _tie(plain)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     for problem, names in (("lacks", missing), ("also holds", unexpected)):
         if names:
@@ -153,6 +153,19 @@ def _fill(model: nn.Module, plain: PreTrainedModel, state: Mapping[str, Tensor])
                 f"The state to export {problem} {len(names)} weights of the policy: {', '.join(sorted(names)[:5])}. "
                 "Was it gathered from every rank, under the policy's own names?"
             )
+
+
+def _tie(plain: Any) -> None:
+    """Make tied weights one tensor again. Where PEFT trains single rows of the embedding, it has moved both weights to
+    names under which transformers does not find them.
+    """
+    from peft.utils.other import TrainableTokensWrapper
+
+    embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
+    if not isinstance(embedding, TrainableTokensWrapper):
+        plain.tie_weights()
+    elif plain.config.get_text_config().tie_word_embeddings:
+        head.token_adapter.get_base_layer().weight = embedding.token_adapter.get_base_layer().weight
 
 
 def _configs(base: Any, description: LanguageModel) -> tuple[PreTrainedConfig, GenerationConfig]:
@@ -198,7 +211,7 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
     return model
 
 
-def _publish(staged: Path, target: Path) -> None:
+def publish(staged: Path, target: Path) -> None:
     """Make the staged folder durable, and put it in place of an earlier export."""
     for item in [*staged.rglob("*"), staged]:
         descriptor = os.open(item, os.O_RDONLY)

@@ -53,11 +53,11 @@ def score(
     """
     extra = {"output_router_logits": True} if router_aux else {}
     if router_aux and "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
-        raise _no_router(model)
+        raise no_router(model)
     output = _forward(model, completions, **extra)
     aux_loss = output.aux_loss if router_aux else None
     if router_aux and not isinstance(aux_loss, Tensor):
-        raise _no_router(model)
+        raise no_router(model)
     scored = logprobs_and_entropy_with_gradient if entropy_gradient else logprobs_and_entropy
     logprobs, entropy = scored(
         _of_response(output.logits, completions),
@@ -102,7 +102,8 @@ def _of_response(logits: Tensor, completions: Completions) -> Tensor:
     return logits[:, -(completions.response_ids.shape[1] + 1) : -1]
 
 
-def _no_router(model: nn.Module) -> ConfigError:
+def no_router(model: nn.Module) -> ConfigError:
+    """The refusal of a model whose experts report no load."""
     return ConfigError(
         f"algo.router_aux_loss_coef balances the load of the experts of a mixture, and {type(base_of(model)).__name__} "
         "has no router that reports one. Set it to 0, or take a mixture-of-experts model."

@@ -52,7 +52,8 @@ class LanguageModel:
         lm_head_fp32: Compute the logits in float32, whatever the type of the weights and of autocast.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
         init_kwargs: Further arguments of `from_pretrained`, config overrides included.
-        chat_template: A Jinja chat template, inline or as a file, in place of the tokenizer's.
+        chat_template: A Jinja chat template, inline or as a file, in place of the tokenizer's; or a model (a folder or
+            a hub id) whose template, EOS token and added tokens are taken: the embeddings get rows for them.
         eos_token: The token that ends a response, in place of the tokenizer's.
         pad_token: The token to pad with, in place of the tokenizer's.
 
@@ -93,6 +94,7 @@ class LanguageModel:
         self.chat_template = chat_template
         self.eos_token = eos_token
         self.pad_token = pad_token
+        self._new_tokens: tuple[int, ...] = ()
         self.path = str(hub.TINY) if name == "tiny" else hub.resolve("model.name", name)
         self._check()
 
@@ -179,8 +181,9 @@ class LanguageModel:
             ConfigError: it has no EOS token, so that no response could end, or ids that the embedding lacks.
         """
         tokenizer = tokenizers.load_tokenizer(self.name, self.path, **self._hub)
+        self._check_vocabulary(tokenizer)
         if self.chat_template is not None:
-            tokenizers.set_chat_template(tokenizer, self.chat_template)
+            self._new_tokens = tuple(tokenizers.set_chat_template(tokenizer, self.chat_template))
         if self.eos_token is not None:
             tokenizers.set_token(tokenizer, "eos", self.eos_token)
         if tokenizer.eos_token_id is None:
@@ -191,8 +194,12 @@ class LanguageModel:
         if self.pad_token is not None:
             tokenizers.set_token(tokenizer, "pad", self.pad_token)
         tokenizers.choose_pad(tokenizer, self._eos_ids(tokenizer))
-        self._check_vocabulary(tokenizer)
         return tokenizer
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that ``chat_template`` brought into the vocabulary. Their embeddings are the mean one."""
+        return self._new_tokens if self.tokenizer else ()
 
     def _eos_ids(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
         text = self.config.get_text_config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,7 @@ def load(model: LanguageModel) -> PreTrainedModel | PeftModel:
         use_float32_head(base)
     policy: PreTrainedModel | PeftModel = base
     if model.lora is not None:
-        policy = model.lora.apply(base)
+        policy = model.lora.apply(base, new_tokens=model.new_tokens)
     elif model.adapter is not None:
         policy = continue_adapter(base, model.adapter)
     if model.gradient_checkpointing:
@@ -79,7 +80,24 @@ def load_base(model: LanguageModel) -> PreTrainedModel:
             f"model.name={model.name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
             "transformers filled with random numbers. Fetch the model again, or check that config.json belongs to it."
         )
+    if model.chat_template is not None:
+        add_embeddings(base, model.new_tokens)
     return base
+
+
+@torch.no_grad()
+def add_embeddings(base: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Give new tokens the mean of the rows below them, in the embedding and in the head: no draw, so a resumed run has
+    the same. Rows are added only where the model has none to spare.
+    """
+    if not tokens:
+        return
+    if max(tokens) >= base.config.get_text_config().vocab_size:
+        base.resize_token_embeddings(max(tokens) + 1, mean_resizing=False)
+    head: Any = base.get_output_embeddings()
+    tables: list[Any] = [base.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]
+    for table in {id(table): table for table in tables if table is not None}.values():  # tied ones are one
+        table[list(tokens)] = table[: min(tokens)].float().mean(0).to(table.dtype)
 
 
 def check_causal(name: str, config: PreTrainedConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,17 +42,31 @@ class Lora:
         if not self.targets or (not isinstance(self.targets, str) and "" in self.targets):
             raise ConfigError(f'model.lora.targets={self.targets!r} names no layer. Use "all-linear", or layer names.')
 
-    def apply(self, model: PreTrainedModel) -> PeftModel:
+    def apply(
+        self,
+        model: PreTrainedModel,
+        task_type: str = "CAUSAL_LM",
+        *,
+        head: Sequence[str] = (),
+        new_tokens: Sequence[int] = (),
+    ) -> PeftModel:
         """The model with fresh adapters, whose output equals the model's until the first update.
 
+        Args:
+            model: A language model or a classifier.
+            task_type: PEFT's word for what the model does.
+            head: Names of a classifier's head, which PEFT trains in full and which gets no adapter.
+            new_tokens: Tokens whose embeddings mean nothing yet: their rows are trained too, and no others.
+
         Raises:
-            ConfigError: a name in ``targets`` or ``modules_to_save`` matches no module, or names a tied weight.
+            ConfigError: a name in ``targets`` or ``modules_to_save`` matches no module, or names a tied weight; or the
+                head is of a kind of which single rows cannot be trained.
         """
         from peft import LoraConfig, PeftModel, get_peft_model
 
         self._check_names(model)
         config = LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type=task_type,
             r=self.r,
             lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and only ever divides it
             lora_dropout=self.dropout,
@@ -59,6 +74,8 @@ class Lora:
             use_rslora=self.rslora,
             use_dora=self.dora,
             modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
+            trainable_token_indices=self._rows(model, new_tokens),
+            exclude_modules=list(head) or None,  # "all-linear" would take the head of a token classifier too
         )
         try:
             adapted = get_peft_model(model, config)
@@ -66,6 +83,24 @@ class Lora:
             raise ConfigError(f"model.lora.targets={self.targets!r}: {error}{_modules(model)}") from error
         assert isinstance(adapted, PeftModel)
         return adapted
+
+    def _rows(self, model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
+        """The rows to train, by module. Those of a module that is trained in full are among them anyway."""
+        from torch import nn
+
+        if not tokens:
+            return None
+        head = model.get_output_embeddings()
+        if type(head) is not nn.Linear or head.bias is not None:
+            raise ConfigError(
+                f"model.chat_template brings new tokens, and model.lora trains their rows of the head, which must be "
+                f"a plain linear layer without bias; this one is {type(head).__name__}, bias={head.bias is not None}. "  # pyright: ignore
+                "Set model.lm_head_fp32=false, or name a template without new tokens."
+            )
+        tables = (model.get_input_embeddings(), head)
+        names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
+        saved = self.modules_to_save or []
+        return {name: list(tokens) for name in names if name.rpartition(".")[2] not in saved} or None
 
     def _check_names(self, model: PreTrainedModel) -> None:
         names = {name for name, _ in model.named_modules()}

@@ -204,6 +204,18 @@ class Auto(Held, Fixed):
             yield scorer
 
 
+class ReferenceFree(Fixed):
+    """No reference: its log-probs count as 0, so that log ratios are the policy's log-probs."""
+
+    def module(self, policy: nn.Module) -> None:
+        return None
+
+    def scoring(self, policy: nn.Module, module: Scorer | None) -> AbstractContextManager[Scorer]:
+        raise ConfigError(
+            "reference=free computes no log-probs, and this algorithm needs them: take another reference, such as auto."
+        )
+
+
 def shared_copy(policy: nn.Module) -> nn.Module:
     """A copy that shares the parameters without gradient: with an adapter, it costs no more than the adapter."""
     # Parameters in the memo are taken as they are.

@@ -38,17 +38,24 @@ def verify(
         StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, or the
             tokenizer encodes, decodes or renders otherwise.
     """
-    from transformers import AutoModelForCausalLM
+    difference = compare_folder(folder, state, "AutoModelForCausalLM", trust_remote_code=trust_remote_code)
+    verify_tokenizer(folder, tokenizer, trust_remote_code=trust_remote_code)
+    return difference
+
+
+def compare_folder(
+    folder: str | Path, state: Mapping[str, Tensor], loaded_by: str, *, trust_remote_code: bool = False
+) -> float:
+    """The weights alone, loaded by this class of transformers."""
+    import transformers
 
     with reading("export", str(folder), str(folder)):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = getattr(transformers, loaded_by).from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     model, info = loaded
     _same_keys(folder, "weights", set(state), set(model.state_dict()) - set(info["missing_keys"]))
-    difference = _compare(folder, state, model.state_dict())
-    verify_tokenizer(folder, tokenizer, trust_remote_code=trust_remote_code)
-    return difference
+    return _compare(folder, state, model.state_dict())
 
 
 def verify_adapter(folder: str | Path, policy: PeftModel) -> float:

@@ -6,11 +6,8 @@ import hashlib
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lit_rl.data.tasks import Addition
@@ -70,9 +67,20 @@ def test_the_script_is_deterministic(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_script_makes_the_shipped_policy(root, tiny_dir, tmp_path):
-    """Bit for bit on the kind of processor that made it; elsewhere the last bits of sums differ, and it may not be."""
+def test_the_script_makes_a_policy_as_good_as_the_shipped_one(script, root, tmp_path):
+    """Another one: the shipped weights are older than `algo=sft`, and margins of many tests are measured on them."""
     subprocess.run([sys.executable, root / "scripts" / "make_tiny_policy.py", tmp_path / "out"], check=True)
-    ours, shipped = (load_file(Path(folder) / "model.safetensors") for folder in (tmp_path / "out", tiny_dir))
-    assert ours.keys() == shipped.keys()
-    assert all(torch.equal(ours[name], shipped[name]) for name in ours)
+    ours, held_out = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), Addition().val()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert 1 / 3 <= script.accuracy(ours, held_out, tokenizer, temperature=1.0) <= 1 / 2
+    assert 0.45 <= script.accuracy(ours, held_out, tokenizer, temperature=0.0) <= 0.75
+
+
+def test_the_shipped_policy_is_what_the_script_describes(script, tiny_dir):
+    tokenizer = script.make_tokenizer()
+    made, shipped = script.make_model(tokenizer), AutoModelForCausalLM.from_pretrained(tiny_dir)
+    assert {name: p.shape for name, p in made.named_parameters()} == {
+        name: p.shape for name, p in shipped.named_parameters()
+    }
+    reloaded = AutoTokenizer.from_pretrained(tiny_dir)
+    assert reloaded.get_vocab() == tokenizer.get_vocab() and reloaded.chat_template == tokenizer.chat_template
