@@ -16,8 +16,8 @@ from torch import Tensor
 from lit_rl.errors import RewardError, in_range
 from lit_rl.rewards.calling import TrainerState
 from lit_rl.rewards.calls import Caller
+from lit_rl.rewards.classifiers import Classifier
 from lit_rl.rewards.contract import Span
-from lit_rl.rewards.models import RewardModel
 from lit_rl.rewards.named import functions_by_name, weights_by_name
 from lit_rl.rewards.results import Result, Settings
 from lit_rl.rewards.text import Completion
@@ -130,7 +130,7 @@ class Rewards:
             ConfigError, StorageError, BackendError: see `RewardModel.load`.
         """
         for function in self.functions.values():
-            if isinstance(function, RewardModel):
+            if isinstance(function, Classifier):
                 function.load()
 
     def score(
@@ -164,7 +164,8 @@ class Rewards:
             _show(result.output)
             self._watches[name].see(result.values, completions)
         weights = self._weights(inputs, len(completions))
-        values = torch.tensor([result.values for result in results.values()], dtype=torch.float32).T.contiguous()
+        by_function = torch.tensor([result.values for result in results.values()], dtype=torch.float32)
+        values = by_function.reshape(len(results), len(completions)).T.contiguous()
         return Scores(
             names=self.names,
             values=values,

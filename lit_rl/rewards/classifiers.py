@@ -1,0 +1,198 @@
+"""Classifiers of texts that reward models are: loaded once, asked in batches, rows padded on the right and masked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
+
+
+class Classifier:
+    """What reward models share: where the model is, how long its rows are, and that it is loaded once.
+
+    Args:
+        name: A folder or a hub id.
+        revision: Branch, tag or commit of the hub repository.
+        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
+        device: Where the model runs. None: the rank's own GPU, else the CPU.
+        batch_size: Rows of one forward pass.
+        max_length: Longest row in tokens. None: what the model's config allows.
+        overlong: What to do with a longer row; one of `allowed_overlong`.
+        chat_template: A Jinja chat template in place of the tokenizer's.
+
+    Raises:
+        ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
+    """
+
+    auto: ClassVar[str]
+    """The class of transformers that loads the model."""
+    labels: ClassVar[int]
+    """How many numbers it must give."""
+    allowed_overlong: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        revision: str | None,
+        dtype: str,
+        device: str | None,
+        batch_size: int,
+        max_length: int | None,
+        overlong: str,
+        chat_template: str | None,
+    ) -> None:
+        from lit_rl.models import hub
+
+        for key, value, allowed in (("dtype", dtype, _DTYPES), ("overlong", overlong, self.allowed_overlong)):
+            if value not in allowed:
+                raise ConfigError(
+                    f"{key}={value!r} is unknown: allowed is {', '.join(allowed)}.{did_you_mean(str(value), allowed)}"
+                )
+        in_range("batch_size", batch_size, low=1)
+        if max_length is not None:
+            in_range("max_length", max_length, low=1)
+        self.name = name
+        self.path = hub.resolve("name", name)
+        self.revision = revision
+        self.dtype = dtype
+        self.device = device
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.overlong = overlong
+        self.chat_template = chat_template
+        self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_loaded": None}  # a copy in another process loads its own
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """The model on its device and its tokenizer; loaded at the first call.
+
+        Raises:
+            ConfigError: the model does not give as many numbers as it must, or there is no chat template for messages.
+            StorageError: weights are missing (a head that was never trained, for one), damaged or pickled.
+            BackendError: the model cannot be reached.
+        """
+        if self._loaded is None:
+            self._loaded = _load(self)
+        return self._loaded
+
+    def longest(self, rows: Sequence[Sequence[int]]) -> int:
+        """Tokens of the longest row that is read.
+
+        Raises:
+            RewardError: a row is longer and `overlong` is `error`, or has no token.
+        """
+        limit = self.max_length or _longest(self.load()[0]) or max(map(len, rows), default=0)
+        self._check_lengths(rows, limit)
+        return limit
+
+    def batches(self, rows: Sequence[Sequence[int]], order: Iterable[int]) -> Iterator[Sequence[int]]:
+        """These rows in batches, by length."""
+        by_length = sorted(order, key=lambda i: len(rows[i]))
+        for start in range(0, len(by_length), self.batch_size):
+            yield by_length[start : start + self.batch_size]
+
+    def require_chat_template(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises ConfigError where there is none."""
+        if tokenizer.chat_template is None:
+            raise ConfigError(
+                f"The prompts are messages, and the tokenizer of the reward model {self.name!r} has no chat template. "
+                "Set chat_template to the one that the model was trained with."
+            )
+
+    def _check_lengths(self, rows: Sequence[Sequence[int]], limit: int) -> None:
+        longest = max(range(len(rows)), key=lambda i: len(rows[i]), default=None)
+        if longest is None:
+            return
+        if any(not row for row in rows):
+            raise RewardError(f"row {[len(row) for row in rows].index(0)} has no token for {self.name!r}: it is empty.")
+        if self.overlong == "error" and len(rows[longest]) > limit:
+            ways = " or ".join(way for way in self.allowed_overlong if way != "error")
+            raise RewardError(
+                f"row {longest} has {len(rows[longest])} tokens for the reward model {self.name!r}, the longest of "
+                f"{sum(len(row) > limit for row in rows)} with more than max_length={limit}. Raise it, or set overlong "
+                f"to {ways}."
+            )
+
+
+def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
+
+    from lit_rl.models import hub
+
+    name, path, revision = description.name, description.path, description.revision
+    with hub.reading("name", name, path):
+        config = AutoConfig.from_pretrained(path, revision=revision)
+    if config.num_labels != description.labels:
+        what, kind = ("one number", "sequence") if description.labels == 1 else ("two: wrong and right", "token")
+        raise ConfigError(
+            f"name={name!r} is no reward model of this kind: it has num_labels={config.num_labels}, and "
+            f"{'a reward' if description.labels == 1 else 'a step'} is {what}. "
+            f"Take a {kind} classifier that was trained with num_labels={description.labels}."
+        )
+    hub.refuse_pickle("name", path, "")
+    with hub.reading("name", name, path):
+        loaded: Any = getattr(transformers, description.auto).from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            dtype=description.dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise StorageError(
+            f"name={name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which transformers "
+            "filled with random numbers. A language model without a trained score head is no reward model."
+        )
+    if description.chat_template is not None:
+        tokenizer.chat_template = description.chat_template
+    return model.to(_device(description.device)).eval().requires_grad_(False), tokenizer
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is no device: allowed is cpu, cuda, cuda:1, ...") from error
+
+
+def _longest(model: PreTrainedModel) -> int | None:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
+    """What a classifier says of token ids, padded on the right, in float32: ``(b, labels)`` or ``(b, s, labels)``."""
+    text_config = model.config.get_text_config()
+    own = text_config.pad_token_id
+    # A decoder reads its score at the last token that is not the pad, so a pad of ours may end no row.
+    pad = own if own is not None else next(i for i in range(len(rows) + 1) if all(row[-1] != i for row in rows))
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[pad] * (width - len(row))] for row in rows], device=model.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=model.device)
+    text_config.pad_token_id = pad
+    try:
+        with torch.autocast(model.device.type, enabled=False):
+            return model(input_ids=ids, attention_mask=mask).logits.float()
+    finally:
+        text_config.pad_token_id = own

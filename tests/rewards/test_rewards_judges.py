@@ -1,0 +1,335 @@
+"""Judges of pairs: rewards, functions in and out of process, one pair at a time, and a language model over HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lit_rl.errors import ConfigError, RewardError
+from lit_rl.rewards.judge_api import TEMPLATE, LLMJudge, verdict_of
+from lit_rl.rewards.judge_functions import FunctionJudge, PairwiseJudge, as_judge
+from lit_rl.rewards.judges import Judge, RewardJudge, checked
+
+REWARDS = {"first_rewards": [1.0, 0.0, 2.0, None], "second_rewards": [0.0, 3.0, 2.0, 1.0]}
+FOUR = (["p"] * 4, ["a", "bb", "c", "dd"], ["aa", "b", "d", "e"])
+
+
+class TestRewardJudge:
+    def test_the_higher_reward_wins(self) -> None:
+        assert RewardJudge()(*FOUR, **REWARDS) == [1.0, 0.0, 0.5, None]
+
+    def test_soft_is_bradley_terry(self) -> None:
+        found = RewardJudge(soft=True)(*FOUR, **REWARDS)
+        expected = [1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(3.0)), 0.5]
+        assert found[:3] == pytest.approx(expected) and found[3] is None
+
+    def test_soft_takes_any_gap(self) -> None:
+        found = RewardJudge(soft=True)(
+            ["p"] * 2, ["a"] * 2, ["b"] * 2, first_rewards=[1e6, -1e6], second_rewards=[0, 0]
+        )
+        assert found == [1.0, 0.0]
+
+
+class TestFunctions:
+    def test_gets_what_it_names(self) -> None:
+        seen: dict[str, Any] = {}
+
+        def judge(prompts, firsts, seconds, completions, answer, first_rewards, trainer_state, log_metric):
+            seen.update(locals())
+            log_metric("judge/mine", 3.0)
+            return [0.0, 0.25, 1, None]
+
+        logged = []
+        made = FunctionJudge(judge)
+        assert made.reads_rewards and isinstance(made, Judge)
+        made.bind(["answer"])
+        got = made(*FOUR, answer=[1, 2, 3, 4], **REWARDS, log_metric=lambda *pair: logged.append(pair))
+        assert got == [0.0, 0.25, 1.0, None]
+        assert seen["answer"] == [1, 2, 3, 4] and seen["first_rewards"] == REWARDS["first_rewards"]
+        assert seen["completions"] == [list(pair) for pair in zip(FOUR[1], FOUR[2])]
+        assert logged == [("judge/mine", 3.0)]
+
+    def test_of_single_pairs_and_async(self) -> None:
+        async def judge(prompt, first, second, answer):
+            return float(len(first) > len(second)) if answer else None
+
+        assert FunctionJudge(judge)(*FOUR, answer=[1, 1, 0, 1], **REWARDS) == [0.0, 1.0, None, 1.0]
+
+    @pytest.mark.parametrize("value, words", [(1.5, "1.5 for pair 1"), (-0.1, "-0.1"), (math.nan, "nan")])
+    def test_what_is_no_probability_is_refused(self, value: float, words: str) -> None:
+        with pytest.raises(RewardError, match=words):
+            FunctionJudge(lambda prompts, firsts, seconds: [0.5, value, 0.5, 0.5])(*FOUR)
+
+    def test_a_wrong_number_of_verdicts_is_refused(self) -> None:
+        with pytest.raises(RewardError, match="list of 4"):
+            FunctionJudge(lambda prompts, firsts, seconds: [0.5])(*FOUR)
+        with pytest.raises(RewardError, match="list of 4"):
+            checked("j", [0.5], 4)
+
+    def test_an_error_ends_the_run_or_is_a_pair_without_a_verdict(self) -> None:
+        def judge(prompt, first, second):
+            return 1.0 / (len(first) - 2) + 1.0
+
+        with pytest.raises(RewardError, match="ZeroDivisionError"):
+            FunctionJudge(judge)(*FOUR)
+        with pytest.warns(UserWarning, match="ZeroDivisionError"):
+            assert FunctionJudge(judge, skip_errors=True)(*FOUR) == [0.0, None, 0.0, None]
+
+    def test_by_path_runs_in_a_process_that_is_killed_at_its_limit(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.py"
+        file.write_text(
+            "import os, time\n"
+            "def judge(prompts, firsts, seconds):\n    print(os.getpid())\n    return [1.0 for _ in prompts]\n"
+            "def slow(prompts, firsts, seconds):\n    time.sleep(60)\n"
+        )
+        assert FunctionJudge(f"{file}:judge")(*FOUR) == [1.0] * 4
+        with pytest.raises(RewardError, match="more than 0.5 seconds"):
+            FunctionJudge(f"{file}:slow", timeout=0.5)(*FOUR)
+
+    def test_bad_settings_and_columns(self) -> None:
+        def fine(prompts, firsts, seconds):
+            return []
+
+        for settings in (
+            {"timeout": 0},
+            {"workers": -1},
+            {"max_concurrent": 0},
+            {"memory_mb": 0},
+            {"recycle_after": -1},
+        ):
+            with pytest.raises(ConfigError, match=f"judge.{next(iter(settings))}"):
+                FunctionJudge(fine, **settings)  # pyright: ignore
+        with pytest.raises(RewardError, match="first_rewards"):
+            FunctionJudge(fine).bind(["first_rewards"])
+        with pytest.raises(RewardError, match="nowhere"):
+            FunctionJudge(lambda prompts, firsts, nowhere: []).bind(["answer"])
+        with pytest.raises(ConfigError, match="no file"):
+            FunctionJudge("./none.py:judge")
+
+    def test_as_judge(self) -> None:
+        assert isinstance(as_judge(None), RewardJudge)
+        mine = RewardJudge(soft=True)
+        assert as_judge(mine) is mine
+        assert isinstance(as_judge(lambda prompts, firsts, seconds: []), FunctionJudge)
+
+
+class TestPairwise:
+    def test_both_orders_cancel_a_liking_for_a_place(self) -> None:
+        assert PairwiseJudge(lambda prompt, first, second: 0)(*FOUR) == [0.5] * 4
+        assert PairwiseJudge(lambda prompt, first, second: 0, both_orders=False)(*FOUR) == [1.0] * 4
+        longer = PairwiseJudge(lambda prompt, first, second: int(len(second) > len(first)))
+        assert longer(*FOUR) == [0.0, 1.0, 0.5, 1.0]
+
+    def test_the_rewards_change_places_too(self) -> None:
+        judge = PairwiseJudge(
+            lambda prompt, first, second, first_rewards, second_rewards: int(second_rewards > first_rewards)
+        )
+        columns: Any = {"first_rewards": [1.0, 0.0], "second_rewards": [0.0, 1.0]}
+        assert judge(["p"] * 2, ["a"] * 2, ["b"] * 2, **columns) == [1.0, 0.0]
+
+    def test_one_order_without_a_verdict_is_none_for_the_pair(self) -> None:
+        assert PairwiseJudge(lambda prompt, first, second: None if first == "aa" else 0)(*FOUR) == [None, 0.5, 0.5, 0.5]
+        assert PairwiseJudge(lambda prompt, first, second: -1)(*FOUR) == [None] * 4
+
+    def test_what_names_neither_is_refused(self) -> None:
+        with pytest.raises(RewardError, match="0.3 for pair 0"):
+            PairwiseJudge(lambda prompt, first, second: 0.3)(*FOUR)
+        with pytest.raises(ConfigError, match="takes no single pair"):
+            PairwiseJudge(lambda prompts, firsts, seconds: [])
+
+
+Answer = Callable[[dict[str, Any], int], tuple[int, Any]]
+
+
+class Server:
+    """A chat API on this machine: answers as it is told, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[str | None] = []
+        self.answer: Answer = lambda body, number: (200, "verdict: A")
+        self.under_way = self.most = 0
+        lock, outer = threading.Lock(), self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    outer.asked.append(body | {"path": self.path})
+                    outer.headers.append(self.headers.get("Authorization"))
+                    outer.under_way += 1
+                    outer.most = max(outer.most, outer.under_way)
+                    number = len(outer.asked)
+                status, said = outer.answer(body, number)
+                content = said if isinstance(said, bytes) else json.dumps(chat(said)).encode()
+                with lock:
+                    outer.under_way -= 1
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:  # pyright: ignore
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_port}/v1"
+
+
+def chat(text: str | None) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
+def texts(body: dict[str, Any]) -> tuple[str, str]:
+    """Answers A and B of a request."""
+    content = body["messages"][0]["content"]
+    first = content.split("Answer of A:\n")[1].split("\n\nAnswer of B:")[0]
+    return first, content.split("Answer of B:\n")[1].split("\n\nReply with")[0]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+def longer(body: dict[str, Any], number: int) -> tuple[int, str]:
+    first, second = texts(body)
+    return 200, "verdict: tie" if len(first) == len(second) else f"verdict: {'A' if len(first) > len(second) else 'B'}"
+
+
+class TestLanguageModel:
+    def test_asks_both_orders_and_averages(self, server: Server) -> None:
+        server.answer = longer
+        judge = LLMJudge(server.url, "m", temperature=0.2, max_tokens=9)
+        assert judge(*FOUR) == [0.0, 1.0, 0.5, 1.0]
+        assert len(server.asked) == 8 and {body["path"] for body in server.asked} == {"/v1/chat/completions"}
+        assert {(body["model"], body["temperature"], body["max_tokens"]) for body in server.asked} == {("m", 0.2, 9)}
+        assert {texts(body) for body in server.asked} == {pair for a, b in zip(*FOUR[1:]) for pair in ((a, b), (b, a))}
+        assert set(server.headers) == {None}
+
+    def test_a_liking_for_the_first_place_is_a_tie(self, server: Server) -> None:
+        assert LLMJudge(server.url, "m")(*FOUR) == [0.5] * 4
+
+    def test_messages_and_texts_with_dollars_are_sent_as_they_are(self, server: Server) -> None:
+        prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "cost of $first?"}]
+        answers = [{"role": "assistant", "content": "$second and $prompt"}], [{"role": "assistant", "content": "5"}]
+        LLMJudge(server.url, "m")([prompt], [answers[0]], [answers[1]])
+        content = server.asked[0]["messages"][0]["content"]
+        assert "system: Be brief.\n\nuser: cost of $first?" in content
+        assert {texts(body) for body in server.asked} == {("$second and $prompt", "5"), ("5", "$second and $prompt")}
+
+    def test_a_failed_request_is_sent_again(self, server: Server) -> None:
+        bad: list[tuple[int, Any]] = [(500, b"busy"), (429, b""), (200, b"no json"), (200, b'{"choices": []}')]
+        server.answer = lambda body, number: bad[number - 1] if number <= len(bad) else longer(body, number)
+        logged: dict[str, float] = {}
+        judge = LLMJudge(server.url, "m", backoff=0.001, attempts=5)
+        assert judge(*FOUR, log_metric=logged.__setitem__) == [0.0, 1.0, 0.5, 1.0]
+        assert len(server.asked) == 8 + len(bad) and logged == {"judge/unanswered": 0, "judge/unparsable": 0}
+
+    def test_what_cannot_be_read_is_no_verdict_and_is_counted(self, server: Server) -> None:
+        server.answer = lambda body, number: (200, "I like both" if texts(body)[0] == "a" else "B")
+        logged: dict[str, float] = {}
+        assert LLMJudge(server.url, "m")(*FOUR, log_metric=logged.__setitem__) == [None, 0.5, 0.5, 0.5]
+        assert logged == {"judge/unanswered": 0, "judge/unparsable": 1 / 8}
+
+    def test_an_answer_without_text_is_no_verdict(self, server: Server) -> None:
+        server.answer = lambda body, number: (200, json.dumps(chat(None)).encode())
+        assert LLMJudge(server.url, "m")(*FOUR) == [None] * 4
+
+    def test_more_failures_than_the_budget_end_the_run(self, server: Server) -> None:
+        server.answer = lambda body, number: (200, "no idea")
+        judge = LLMJudge(server.url, "m", max_failures=0.0)
+        for _ in range(2):
+            assert judge(*FOUR) == [None] * 4  # eight are forgiven
+        with pytest.raises(RewardError, match=r"12 of 12 pairs.*judge\.max_failures=0.*no idea"):
+            judge(*FOUR)
+
+    def test_the_budget_is_a_share(self, server: Server) -> None:
+        server.answer = lambda body, number: (200, "?" if "bb" in texts(body) else "A")
+        judge = LLMJudge(server.url, "m", max_failures=0.25)
+        for _ in range(12):
+            assert judge(*FOUR).count(None) == 1
+
+    def test_no_server_is_a_failure_that_names_itself(self) -> None:
+        judge = LLMJudge("http://127.0.0.1:9/v1", "m", attempts=2, backoff=0.001)
+        with pytest.raises(RewardError, match="refused"):
+            for _ in range(3):
+                judge(*FOUR)
+
+    def test_a_slow_answer_runs_into_the_limit(self, server: Server) -> None:
+        stop = threading.Event()
+        server.answer = lambda body, number: (200, str(stop.wait(5)))
+        judge = LLMJudge(server.url, "m", timeout=0.2, attempts=1)
+        assert judge(["p"], ["a"], ["b"]) == [None]
+        stop.set()
+
+    def test_concurrency_is_a_limit(self, server: Server) -> None:
+        wait = threading.Event()
+        server.answer = lambda body, number: (200, str(wait.wait(0.05)))
+        LLMJudge(server.url, "m", concurrency=3)(["p"] * 6, ["a"] * 6, ["b"] * 6)
+        assert 1 < server.most <= 3
+
+    def test_the_key_comes_from_the_environment_and_stands_nowhere(self, server: Server, monkeypatch) -> None:
+        monkeypatch.setenv("MY_KEY", "s3cret")
+        judge = LLMJudge(server.url, "m", key_env="MY_KEY")
+        judge(["p"], ["a"], ["b"])
+        assert set(server.headers) == {"Bearer s3cret"}
+        assert "s3cret" not in repr(judge) and "s3cret" not in str(vars(judge)) + str(vars(judge._server))
+
+    @pytest.mark.parametrize(
+        "settings, words",
+        [
+            ({"base_url": "http://far.example/v1"}, "judge.base_url"),
+            ({"base_url": "far.example"}, "judge.base_url"),
+            ({"key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE"),
+            ({"template": "$prompt $first"}, r"judge.template lacks \$second"),
+            ({"concurrency": 0}, "judge.concurrency=0"),
+            ({"attempts": 0}, "judge.attempts=0"),
+            ({"timeout": 0}, "judge.timeout=0"),
+            ({"backoff": -1}, "judge.backoff=-1"),
+            ({"temperature": -1}, "judge.temperature=-1"),
+            ({"max_tokens": 0}, "judge.max_tokens=0"),
+            ({"max_failures": 1.5}, "judge.max_failures=1.5"),
+        ],
+    )
+    def test_bad_settings_are_refused_with_their_key(self, settings: dict[str, Any], words: str) -> None:
+        with pytest.raises(ConfigError, match=words):
+            LLMJudge(**{"base_url": "https://near.example/v1", "model": "m", **settings})
+
+
+@pytest.mark.parametrize(
+    "answer, verdict",
+    [
+        ("verdict: A", 1.0),
+        ("Verdict: b.", 0.0),
+        ("**verdict:** tie", 0.5),
+        ("First I thought verdict: A, but no.\nverdict: B", 0.0),
+        (" A ", 1.0),
+        ("[[B]]", 0.0),
+        ("Tie.", 0.5),
+        ("verdict: C", None),
+        ("A is better", None),
+        ("A or B", None),
+        ("", None),
+    ],
+)
+def test_reading_an_answer(answer: str, verdict: float | None) -> None:
+    assert verdict_of(answer) == verdict
+
+
+def test_the_template_names_every_part_and_every_verdict() -> None:
+    for part in ("$prompt", "$first", "$second", "verdict: A", "verdict: B", "verdict: tie"):
+        assert part in TEMPLATE
