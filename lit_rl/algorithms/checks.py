@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_rl.algorithms import estimator_checks
 from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.algorithms.best_of_group import BestOfGroup
 from lit_rl.algorithms.controllers import AdaptiveKL
 from lit_rl.algorithms.estimator_checks import columns_to_rows, is_ours, two_prompts
 from lit_rl.algorithms.groups import DynamicSampling, TopOfGroup
@@ -22,6 +23,7 @@ from lit_rl.errors import ConfigError, did_you_mean, in_range
 from lit_rl.models.reference import Auto
 
 if TYPE_CHECKING:
+    from lit_rl.algorithms.generating import GeneratingModule
     from lit_rl.algorithms.on_policy import OnPolicyModule
     from lit_rl.algorithms.policy_gradient import PolicyGradient
 
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 def terms(module: PolicyGradient) -> None:
     """Ranges and combinations of the terms of an objective, before anything is loaded."""
     name = type(module).__name__
-    _sampling(module)
+    if not module.reward_functions.names:
+        raise ConfigError(f"{name} learns from rewards, and there is no function: set reward, such as exact_match.")
+    sampling_draws(module)
     estimator_checks.check_call(module.advantage, name)
     loss_settings(module.policy_loss)
     for key, probe in _probes(module).items():
@@ -47,8 +51,7 @@ def terms(module: PolicyGradient) -> None:
     for key in ("advantage_clip", "off_policy_threshold"):
         if (value := getattr(module, key)) is not None:
             in_range(f"algo.{key}", value, low=0, open_low=True)
-    if isinstance(module.groups, TopOfGroup):
-        module.groups.fits(module.group_size)
+    _groups(module)
     clip = module.reward_clip
     if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
         raise ConfigError(f"algo.reward_clip={list(clip)} must be [lowest, highest], such as [-10, 10].")
@@ -99,6 +102,14 @@ def _token_weights_only(correction: Callable[..., Tensor]) -> None:
         )
 
 
+def _groups(module: PolicyGradient) -> None:
+    """Members of groups that are chosen must be there to choose from."""
+    if isinstance(module.groups, TopOfGroup):
+        module.groups.fits(module.group_size)
+    if isinstance(module.groups, BestOfGroup):
+        module.groups.fits(module)
+
+
 def _spread(module: PolicyGradient) -> None:
     """What chooses groups by their spread finds none in a group of one completion, and the run would learn nothing."""
     terms = {"algo/groups=dynamic": isinstance(module.groups, DynamicSampling), "algo/replay=buffer": module.replay}
@@ -109,7 +120,7 @@ def _spread(module: PolicyGradient) -> None:
         )
 
 
-def _sampling(module: PolicyGradient) -> None:
+def sampling_draws(module: OnPolicyModule) -> None:
     """Settings under which a group teaches nothing, or the importance ratio would be wrong."""
     sampling, generator = module.sampling, module.generator
     if sampling.greedy:
@@ -147,18 +158,13 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
         )
     if stage == "fit":
         module.reward_functions.bind(data.columns)
-        _context(module, "sampling", data.longest_prompt, module.sampling.max_new_tokens)
+        context(module, "sampling", data.longest_prompt, module.sampling.max_new_tokens)
         _limits(module)
         _reference(module)
     if longest := data.longest_val_prompt:
         own = module.evaluation.max_new_tokens
-        _context(module, "sampling" if own is None else "eval", longest, own or module.sampling.max_new_tokens)
-    for name, columns in data.val_columns.items():
-        try:
-            module.reward_functions.bind(columns)
-        except Exception as error:
-            error.add_note(f"(in the validation set {name or 'data.val_*'})")
-            raise
+        context(module, "sampling" if own is None else "eval", longest, own or module.sampling.max_new_tokens)
+    bind_val(module, data)
     module.reward_functions.load()
     if stage != "fit":
         return module.plan
@@ -174,6 +180,16 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
     )
 
 
+def bind_val(module: GeneratingModule, data: Any) -> None:
+    """Check the rewards against the columns of every validation set."""
+    for name, columns in data.val_columns.items():
+        try:
+            module.reward_functions.bind(columns)
+        except Exception as error:
+            error.add_note(f"(in the validation set {name or 'data.val_*'})")
+            raise
+
+
 def monitors(trainer: Any, logged: Collection[str]) -> None:
     """At the end of a validation every metric has been logged once: a monitor of any other would wait for ever."""
     known = {*trainer.callback_metrics, *logged, "step", "epoch"}
@@ -186,13 +202,14 @@ def monitors(trainer: Any, logged: Collection[str]) -> None:
             )
 
 
-def _context(module: OnPolicyModule, group: str, longest: int, new_tokens: int) -> None:
-    context = module.model.context_length
-    if context is not None and longest + new_tokens > context:
+def context(module: GeneratingModule, group: str, longest: int, new_tokens: int) -> None:
+    """Refuse prompts and completions that the model's context cannot hold."""
+    holds = module.model.context_length
+    if holds is not None and longest + new_tokens > holds:
         raise ConfigError(
             f"The longest prompt has {longest} tokens; with {group}.max_new_tokens={new_tokens} that is "
-            f"{longest + new_tokens}, but the context of {module.model.name} holds {context}. Lower "
-            f"{group}.max_new_tokens to {max(1, context - longest)}, data.max_prompt_tokens to {context - new_tokens}."
+            f"{longest + new_tokens}, but the context of {module.model.name} holds {holds}. Lower "
+            f"{group}.max_new_tokens to {max(1, holds - longest)}, data.max_prompt_tokens to {holds - new_tokens}."
         )
 
 

@@ -26,6 +26,8 @@ class Evaluation:
         top_k: As `Sampling.top_k`.
         max_new_tokens: Longest response in tokens; null takes `sampling.max_new_tokens`.
         limit: At most this many prompts of each validation set; null takes all.
+        win_rate_against: A model whose completions of the same prompts the policy's are compared with: its name, folder
+            or hub id, or "base" for the policy as it was before its first step. Null compares with none.
     """
 
     group_size: int = 1
@@ -34,6 +36,7 @@ class Evaluation:
     top_k: int = 0
     max_new_tokens: int | None = None
     limit: int | None = None
+    win_rate_against: str | None = None
 
     def __post_init__(self) -> None:
         in_range("eval.group_size", self.group_size, low=1)
@@ -66,8 +69,13 @@ class EvaluationRows:
         self.rows: dict[int, dict[str, Any]] = {}
         self.names: tuple[str, ...] = ()
 
-    def add(self, batch: PromptBatch, completions: Completions, scores: Scores) -> None:
-        """Keep the numbers of one batch; completions of a prompt are neighbours."""
+    def add(
+        self, batch: PromptBatch, completions: Completions, scores: Scores, wins: torch.Tensor | None = None
+    ) -> None:
+        """Keep the numbers of one batch; completions of a prompt are neighbours.
+
+        `wins`: `(b,)`, the probability of each completion to be better than the other model's; NaN without a verdict.
+        """
         self.names = scores.names
         per_prompt = len(scores.total) // len(batch)
         for i, row in enumerate(batch.rows):
@@ -77,6 +85,7 @@ class EvaluationRows:
                 "values": scores.values[part].tolist(),
                 "length": completions.lengths[part].tolist(),
                 "ended": completions.ended[part].tolist(),
+                "wins": None if wins is None else wins[part].tolist(),
             }
 
     def gather(self) -> None:
@@ -96,18 +105,17 @@ class EvaluationRows:
         mean, low, high = mean_with_interval(by_prompt)
         lengths = torch.tensor([row["length"] for row in seen], dtype=torch.float64)
         ended = torch.tensor([row["ended"] for row in seen])
-        metrics = {
-            "reward": mean,
-            "reward_low": low,
-            "reward_high": high,
-            "prompts": float(len(by_prompt)),
+        metrics = {"reward": mean, "reward_low": low, "reward_high": high} if self.names else {}
+        metrics |= {
+            "prompts": float(len(by_prompt) if self.names else len(seen)),
             "completions/mean_length": float(lengths.mean()) if len(seen) else math.nan,
             "completions/clipped_ratio": float((~ended).double().mean()) if len(seen) else math.nan,
         }
         values = torch.tensor([row["values"] for row in seen], dtype=torch.float64)
         for i, name in enumerate(self.names):
             metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
-        return metrics | self._pass_at_k(totals)
+        wins = [row["wins"] for row in seen if row["wins"] is not None]
+        return metrics | (self._pass_at_k(totals) if self.names else {}) | (_win_rate(wins) if wins else {})
 
     def _pass_at_k(self, totals: torch.Tensor) -> dict[str, float]:
         """pass@k for k = 1, 2, 4, ... up to the group size; a completion passes with a total of 1 or more.
@@ -123,6 +131,21 @@ class EvaluationRows:
             chances = [pass_at_k(right, scored, k) for right, scored in counts if scored >= k]
             metrics[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
         return metrics
+
+
+def _win_rate(rows: list[list[float]]) -> dict[str, float]:
+    """Mean over prompts of the mean over their comparisons, a tie being half a win, with its 95 % interval."""
+    wins = torch.tensor(rows, dtype=torch.float64)
+    by_prompt = wins.nanmean(1)
+    mean, low, high = mean_with_interval(by_prompt[~by_prompt.isnan()])
+    judged = ~wins.isnan()
+    return {
+        "win_rate": mean,
+        "win_rate_low": max(0.0, low),
+        "win_rate_high": min(1.0, high),
+        "win_rate_ties": float((wins == 0.5).sum() / judged.sum()),
+        "win_rate_unjudged": float((~judged).double().mean()),
+    }
 
 
 def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:

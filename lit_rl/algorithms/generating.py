@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from lit_rl.algorithms import checks
 from lit_rl.algorithms.evaluation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.policy_module import PolicyModule
 from lit_rl.algorithms.tables import sample_table
+from lit_rl.algorithms.win_rate import Opponent
 from lit_rl.generation.base import Generator
 from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
 from lit_rl.generation.native import NativeGenerator
@@ -33,7 +34,6 @@ class GeneratingModule(PolicyModule):
         generator: Draws the completions. None is the in-process decode loop.
         sampling: How training completions are drawn.
         evaluation: How validation samples.
-        group_size: Completions a prompt; 2 or more where the advantage compares completions of one prompt.
         shared: What every `PolicyModule` takes.
     """
 
@@ -45,16 +45,26 @@ class GeneratingModule(PolicyModule):
         generator: Generator | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
-        group_size: int = 8,
         **shared: Any,
     ) -> None:
         super().__init__(model, **shared)
-        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
+        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards({} if reward is None else reward)
         self.generator: Generator = NativeGenerator() if generator is None else generator
-        self.sampling, self.evaluation, self.group_size = sampling, evaluation, group_size
+        self.sampling, self.evaluation = sampling, evaluation
         self._seconds = {"generate": 0.0, "reward": 0.0}
         self._sampled = 0
         self._evaluated: list[EvaluationRows] = []
+        self._opponent = Opponent()
+
+    generates = True
+    """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
+
+    group_size = 1
+    """Completions a prompt, where nothing else is asked for."""
+
+    def configure_model(self) -> None:
+        self._opponent.check(self)
+        super().configure_model()
 
     def generate(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
@@ -82,10 +92,13 @@ class GeneratingModule(PolicyModule):
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
-        started = time.perf_counter()
         ids = response_ids(completions)
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        prompts, answers, columns = as_reward_input(batch, texts, len(completions) // len(batch))
+        return self.reward_texts(batch, self.tokenizer.batch_decode(ids, skip_special_tokens=True), ids)
+
+    def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
+        """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
+        started = time.perf_counter()
+        prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch))
         trainer = self.trainer_or_none
         now = TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
         scores = self.reward_functions.score(prompts, answers, columns, completion_ids=ids, trainer_state=now)
@@ -125,8 +138,15 @@ class GeneratingModule(PolicyModule):
         texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
         while len(self._evaluated) <= dataloader_idx:
             self._evaluated.append(EvaluationRows())
-        self._evaluated[dataloader_idx].add(batch, completions, scores)
-        return sample_table(self.step, batch, texts, completions, scores, advantages=None)
+        table = sample_table(self.step, batch, texts, completions, scores, advantages=None)
+        wins = None
+        if self.evaluation.win_rate_against is not None and not self.trainer.predicting:
+            seconds = dict(self._seconds)
+            duels = self._opponent.duels(self, batch, texts, scores, dataloader_idx)
+            self._seconds, wins = seconds, duels.wins
+            table = {"opponent": duels.theirs, "win": wins.tolist()} | table
+        self._evaluated[dataloader_idx].add(batch, completions, scores, wins)
+        return table
 
     validation_step = predict_step
     test_step = predict_step
@@ -137,22 +157,30 @@ class GeneratingModule(PolicyModule):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        self._log_evaluation("val")
+        self._end_evaluation("val")
 
     def on_test_epoch_end(self) -> None:
-        self._log_evaluation("test")
+        self._end_evaluation("test")
 
-    def _log_evaluation(self, stage: str) -> None:
-        names = self.trainer.datamodule.val_names  # pyright: ignore
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        logged: set[str] = set()
-        for name, rows in zip(names, self._evaluated, strict=True):
-            rows.gather()
-            metrics = prefixed(rows.metrics(), stage, name)
-            logged |= metrics.keys()
-            if fitting and not self.trainer.sanity_checking:
-                for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
-                    logger.log_metrics(metrics, step=self.step)
-            self.log_dict(metrics, logger=not fitting, batch_size=1)
-        if fitting and not self.trainer.sanity_checking:
+    def _end_evaluation(self, stage: str) -> None:
+        logged = self.log_generated(stage)
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             checks.monitors(self.trainer, logged)
+
+    def log_generated(self, stage: str) -> set[str]:
+        """Log what the completions of every validation set were like; returns the names."""
+        self._opponent.release()
+        logged: set[str] = set()
+        for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore
+            rows.gather()
+            logged |= self.log_validation(prefixed(rows.metrics(), stage, name))
+        return logged
+
+    def log_validation(self, metrics: dict[str, float]) -> set[str]:
+        """Log under the number of the step; returns the names."""
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if fitting and not self.trainer.sanity_checking:
+            for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
+                logger.log_metrics(metrics, step=self.step)
+        self.log_dict(metrics, logger=not fitting, batch_size=1)
+        return set(metrics)

@@ -36,6 +36,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
+        group_size: Completions a prompt; 2 or more where the advantage compares completions of one prompt.
         minibatches: Optimizer steps per pass over a rollout.
         iterations: Passes over a rollout.
         split_groups: Slices that every group is cut into, where a whole group is too large for a micro-batch.
@@ -48,6 +49,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         model: Any,
         reward: Any,
         *,
+        group_size: int = 8,
         minibatches: int = 1,
         iterations: int = 1,
         split_groups: int = 1,
@@ -56,7 +58,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     ) -> None:
         super().__init__(model, reward, **shared)
         self.minibatches, self.iterations, self.split_groups = minibatches, iterations, split_groups
-        self.groups = groups
+        self.group_size, self.groups = group_size, groups
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None

@@ -6,6 +6,8 @@ Mechanics only: no advantage, no loss and no reward formula stands here.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -21,6 +23,7 @@ from lit_rl.algorithms.broken_steps import BrokenSteps
 from lit_rl.algorithms.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.schedules import Linear, Schedule, by_group
 from lit_rl.errors import StorageError
+from lit_rl.models.export import ExportReport, export_policy, model_card
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.reference import Auto, Reference, Scorer
 from lit_rl.models.sharding import shard
@@ -89,7 +92,7 @@ class PolicyModule(L.LightningModule):
             return
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
-            policy = self.model.load()
+            policy = self.load_policy()
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
@@ -101,6 +104,23 @@ class PolicyModule(L.LightningModule):
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
+
+    def load_policy(self) -> nn.Module:
+        """What is trained, made from the description: a language model, unless a method trains another head."""
+        return self.model.load()
+
+    def export(self, state: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
+        """Write what was trained as a Hugging Face folder, and verify it.
+
+        Args:
+            state: Every tensor of the policy, whole, under the policy's own names.
+            folder: A new folder, or an earlier export, which is replaced.
+            facts: Of the model card, see `model_card`.
+        """
+        return export_policy(self.model, state, self.policy, folder, card=model_card(facts))
+
+    loaded_by = "AutoModelForCausalLM"
+    """The class of transformers that loads what `export` writes."""
 
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
         """What is trained beside the policy, made from the policy as it is loaded, by attribute name."""

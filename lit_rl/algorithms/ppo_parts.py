@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lit_rl.algorithms.credit import Credit
 from lit_rl.algorithms.micro_batches import trimmed
-from lit_rl.ops.logprobs import gather_logprobs
+from lit_rl.models.text_forward import score_texts
 from lit_rl.ops.losses import MAX_LOG_RATIO
 from lit_rl.ops.masking import masked_moments, masked_sum
 from lit_rl.ops.ratios import token_ratio
@@ -48,16 +48,14 @@ def ptx_share(module: PPO, batch: PromptBatch) -> tuple[Tensor, Metrics]:
     assert module.ptx is not None and module.plan is not None
     shares = module.plan.accumulate * module.plan.world_size
     part = batch.slot % module.plan.accumulate * module.plan.world_size + module.global_rank
-    ids, attention, mask = module.ptx.batch(module.tokenizer, module.step, module.seed)
-    total = mask[:, 1:].sum().clamp(min=1)
-    mine = [tensor[part::shares].to(module.device) for tensor in (ids, attention, mask)]
-    if not len(mine[0]):
+    texts = module.ptx.batch(module.tokenizer, module.step, module.seed)
+    total = texts.learned.sum().clamp(min=1)
+    mine = texts.take(slice(part, None, shares)).to(module.device)
+    if not len(mine):
         zero = torch.zeros((), device=module.device)
         return zero, {"ptx_loss": (zero, zero)}
-    ids, attention, mask = mine
-    logits = module.policy(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1]
-    loss = -masked_sum(gather_logprobs(logits, ids[:, 1:]), mask[:, 1:])
-    count = mask[:, 1:].sum()
+    loss = -masked_sum(score_texts(module.policy, mine).logprobs, mine.learned)
+    count = mine.learned.sum()
     return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), count)}
 
 

@@ -100,8 +100,8 @@ class _Steps:
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
         self._forward: Callable[..., Any] = policy
-        self._named = _forward_parameters(policy)
-        self._cache = _empty_cache(policy, self._named)
+        self._named = forward_parameters(policy)
+        self._cache = empty_cache(policy, self._named)
         mask = batch.prompt_mask
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
         self._length = mask.shape[1]
@@ -135,12 +135,12 @@ def _base_model(policy: nn.Module) -> nn.Module:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _forward_parameters(policy: nn.Module) -> frozenset[str]:
+def forward_parameters(policy: nn.Module) -> frozenset[str]:
     # Read from the model under a PEFT wrapper, which takes anything. ALiBi models take no position_ids.
     return frozenset(inspect.signature(_base_model(policy).forward).parameters)
 
 
-def _empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
+def empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
     """A cache of the model's own layer kinds, refused where it cannot be repeated over a group."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
 

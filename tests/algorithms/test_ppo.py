@@ -271,7 +271,8 @@ def test_supervised_text_adds_its_cross_entropy_however_the_step_is_cut(accumula
 
     policy = ppo()
     policy.configure_model()
-    ids, attention, learned = text.batch(policy.tokenizer, 0, policy.seed)
+    batch = text.batch(policy.tokenizer, 0, policy.seed)
+    ids, attention, learned = batch.input_ids, batch.attention_mask, batch.loss_mask
     loss = torch.zeros(())
     for row in range(len(ids)):  # one text at a time, without padding
         own = ids[row][attention[row]]

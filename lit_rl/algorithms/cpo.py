@@ -1,0 +1,112 @@
+"""CPO: preferences without a reference, beside the likelihood of what was chosen, arXiv:2401.08417.
+
+For a prompt with a chosen completion c and a rejected one r, and y either of them:
+
+    log-prob       l_y = sum_t log pi(y_t), and m_y = l_y / number of tokens of y
+    objective      mean over pairs of sum_k weight_k preference_k(c, r)
+                   - nll_coef sum over chosen tokens of log pi / number of chosen tokens, of the whole optimizer step
+
+sigmoid is - log sigma(beta (l_c - l_r)), eq. 4 of the paper. SimPO (2405.14734) is the loss `simpo` of m_c and m_r with
+`nll_coef` 0, CPO-SimPO the same with a likelihood, AlphaPO (2501.03884) the loss `alphapo`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.offline import mean_over
+from lit_rl.algorithms.pairs import Columns, PairModule, Preference, policy_columns
+from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.errors import in_range
+from lit_rl.examples import PairBatch
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.text_forward import TextScores
+from lit_rl.ops.preference.common import alpha_reward
+from lit_rl.ops.preference.losses import ipo, sigmoid, sigmoid_norm
+from lit_rl.ops.preference.reference_free import alphapo, simpo
+from lit_rl.ops.step import Metrics
+
+PER_TOKEN = (ipo, sigmoid_norm, simpo, alphapo)
+"""Losses whose reward is of the log-prob per token."""
+
+
+@final
+class CPO(PairModule):
+    """Contrastive preference optimisation.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        beta: Scale of the reward beta log pi, above 0. Losses of the log-prob per token want a larger one.
+        preference: The loss of a pair, or several by name, whose weighted sum is learned.
+        preference_weights: Weight of each of them by name (1 where not given).
+        nll_coef: Weight of the negative log-likelihood of the chosen completions, at least 0.
+        shared: What every `OfflineModule` takes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Any = None,
+        *,
+        beta: float = 0.1,
+        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference_weights: dict[str, float] | None = None,
+        nll_coef: float = 1.0,
+        **shared: Any,
+    ) -> None:
+        super().__init__(
+            model, reward, beta=beta, preference=preference, preference_weights=preference_weights, **shared
+        )
+        in_range("algo.nll_coef", nll_coef, low=0)
+        self.nll_coef = nll_coef
+        self.reward_of = _reward_of(list(self.preference.values()))
+
+    def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
+        columns = policy_columns(batch, scores)
+        nothing = torch.zeros_like(columns["chosen"].detach())
+        return columns | {"ref_chosen": nothing, "ref_rejected": nothing}
+
+    def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        scores = self.text_scores(batch.tokens, stats=True)
+        columns = self.columns(batch, scores)
+        loss = self.preference_loss(batch, columns, whole)
+        nll, tokens = columns["nll"].sum(), columns["chosen_tokens"].sum()
+        if self.nll_coef:
+            loss = loss + self.nll_coef * nll / max(1, batch.totals.tokens)
+        loss, aux = self.with_aux(loss, scores, batch.totals)
+        return loss, self._metrics(batch, columns, scores) | {"nll_loss": (nll.detach(), tokens)} | aux
+
+    @torch.no_grad()
+    def _metrics(self, batch: PairBatch, columns: Columns, scores: TextScores) -> Metrics:
+        """TRL's: log-probs and rewards are per token where every loss is of log-probs per token."""
+        if self.reward_of is None:
+            return self.pair_metrics(batch, columns, scores)
+        means = {side: columns[side] / columns[f"{side}_tokens"].clamp(min=1) for side in ("chosen", "rejected")}
+        chosen, rejected = (self.beta * self.reward_of(means[side]) for side in ("chosen", "rejected"))
+        every = torch.ones_like(chosen, dtype=torch.bool)
+        return self.pair_metrics(batch, columns | means, scores) | {
+            "rewards/chosen": mean_over(chosen, every),
+            "rewards/rejected": mean_over(rejected, every),
+            "rewards/margins": mean_over(chosen - rejected, every),
+        }
+
+
+def _reward_of(preferences: list[Preference]) -> Callable[[Tensor], Tensor] | None:
+    """What these losses make of a log-prob per token, without beta; None where one is of the sum over tokens."""
+    functions = [getattr(function, "func", function) for function in preferences]
+    if not all(function in PER_TOKEN for function in functions):
+        return None
+    if functions != [alphapo]:
+        return _itself
+    return partial(alpha_reward, alpha=inspect.signature(preferences[0]).parameters["alpha"].default)
+
+
+def _itself(mean: Tensor) -> Tensor:
+    return mean

@@ -1,0 +1,129 @@
+"""How much more often a prompt occurs with desirable completions than with undesirable ones: BCO, arXiv:2404.04656."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from lit_rl.errors import ConfigError, NumericError, in_range
+
+
+class DensityRatio:
+    """Weighs the undesirable rows so that their prompts come as they do among the desirable ones (UDM).
+
+    Where the two kinds of completions answer other kinds of prompts, a reward could tell prompts apart instead of
+    completions. A logistic regression on embeddings of prompts gives p, the probability that a prompt is of the
+    desirable kind were both kinds equally many; p / (1 - p) is the ratio of the two densities of prompts.
+
+    Args:
+        sample_rows: Training rows that the regression is fitted to, drawn once, at least 2.
+        penalty: Weight of half the squared norm of its coefficients on standardised embeddings, above 0.
+        low: Smallest weight, in (0, 1].
+        high: Largest weight, 1 or more.
+    """
+
+    def __init__(self, sample_rows: int = 1024, *, penalty: float = 1.0, low: float = 0.5, high: float = 10.0) -> None:
+        in_range("algo.prompt_weights.sample_rows", sample_rows, low=2)
+        in_range("algo.prompt_weights.penalty", penalty, low=0, open_low=True)
+        in_range("algo.prompt_weights.low", low, low=0, high=1, open_low=True)
+        in_range("algo.prompt_weights.high", high, low=1)
+        self.sample_rows, self.penalty, self.low, self.high = sample_rows, penalty, low, high
+        self._fitted: dict[str, Tensor] | None = None
+
+    @property
+    def fitted(self) -> bool:
+        return self._fitted is not None
+
+    def fit(self, embeddings: Tensor, desirable: Tensor) -> None:
+        """Find the regression. The two kinds weigh the same, however many there are of each.
+
+        Args:
+            embeddings: `(n, h)` of prompts.
+            desirable: Bool `(n,)`, both kinds.
+
+        Raises:
+            ConfigError: all rows are of one kind.
+            NumericError: an embedding is not finite.
+        """
+        good = int(desirable.sum())
+        if not 0 < good < len(desirable):
+            raise ConfigError(
+                f"algo/prompt_weights=density_ratio: {good} of {len(desirable)} sampled rows are desirable, and the "
+                "ratio compares the prompts of both kinds. Raise algo.prompt_weights.sample_rows, or take "
+                "algo/prompt_weights=none."
+            )
+        x, y = embeddings.detach().double().cpu(), desirable.double().cpu()
+        if not bool(x.isfinite().all()):
+            raise NumericError("algo/prompt_weights=density_ratio: the embedding of a prompt is not finite.")
+        mean, scale = x.mean(0), x.std(0, correction=0)
+        scale = torch.where(scale > 0, scale, 1.0)
+        each = torch.where(desirable.cpu(), len(y) / (2 * good), len(y) / (2 * (len(y) - good)))
+        coefficients = _logistic((x - mean) / scale, y, each, self.penalty)
+        with torch.inference_mode(False):  # validation may be what asks first, and training goes on with these
+            self._fitted = {"mean": mean.clone(), "scale": scale.clone(), "coefficients": coefficients}
+
+    @torch.no_grad()
+    def weights(self, embeddings: Tensor) -> Tensor:
+        """`(b,)` float32: p / (1 - p) of each prompt, within `[low, high]`."""
+        assert self._fitted is not None
+        found = {name: part.to(embeddings.device) for name, part in self._fitted.items()}
+        standard = (embeddings.double() - found["mean"]) / found["scale"]
+        # p / (1 - p) of a logistic function is the exponential of what it is given.
+        log_odds = standard @ found["coefficients"][:-1] + found["coefficients"][-1]
+        return log_odds.exp().clamp(self.low, self.high).float()
+
+    def state(self) -> dict[str, Tensor]:
+        return dict(self._fitted or {})
+
+    def load_state(self, saved: dict[str, Tensor]) -> None:
+        self._fitted = dict(saved) or None
+
+
+@torch.no_grad()
+def prompt_embeddings(scorer: nn.Module | Callable[..., Any], ids: Tensor, attended: Tensor) -> Tensor:
+    """`(b, h)` float32: the last hidden states of a model, averaged over the tokens of each prompt.
+
+    Args:
+        scorer: A causal language model.
+        ids: `(b, s)`, padded on the right.
+        attended: Bool `(b, s)`: True on tokens of the prompt. A prompt of no tokens is 0.
+    """
+    width = max(1, int(attended.sum(1).max()))
+    ids, attended = ids[:, :width], attended[:, :width]
+    mask = attended.clone()
+    mask[:, 0] = True  # a row that attends to nothing has no softmax
+    output = scorer(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
+        logits_to_keep=1,
+        output_hidden_states=True,
+        use_cache=False,
+    )
+    hidden = output.hidden_states[-1].to(ids.device).float().masked_fill(~attended.unsqueeze(-1), 0.0)
+    return hidden.sum(1) / attended.sum(1, keepdim=True).clamp(min=1)
+
+
+def _logistic(x: Tensor, y: Tensor, each: Tensor, penalty: float) -> Tensor:
+    """`(h + 1,)`, the intercept last: the minimum of the weighted cross-entropy and the penalty, which is convex."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        x, y, each = x.clone(), y.clone(), each.clone()
+        coefficients = torch.zeros(x.shape[1] + 1, dtype=x.dtype, requires_grad=True)
+        solver = torch.optim.LBFGS(
+            [coefficients], max_iter=500, tolerance_grad=1e-9, tolerance_change=1e-14, line_search_fn="strong_wolfe"
+        )
+
+        def closure() -> Tensor:
+            solver.zero_grad()
+            logits = x @ coefficients[:-1] + coefficients[-1]
+            loss = binary_cross_entropy_with_logits(logits, y, weight=each, reduction="sum")
+            loss = loss + 0.5 * penalty * coefficients[:-1].square().sum()
+            loss.backward()
+            return loss
+
+        solver.step(closure)
+    return coefficients.detach()

@@ -1,0 +1,135 @@
+"""DPO: direct preference optimisation, arXiv:2305.18290, with every loss over log ratios that followed it.
+
+For a prompt with a chosen completion c and a rejected one r, and y either of them:
+
+    log ratio      rho_y = sum_t log pi(y_t) - log pi_ref(y_t)
+    score          s_y = f(rho_y), f the divergence's (2309.16240); rho_y itself for the reverse KL
+    objective      mean over pairs of sum_k weight_k preference_k(c, r); sigmoid is - log sigma(beta (s_c - s_r))
+
+Off by default: tokens beyond the shorter completion count less (LD-DPO, 2409.06411), pairs count by how likely the
+policy itself is to write them (WPO, 2406.11827), and a reference that follows (`reference=mixing`: TR-DPO, 2404.09656).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms import pair_checks
+from lit_rl.algorithms.pairs import Columns, PairModule, Preference, policy_columns
+from lit_rl.algorithms.precomputed import PrecomputedReference
+from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.errors import in_range
+from lit_rl.examples import PairBatch
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.reference import ReferenceFree
+from lit_rl.models.text_forward import TextScores
+from lit_rl.ops.masking import masked_mean
+from lit_rl.ops.preference.divergences import reverse_kl
+from lit_rl.ops.preference.losses import sigmoid
+from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
+from lit_rl.ops.step import Metrics
+
+
+@final
+class DPO(PairModule):
+    """Direct preference optimisation.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
+        preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
+        preference_weights: Weight of each of them by name (1 where not given).
+        divergence: What keeps the policy near the reference: turns a log ratio into a score.
+        tail_weight: Weight of the tokens beyond the shorter completion of a pair, in [0, 1] (LD-DPO). 1 is off.
+        likelihood_weights: Weigh a pair by the policy's own likelihood of both completions (WPO, 2406.11827, eq. 2).
+        precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
+            disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
+        reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
+        shared: What every `OfflineModule` takes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Any = None,
+        *,
+        beta: float = 0.1,
+        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference_weights: dict[str, float] | None = None,
+        divergence: Callable = reverse_kl,
+        tail_weight: float = 1.0,
+        likelihood_weights: bool = False,
+        precompute_reference: bool = False,
+        reference_cache: str | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(
+            model, reward, beta=beta, preference=preference, preference_weights=preference_weights, **shared
+        )
+        in_range("algo.tail_weight", tail_weight, low=0, high=1)
+        pair_checks.divergence_is_read(self.preference, divergence)
+        if likelihood_weights:
+            pair_checks.weighs_pairs(self.preference)
+        self.divergence, self.tail_weight, self.likelihood_weights = divergence, tail_weight, likelihood_weights
+        pair_checks.cache_is_read(precompute_reference, reference_cache)
+        self.precomputed = PrecomputedReference(self.reference, reference_cache) if precompute_reference else None
+
+    @property
+    def needs_reference(self) -> bool:
+        return not isinstance(self.reference, ReferenceFree)
+
+    def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
+        columns = policy_columns(batch, scores, tail_weight=self.tail_weight)
+        ref = torch.zeros_like(columns["chosen"]), torch.zeros_like(columns["rejected"])
+        if self.needs_reference:
+            logprobs = self.ref_logprobs(batch)
+            ref = sums_of_pairs(logprobs, batch.tokens.learned, tail_weight=self.tail_weight).chunk(2)
+        return columns | {"ref_chosen": ref[0], "ref_rejected": ref[1]}
+
+    def pairs(self, columns: Columns, batch: PairBatch) -> Pairs:
+        totals = batch.totals
+        return Pairs(
+            **columns,  # pyright: ignore
+            divergence=self.divergence,
+            nll_tokens=float(totals.tokens),
+            step_rows=float(totals.rows),
+        )
+
+    def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        scores = self.text_scores(batch.tokens, stats=True)
+        columns = self.columns(batch, scores)
+        weights = self._likelihoods(batch, scores) if self.likelihood_weights else None
+        loss = self.preference_loss(batch, columns, whole, weights)
+        loss, aux = self.with_aux(loss, scores, batch.totals)
+        return loss, self.pair_metrics(batch, columns, scores) | aux
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.precomputed is not None:
+            self.precomputed.prepare(self)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._fill(batch, 0)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._fill(batch, dataloader_idx)
+
+    on_test_batch_start = on_validation_batch_start
+
+    def _fill(self, batch: Any, dataloader_idx: int) -> None:
+        if self.precomputed is not None:
+            self.precomputed.fill(self, batch, dataloader_idx)
+
+    @torch.no_grad()
+    def _likelihoods(self, batch: PairBatch, scores: TextScores) -> Tensor:
+        """`(b,)`: exp of the mean of log pi(y_t) - log sum_v pi(v)^2 over each completion, both multiplied."""
+        assert scores.stats is not None
+        aligned = scores.logprobs.detach() - scores.stats.log_sum_sq
+        chosen, rejected = masked_mean(aligned, batch.tokens.learned, 1).exp().chunk(2)
+        return chosen * rejected

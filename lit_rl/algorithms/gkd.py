@@ -1,0 +1,156 @@
+"""GKD: generalised knowledge distillation, arXiv:2306.13649.
+
+For completions y of a step's prompts x, student S and frozen teacher T over one vocabulary:
+
+    divergence     D_t = beta KL(T || M) + (1 - beta) KL(S || M),  M = beta T + (1 - beta) S,  at each token of y
+                   beta 0 is KL(T || S), 1 is KL(S || T)   (eq. 1; both by softmax(logits / temperature))
+    objective      sum_t D_t / number of completion tokens, of the whole optimizer step
+
+Who wrote y is drawn anew for each optimizer step (algorithm 1, by steps where the paper draws by batches): with
+probability `on_policy_fraction` the student, whose own mistakes are then put right; otherwise the data, or the teacher
+where `teacher_completions` (sequence-level distillation, 1606.07947). No gradient goes through the sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.algorithms.gkd_parts import (
+    Teacher,
+    check_prompts,
+    learned_columns,
+    rewritten,
+    writer_of,
+)
+from lit_rl.algorithms.offline import OfflineModule, mean_over
+from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.errors import ConfigError, in_range
+from lit_rl.examples import ExampleBatch, TextBatch, Totals
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.reference import Scorer
+from lit_rl.models.text_forward import refuse_leaks, text_logits
+from lit_rl.ops.logprobs import logprobs_and_entropy
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.preference.divergence_jsd import generalized_jsd
+from lit_rl.ops.step import Metrics
+from lit_rl.ops.token_stats import token_stats
+
+
+@final
+class GKD(OfflineModule):
+    """Generalised knowledge distillation.
+
+    Args:
+        model: The student: a description, or its name, folder or hub id.
+        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        teacher: Whose distributions are learned: a description, or its name, folder or hub id, which takes the
+            student's type. It must have the student's vocabulary.
+        teacher_device: "cpu" keeps the teacher on the CPU; None places it like the policy.
+        beta: Which divergence, in [0, 1]: 0 the forward KL(T || S), 1 the reverse KL(S || T), 0.5 Jensen-Shannon's.
+        temperature: Divides the logits of both in the divergence, above 0. Sampling has its own.
+        on_policy_fraction: Share of the optimizer steps that the student writes, in [0, 1].
+        teacher_completions: In the other steps the teacher writes; False takes the completions of the data.
+        shared: What every `OfflineModule` takes.
+    """
+
+    learns_from = "texts"
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Any = None,
+        *,
+        teacher: LanguageModel | str,
+        teacher_device: Literal["cpu"] | None = None,
+        beta: float = 0.5,
+        temperature: float = 1.0,
+        on_policy_fraction: float = 0.5,
+        teacher_completions: bool = False,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, **shared)
+        in_range("algo.beta", beta, low=0, high=1)
+        in_range("algo.temperature", temperature, low=0, open_low=True)
+        in_range("algo.on_policy_fraction", on_policy_fraction, low=0, high=1)
+        if teacher_completions and on_policy_fraction == 1:
+            raise ConfigError(
+                "algo.teacher_completions=true has the teacher write where the student does not, and with "
+                "algo.on_policy_fraction=1 the student writes always. Lower the fraction, or leave the other out."
+            )
+        self.teacher = Teacher(teacher, self.model, teacher_device)
+        self.beta, self.temperature = beta, temperature
+        self.on_policy_fraction, self.teacher_completions = on_policy_fraction, teacher_completions
+        self.teacher_policy: Scorer | None = None
+        self._fresh: tuple[ExampleBatch, ...] = ()
+
+    # ------------------------------------------------------------------ the teacher
+
+    def companions(self, policy: nn.Module) -> dict[str, Any]:
+        """The teacher stands beside the policy as a reference does: no checkpoint holds it."""
+        return super().companions(policy) | {"teacher_policy": self.teacher.module()}
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.teacher.check_vocabulary()
+        if stage == "fit":
+            self.teacher.check_differs()
+            if self.on_policy_fraction > 0 or self.teacher_completions:
+                check_prompts(self, self.trainer.datamodule)  # pyright: ignore
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
+            with self.rollout_context():
+                refuse_leaks(self.policy)
+
+    # ------------------------------------------------------------------ who writes
+
+    def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
+        if batch.slot == 0:
+            writer = writer_of(
+                batch.step,
+                seed=self.seed,
+                on_policy_fraction=self.on_policy_fraction,
+                teacher_completions=self.teacher_completions,
+            )
+            self._fresh = () if writer == "data" else rewritten(self, batch, writer)
+            batch = self._fresh[0] if self._fresh else batch
+            self._record_writer(writer, batch.totals)
+        super().on_train_batch_start(batch, batch_idx)
+
+    def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
+        return super().training_step(self._fresh[batch.slot] if self._fresh else batch, batch_idx)
+
+    def _record_writer(self, writer: str, totals: Totals) -> None:
+        one = torch.ones((), device=self.device)
+        share = one if writer == "student" else torch.zeros_like(one)
+        length = (one * totals.tokens, one * max(1, totals.rows))
+        self._records.add({"on_policy": (share, one), "completions/mean_length": length})
+
+    # ------------------------------------------------------------------ what is learned
+
+    def denominator(self, totals: Totals) -> int:
+        return max(1, totals.tokens)
+
+    def loss(self, batch: TextBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        tokens, columns = batch.tokens, learned_columns(batch.tokens)
+        mask, ids = tokens.learned[:, columns], tokens.input_ids[:, 1:][:, columns]
+        student, aux_loss = text_logits(self.policy, tokens, columns, self.router_aux_loss_coef > 0)
+        with torch.no_grad(), self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
+            theirs, _ = text_logits(teacher, tokens, columns, False)  # pyright: ignore
+        divergence = generalized_jsd(student, theirs, beta=self.beta, temperature=self.temperature)
+        loss = masked_sum(divergence, mask) / self.denominator(batch.totals)
+        stats = token_stats(student.detach(), ids)
+        metrics: Metrics = {
+            "entropy": mean_over(logprobs_and_entropy(student.detach(), ids)[1], mask),
+            "teacher/entropy": mean_over(logprobs_and_entropy(theirs, ids)[1], mask),
+            "mean_token_accuracy": mean_over(stats.correct, mask),
+        }
+        if aux_loss is None:
+            return loss, metrics
+        one = torch.ones((), device=loss.device)
+        loss = loss + self.router_aux_loss_coef * aux_loss / batch.totals.shares
+        return loss, {**metrics, "aux_loss": (aux_loss, one)}

@@ -1,0 +1,129 @@
+"""KTO: learning from completions that were found desirable or not, without pairs, arXiv:2402.01306.
+
+For a completion y, and y' a completion of another prompt:
+
+    log ratio      rho_y = sum_t log pi(y_t) - log pi_ref(y_t)
+    baseline       z0 = max(0, mean of rho_y' over the whole optimizer step), without gradient: about the KL
+    objective      mean over rows of w_d sigma(-beta (rho - z0)) where desirable, w_u sigma(beta (rho - z0)) where not
+
+`algo/verdict=apo_zero_unpaired` (2408.06266) has 0 in place of z0, and scores no mismatched completions.
+
+The weights w_d and w_u balance the two classes: the paper wants w_d n_d / (w_u n_u) in [1, 4/3].
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, final
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+
+from lit_rl.algorithms import checks
+from lit_rl.algorithms.verdicts import VerdictModule
+from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.errors import ConfigError
+from lit_rl.examples import VerdictBatch
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.text_forward import score_texts
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.preference.verdicts import kto
+from lit_rl.ops.step import Metrics
+
+BALANCE = (1.0, 4 / 3)
+"""Range of w_d n_d / (w_u n_u) that section 4.2 of the paper recommends."""
+
+
+@final
+class KTO(VerdictModule):
+    """Kahneman-Tversky optimisation.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
+        verdict: The loss of a completion, with the weights of both classes.
+        shared: What every `OfflineModule` takes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Any = None,
+        *,
+        beta: float = 0.1,
+        verdict: Callable[..., Tensor] = kto,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, beta=beta, **shared)
+        zero = torch.zeros(1)
+        checks.settings("verdict", partial(verdict, zero, zero > 0, zero[0], 0.1))
+        self.verdict = verdict
+
+    @property
+    def couples_rows(self) -> bool:
+        inner = getattr(self.verdict, "func", self.verdict)
+        return not getattr(inner, "without_baseline", False)
+
+    def look(self, batch: VerdictBatch) -> dict[str, Tensor]:
+        return {"mismatched": self._mismatched(batch)}
+
+    def loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        scores = self.text_scores(batch.tokens, stats=True)
+        ratios, found = self.ratios(batch, scores), {}
+        baseline = ratios.new_zeros(())
+        if self.couples_rows:
+            mismatched = self._mismatched(batch) if whole is None else whole.columns["mismatched"]
+            baseline = mismatched.mean().clamp(min=0)
+            found = {"kl": (baseline, torch.ones_like(baseline))}
+        rows = self.verdict(ratios, batch.desirable, baseline, self.beta)
+        loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores, batch.totals)
+        return loss, self.verdict_metrics(batch, scores, ratios) | found | aux
+
+    @torch.no_grad()
+    def _mismatched(self, batch: VerdictBatch) -> Tensor:
+        """`(b,)`: log pi - log pi_ref of the completion of the row before, without dropout."""
+        tokens, was_training = batch.mismatched, self.policy.training
+        assert tokens is not None
+        self.policy.eval()
+        try:
+            logprobs = score_texts(self.policy, tokens).logprobs
+        finally:
+            self.policy.train(was_training)
+        return masked_sum(logprobs - self.ref_logprobs(batch, tokens), tokens.learned, dim=1)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if stage != "fit":
+            return
+        if self.couples_rows and data.batch_size < 2:
+            raise ConfigError(
+                "data.batch_size=1: the baseline of KTO is taken from completions of other rows of the step, so a step "
+                "has 2 rows at least. Raise it, or take algo/verdict=apo_zero_unpaired, which has no baseline."
+            )
+        good = sum(bool(example.desirable) for example in data.corpus.train.examples)
+        self._balance(good, len(data.corpus.train) - good)
+
+    def _balance(self, good: int, bad: int) -> None:
+        """Say so where the classes weigh other than the paper recommends."""
+        known = inspect.signature(self.verdict).parameters
+        if not {"desirable_weight", "undesirable_weight"} <= known.keys():
+            return
+        of_good, of_bad = (known[f"{name}_weight"].default for name in ("desirable", "undesirable"))
+        left, right = of_good * good, of_bad * bad
+        if BALANCE[0] * right <= left * (1 + 1e-6) and left <= BALANCE[1] * right * (1 + 1e-6) and left:
+            return
+        told = f"Of the training rows {good} are desirable and {bad} are not"
+        if not (left and right):
+            rank_zero_warn(f"{told}, with weights {of_good:g} and {of_bad:g}: only one kind is learned from.")
+            return
+        up, down = (f"{b * right / good:.3g}" for b in BALANCE), (f"{left / b / bad:.3g}" for b in BALANCE[::-1])
+        rank_zero_warn(
+            f"{told}, which weigh {left / right:.3g} to 1; the paper recommends 1 to 1.33. Set "
+            f"algo.verdict.desirable_weight to {' to '.join(up)}, or algo.verdict.undesirable_weight to "
+            f"{' to '.join(down)}."
+        )

@@ -1,0 +1,152 @@
+"""Nash-MD: learning from preferences as the equilibrium of a game, arXiv:2312.00886.
+
+For a prompt, y is a completion of the policy and y' one of the geometric mixture of policy and reference:
+
+    opponent       pi'(v) in proportion to pi(v)^(1 - c) pi_ref(v)^c, token by token; c is mixture_coef
+    preference     P, the judge's probability that y beats y'
+    objective      mean over judged y of sum_t [beta k_t - (P - 1/2)] log pi(y_t),  k_t = log pi(y_t) - log pi_ref(y_t)
+
+k_t has no gradient: the first part is the policy gradient of the KL, each token answering for its own, and the second
+that of the preference. A tie still has its KL; a pair without a verdict is in neither the sum nor the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms import online_checks
+from lit_rl.algorithms.offline import mean_over
+from lit_rl.algorithms.online_pairs import OnlinePairs
+from lit_rl.algorithms.opponents import duels, firsts
+from lit_rl.generation.mixture import GeometricMixture
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.reductions import StepTotals
+from lit_rl.ops.step import Metrics, StepTokens
+from lit_rl.rewards.base import Rewards, Scores
+from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select
+
+
+@final
+class NashMD(OnlinePairs):
+    """Nash mirror descent. Of each prompt's two completions the second is the mixture's; the first is learned from.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function. What the default judge compares.
+        judge: Says which of two completions is better. None compares the summed rewards, and says so with certainty;
+            `RewardJudge(soft=True)` gives the Bradley-Terry probability.
+        beta: Weight of the KL to the reference, above 0; or a list, one for each epoch.
+        mixture_coef: `c`, in [0, 1]: 0 is the policy itself, 1 the reference; or a list, one for each epoch.
+        shared: What every `OnlinePairs` takes.
+    """
+
+    needs_reference = True
+    opponent_writes = True
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Rewards | Callable | None = None,
+        *,
+        judge: Any = None,
+        beta: float | Sequence[float] = 0.1,
+        mixture_coef: float | Sequence[float] = 0.5,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, judge=judge, beta=beta, **shared)
+        self.mixture_coef = mixture_coef
+        online_checks.two_policies(self)
+        online_checks.native_generator(self.generator)
+        online_checks.for_each_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
+
+    # ------------------------------------------------------------------ generate -> judge
+
+    def generate(
+        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
+    ) -> Completions:
+        if group_size is not None:  # validation, where the policy alone writes
+            return super().generate(batch, sampling, group_size)
+        scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
+        mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
+        return duels(self, batch, super().generate(batch, group_size=1), mixture)
+
+    def advantages(
+        self,
+        completions: Completions,
+        scores: Scores,
+        *,
+        kept: Tensor | None = None,
+        greedy_rewards: Tensor | None = None,
+    ) -> Rollout:
+        wins = self.wins(completions, scores, kept)[:, 0]
+        judged = ~wins.isnan()
+        chances = torch.stack([wins.nan_to_num(0.5) - 0.5, torch.zeros_like(wins)], 1).flatten()
+        learned = torch.stack([judged, torch.zeros_like(judged)], 1).flatten()
+        rollout = self.rollout_of(
+            completions,
+            scores,
+            kept,
+            advantages=chances,
+            loss_mask=completions.response_mask & learned[:, None],
+            ref_logprobs=self.ref_of(completions, firsts(completions)),
+        )
+        self.record(_of_the_pairs(rollout, wins))
+        return rollout
+
+    def replaced(self, rollout: Rollout) -> Rollout:
+        """The policy's own completions: the opponent's are not learned from."""
+        return select(rollout, firsts(rollout.completions))
+
+    # ------------------------------------------------------------------ loss
+
+    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
+        assert rollout.ref_logprobs is not None
+        scores, beta, mask = self.token_scores(rollout.completions), self.at_epoch(self.beta), rollout.loss_mask
+        kl = scores.logprobs.detach() - rollout.ref_logprobs
+        kl_part = masked_sum(beta * kl * scores.logprobs, mask, 1)
+        preference_part = rollout.advantages * masked_sum(scores.logprobs, mask, 1)
+        judged = torch.as_tensor(totals.unmasked_sequences, device=mask.device).clamp(min=1)
+        loss = (kl_part - preference_part).sum() / judged
+        return loss, self._metrics(rollout, scores.logprobs, kl, beta) | {
+            "loss/kl": mean_over(kl_part, mask.any(1)),
+            "loss/score": mean_over(-preference_part, mask.any(1)),
+            "entropy": mean_over(scores.entropy, rollout.completions.response_mask),
+        }
+
+    @torch.no_grad()
+    def _metrics(self, rollout: Rollout, logprobs: Tensor, kl: Tensor, beta: float) -> Metrics:
+        """TRL's names, of the policy's completions, without padding."""
+        mask, rewards = rollout.completions.response_mask, rollout.rewards
+        every, scored = torch.ones_like(rewards, dtype=torch.bool), ~rewards.isnan()
+        kl_of_rows = masked_sum(kl, mask, 1)
+        return {
+            "objective/kl": mean_over(kl_of_rows, every),
+            "objective/entropy": mean_over(-masked_sum(logprobs, mask, 1), every),
+            "objective/non_score_reward": mean_over(-beta * kl_of_rows, every),
+            "objective/rlhf_reward": mean_over(rewards - beta * kl_of_rows, scored),
+        }
+
+    def coefficients(self) -> dict[str, float]:
+        return super().coefficients() | {"mixture_coef": self.at_epoch(self.mixture_coef)}
+
+
+def _of_the_pairs(rollout: Rollout, wins: Tensor) -> Metrics:
+    """What the judge and the rewards said of policy and opponent."""
+    judged, ended = ~wins.isnan(), rollout.completions.ended.float()
+    ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]
+    every = torch.ones_like(judged)
+    return {
+        "rewards/probabilities": mean_over(wins, judged),
+        "rewards/accuracies": mean_over((wins > 0.5).float(), judged),
+        "rewards/chosen": mean_over(ours, ~ours.isnan()),
+        "rewards/rejected": mean_over(theirs, ~theirs.isnan()),
+        "rewards/margins": mean_over(ours - theirs, ~(ours - theirs).isnan()),
+        "model_contain_eos_token": mean_over(ended[0::2], every),
+        "ref_contain_eos_token": mean_over(ended[1::2], every),
+    }

@@ -1,0 +1,59 @@
+"""Online DPO: DPO on pairs that the policy has just written, arXiv:2402.04792 (OAIF).
+
+For a prompt, two completions of the policy, of which the judge finds c better than r; y is either of them:
+
+    log ratio      rho_y = sum_t log pi(y_t) - log pi_ref(y_t)
+    objective      mean over judged pairs of sum_k weight_k preference_k(c, r)
+                   sigmoid is - log sigma(beta (rho_c - rho_r))
+
+Judged are rewards (the default), or texts by a function or a language model. A tie, and a pair without a verdict,
+teaches nothing: it is in neither the sum nor the mean. Of more completions a prompt the one that wins most often stands
+against the one that wins least often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from lit_rl.algorithms.online_preference import OnlinePreference
+from lit_rl.algorithms.pairs import Preference
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.ops.preference.losses import sigmoid
+from lit_rl.ops.reductions import StepTotals
+from lit_rl.ops.step import Metrics, StepTokens
+from lit_rl.rewards.base import Rewards
+from lit_rl.rollout import Rollout
+
+
+@final
+class OnlineDPO(OnlinePreference):
+    """Online direct preference optimisation.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function. What the default judge compares.
+        judge: Says which of two completions is better. None compares the summed rewards.
+        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
+        preference: The loss of a pair, or several by name, whose weighted sum is learned.
+        group_size: Completions a prompt, 2 or more.
+        shared: What every `OnlinePreference` and `OnlinePairs` takes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Rewards | Callable | None = None,
+        *,
+        judge: Any = None,
+        beta: float | Sequence[float] = 0.1,
+        preference: Preference | Mapping[str, Preference] = sigmoid,
+        group_size: int = 2,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, judge=judge, beta=beta, preference=preference, group_size=group_size, **shared)
+
+    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
+        return self.preference_loss(rollout, self.token_scores(rollout.completions), totals)

@@ -1,0 +1,102 @@
+"""ORPO: odds ratio preference optimisation, without a reference, arXiv:2403.07691.
+
+For a prompt x with a chosen completion c and a rejected one r, and y either of them:
+
+    log-prob       m_y = mean over the tokens of y of log pi(y_t)
+    odds           log odds(y) = m_y - log(1 - exp(m_y)), eq. 4
+    likelihood     - sum over the tokens of x and c of log pi / number of them, of the whole optimizer step
+    objective      likelihood + beta * mean over pairs of - log sigma(log odds(c) - log odds(r)), eq. 6 and 7
+
+The likelihood is of prompt and completion, as in the authors' code and in TRL; only a text's first token has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.offline import OfflineModule, mean_over
+from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.errors import in_range
+from lit_rl.examples import PairBatch, TokenBatch
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.text_forward import TextScores
+from lit_rl.ops.masking import masked_mean, masked_sum
+from lit_rl.ops.preference.odds import odds_ratio
+from lit_rl.ops.step import Metrics
+
+
+@final
+class ORPO(OfflineModule):
+    """Odds ratio preference optimisation.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        beta: Weight of the odds ratio, the paper's lambda, above 0.
+        shared: What every `OfflineModule` takes.
+    """
+
+    learns_from = "pairs"
+    headline = ("loss", "nll_loss", "rewards/accuracies", "log_odds_chosen")
+
+    def __init__(self, model: LanguageModel | str, reward: Any = None, *, beta: float = 0.1, **shared: Any) -> None:
+        super().__init__(model, reward, **shared)
+        in_range("algo.beta", beta, low=0, open_low=True)
+        self.beta = beta
+
+    def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        read, totals = _all_of_chosen(batch), batch.totals
+        scores, mask = self.text_scores(read, stats=True), batch.tokens.learned
+        means = masked_mean(scores.logprobs, mask, dim=1)
+        losses, log_odds = odds_ratio(*means.chunk(2))
+        chosen = read.learned & _first_half(read)
+        nll = -masked_sum(scores.logprobs, chosen)
+        loss = nll / max(1, totals.chosen_attended - totals.rows)
+        loss = loss + self.beta * losses.sum() / self.denominator(totals)
+        loss, aux = self.with_aux(loss, scores, totals)
+        every = torch.ones_like(losses, dtype=torch.bool)
+        own: Metrics = {
+            "nll_loss": (nll.detach(), chosen.sum()),
+            "log_odds_ratio": mean_over(-losses, every),
+            "log_odds_chosen": mean_over(log_odds, every),
+        }
+        return loss, own | self._pair_metrics(scores, mask, means.detach()) | aux
+
+    @torch.no_grad()
+    def _pair_metrics(self, scores: TextScores, mask: Tensor, means: Tensor) -> Metrics:
+        """TRL's: log-probs are means over tokens, rewards beta times these."""
+        assert scores.stats is not None
+        chosen, rejected = means.chunk(2)
+        every = torch.ones_like(chosen, dtype=torch.bool)
+        of_chosen, of_rejected = mask.chunk(2)
+        logits = scores.stats.mean_logit.chunk(2)
+        return {
+            "rewards/chosen": mean_over(self.beta * chosen, every),
+            "rewards/rejected": mean_over(self.beta * rejected, every),
+            "rewards/accuracies": mean_over((chosen > rejected).float(), every),
+            "rewards/margins": mean_over(self.beta * (chosen - rejected), every),
+            "logps/chosen": mean_over(chosen, every),
+            "logps/rejected": mean_over(rejected, every),
+            "logits/chosen": mean_over(logits[0], of_chosen),
+            "logits/rejected": mean_over(logits[1], of_rejected),
+            "entropy": mean_over(scores.entropy, mask),
+            "mean_token_accuracy": mean_over(scores.stats.correct.chunk(2)[0], of_chosen),
+        }
+
+
+def _all_of_chosen(batch: PairBatch) -> TokenBatch:
+    """The batch's tokens with every token of the chosen texts learned that has one before it."""
+    tokens = batch.tokens
+    mask = tokens.loss_mask | (tokens.attention_mask & _first_half(tokens))
+    mask[:, 0] = False
+    return dataclasses.replace(tokens, loss_mask=mask)
+
+
+def _first_half(tokens: TokenBatch) -> Tensor:
+    """`(2 b, 1)`: True on chosen rows."""
+    places = torch.arange(len(tokens), device=tokens.input_ids.device)
+    return (places < len(tokens) // 2).unsqueeze(1)

@@ -1,0 +1,101 @@
+"""What a preference method refuses of its losses before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.checks import settings
+from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.ops.preference.divergences import reverse_kl
+from lit_rl.ops.preference.pairs import Pairs
+
+
+def by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
+    """The losses by name, each called once on a pair: one that refuses its own settings is refused here.
+
+    Raises:
+        ConfigError: there is none, or one refuses its settings.
+    """
+    named = dict(functions) if isinstance(functions, Mapping) else {name_of(functions): functions}
+    if not named:
+        raise ConfigError("algo.preference is empty: there is nothing to learn without a loss, such as sigmoid.")
+    for name, function in named.items():
+        settings(f"preference.{name}", partial(function, _probe(), 0.1))
+    return named
+
+
+def weights(functions: Mapping[str, Any], given: Mapping[str, float] | None) -> dict[str, float]:
+    """The weight of each loss, 1 where none was given.
+
+    Raises:
+        ConfigError: a weight belongs to no loss, or is below 0.
+    """
+    given = given or {}
+    for name, weight in given.items():
+        if name not in functions:
+            raise ConfigError(
+                f"algo.preference_weights.{name}: there is no such loss; algo.preference has {', '.join(functions)}."
+                f"{did_you_mean(name, functions)}"
+            )
+        if not weight >= 0:
+            raise ConfigError(f"algo.preference_weights.{name}={weight} is out of range: allowed is 0 and above.")
+    return {name: float(given.get(name, 1.0)) for name in functions}
+
+
+def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tensor], Tensor]) -> None:
+    """
+    Raises:
+        ConfigError: a divergence was chosen that a loss does not read.
+    """
+    settings("divergence", partial(divergence, torch.zeros(1)))
+    if getattr(divergence, "func", divergence) is reverse_kl:
+        return
+    deaf = [name for name, function in functions.items() if getattr(_inner(function), "ratios_only", False)]
+    if deaf:
+        raise ConfigError(
+            f"algo/divergence: {', '.join(deaf)} reads the log ratios as they are, so the divergence would change "
+            "nothing in it. Take algo/divergence=reverse_kl, or another algo/preference."
+        )
+
+
+def weighs_pairs(functions: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ConfigError: a loss compares quantiles over pairs, which no weight of a pair fits.
+    """
+    sorted_over = [name for name, function in functions.items() if getattr(_inner(function), "over_step", False)]
+    if sorted_over:
+        raise ConfigError(
+            f"algo.likelihood_weights=true weighs each pair, and {', '.join(sorted_over)} sorts completions over all "
+            "pairs of a step: what it compares are no pairs of the data. Take one of the two."
+        )
+
+
+def cache_is_read(precompute: bool, folder: str | None) -> None:
+    """
+    Raises:
+        ConfigError: a folder for log-probs of the reference that nothing computes.
+    """
+    if folder is not None and not precompute:
+        raise ConfigError(
+            f"algo.reference_cache={folder!r} is for precomputed log-probs of the reference, and "
+            "algo.precompute_reference is false: set it to true, or leave the folder out."
+        )
+
+
+def name_of(function: Any) -> str:
+    return getattr(_inner(function), "__name__", type(function).__name__)
+
+
+def _inner(function: Any) -> Any:
+    return _inner(function.func) if isinstance(function, partial) else function
+
+
+def _probe() -> Pairs:
+    half, one = torch.full((1,), -0.5), torch.ones(1)
+    return Pairs(half, 2 * half, half, half, one, one)

@@ -1,0 +1,74 @@
+"""Reward modelling: a model that scores texts, from pairs, by the likelihood of the choice (Bradley-Terry, 2203.02155).
+
+    r             score of prompt and completion at the last token, by a fresh linear head on the trunk
+    objective     mean over pairs of the optimizer step of  -ls(r_c - r_r - m) + c (r_c + r_r)^2
+
+`m` is the data's `margin` column, where there is one (2307.09288, eq. 2), and `c` is `center_coef` (2312.09244).
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.offline import mean_over
+from lit_rl.algorithms.scalar_module import ScalarModule
+from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.errors import in_range
+from lit_rl.examples import PairBatch
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.scoring_model import SEQUENCES
+from lit_rl.ops.preference.rewards import bradley_terry
+from lit_rl.ops.step import Highest, Lowest, Metrics
+
+
+@final
+class RewardModeling(ScalarModule):
+    """Training of a reward model, which is exported as a sequence classifier with one label.
+
+    `lit_rl.rewards.RewardModel` loads the export, and gives the scores that were trained.
+
+    Args:
+        model: The language model whose trunk it starts from, or a reward model to go on with: a description, or its
+            name, folder or hub id.
+        center_coef: At least 0: weight of the term that pulls the two rewards of a pair to a sum of 0, which a choice
+            leaves open. TRL recommends 0.01.
+        shared: What every `ScalarModule` takes.
+    """
+
+    learns_from = "pairs"
+    headline = ("loss", "accuracy", "margin")
+    scoring = SEQUENCES
+
+    def __init__(self, model: LanguageModel | str, *, center_coef: float = 0.0, **shared: Any) -> None:
+        super().__init__(model, **shared)
+        in_range("algo.center_coef", center_coef, low=0)
+        self.center_coef = center_coef
+
+    def rewards(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
+        """`(b,)` each, with gradient: of the chosen and of the rejected completions."""
+        chosen, rejected = self.logits(batch.tokens).squeeze(-1).chunk(2)
+        return chosen, rejected
+
+    def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        chosen, rejected = self.rewards(batch)
+        rows = bradley_terry(chosen, rejected, batch.margins, center=self.center_coef)
+        every = torch.ones(len(batch), dtype=torch.bool, device=rows.device)
+        both = torch.cat([chosen, rejected]).detach()
+        metrics: Metrics = {
+            "accuracy": mean_over((chosen > rejected).float(), every),
+            "margin": mean_over(chosen - rejected, every),
+            "min_reward": Lowest(both.min()),
+            "mean_reward": mean_over(both, every.repeat(2)),
+            "max_reward": Highest(both.max()),
+        }
+        return rows.sum() / self.denominator(batch.totals), metrics
+
+    def scores(self, batch: PairBatch) -> dict[str, list[Any]]:
+        chosen, rejected = self.rewards(batch)
+        return {"chosen_reward": chosen.tolist(), "rejected_reward": rejected.tolist()}
+
+    def reads(self) -> dict[str, Any]:
+        return {"ends_with_eos": True}

@@ -1,0 +1,78 @@
+"""What the methods share that train a model to score texts: the head, its export, and validation without generation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lit_rl.algorithms.offline import OfflineModule
+from lit_rl.algorithms.optimizers import OptimizerFactory
+from lit_rl.algorithms.schedules import Schedule
+from lit_rl.examples import TokenBatch
+from lit_rl.models.export import ExportReport, model_card
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.scoring_export import export_scoring
+from lit_rl.models.scoring_model import Scoring, check_scoring, load_scoring
+
+
+class ScalarModule(OfflineModule, ABC):
+    """Abstract: subclasses say what is scored, and what the scores should be.
+
+    The policy of a base class is the scoring model here. It writes nothing, so there is no generator, no sampling and
+    no reward; transformers' classifiers return no router logits, so there is no router loss either.
+
+    Args:
+        model: The language model whose trunk it starts from, or a scoring model of the same kind to go on with: a
+            description, or its name, folder or hub id.
+        optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
+        scheduler: Makes the learning-rate schedule. None is linear to zero.
+        seed: Of the fresh head.
+    """
+
+    scoring: ClassVar[Scoring]
+    generates = False
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: Schedule | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, optimizer=optimizer, scheduler=scheduler, seed=seed)
+
+    @property
+    def loaded_by(self) -> str:
+        return self.scoring.auto
+
+    def load_policy(self) -> nn.Module:
+        return load_scoring(self.model, self.scoring)
+
+    def setup(self, stage: str) -> None:
+        check_scoring(self.model, self.scoring)
+        super().setup(stage)
+
+    def logits(self, tokens: TokenBatch) -> Tensor:
+        """What the model itself says, in float32, with gradient: `(b, labels)`, or `(b, s, labels)` for tokens."""
+        mask = tokens.attention_mask.long()
+        return self.policy(input_ids=tokens.input_ids, attention_mask=mask, use_cache=False).logits.float()
+
+    @abstractmethod
+    def scores(self, batch: Any) -> dict[str, list[Any]]:
+        """What the model says of a batch, as columns for `predict`."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
+        return {"row": list(batch.rows), **self.scores(batch)}
+
+    def reads(self) -> dict[str, Any]:
+        """How a text must be prepared to be read as in training, for the exported config."""
+        return {}
+
+    def export(self, state: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
+        card = model_card(facts, loaded_by=self.scoring.auto, pipeline=self.scoring.pipeline)
+        return export_scoring(self.model, self.scoring, state, self.policy, folder, card=card, reads=self.reads())

@@ -1,0 +1,88 @@
+"""SFT: supervised fine-tuning, the cross-entropy of texts.
+
+    objective      sum over learned tokens of imitation(log pi(token)) / number of learned tokens, of the whole
+                   optimizer step; imitation is - log pi, or DFT's - sg(pi) log pi (2508.05629)
+
+Which tokens are learned (the completion, the assistant's turns, all) is the data module's `learn`. Off by default:
+noise on the embeddings in training (NEFTune, 2310.05914).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
+
+from torch import Tensor
+
+from lit_rl.algorithms.batching import mix
+from lit_rl.algorithms.offline import OfflineModule, mean_over
+from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.errors import in_range
+from lit_rl.examples import TextBatch, Totals
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.neftune import noisy_embeddings
+from lit_rl.models.text_forward import refuse_leaks
+from lit_rl.ops.imitation import cross_entropy
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.step import Metrics
+
+
+@final
+class SFT(OfflineModule):
+    """Supervised fine-tuning.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        imitation: From the log-probs `(b, t)` of the texts' tokens to what each of them costs.
+        neftune_alpha: Scale of uniform noise on the embeddings in training, above 0 (NEFTune; 5 in the paper). None is
+            no noise.
+        shared: What every `OfflineModule` takes.
+    """
+
+    learns_from = "texts"
+    headline = ("loss", "mean_token_accuracy")
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Any = None,
+        *,
+        imitation: Callable[[Tensor], Tensor] = cross_entropy,
+        neftune_alpha: float | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, **shared)
+        if neftune_alpha is not None:
+            in_range("algo.neftune_alpha", neftune_alpha, low=0, open_low=True)
+        self.imitation, self.neftune_alpha = imitation, neftune_alpha
+
+    def denominator(self, totals: Totals) -> int:
+        return max(1, totals.tokens)
+
+    def loss(self, batch: TextBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        with self.noise(batch):
+            scores = self.text_scores(batch.tokens, stats=True)
+        mask = batch.tokens.learned
+        assert scores.stats is not None
+        loss = masked_sum(self.imitation(scores.logprobs), mask) / self.denominator(batch.totals)
+        loss, aux = self.with_aux(loss, scores, batch.totals)
+        metrics = {
+            "entropy": mean_over(scores.entropy, mask),
+            "mean_token_accuracy": mean_over(scores.stats.correct, mask),
+        }
+        return loss, metrics | aux
+
+    def noise(self, batch: TextBatch) -> AbstractContextManager[None]:
+        """Noise on the embeddings of a training batch. The same row gets the same in the same step of every run."""
+        if self.neftune_alpha is None or not self.policy.training:
+            return nullcontext()
+        keys = [mix(self.seed, batch.step, row) for row in batch.rows]
+        return noisy_embeddings(self.policy, batch.tokens, self.neftune_alpha, keys)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
+            with self.rollout_context():
+                refuse_leaks(self.policy)

@@ -1,0 +1,91 @@
+"""XPO: exploratory preference optimisation, arXiv:2405.21046 (algorithm 1).
+
+For a prompt, y is a completion of the policy and y' one of the reference; the judge finds c of them better than r:
+
+    log ratio      rho_y = sum_t log pi(y_t) - log pi_ref(y_t)
+    objective      mean over judged pairs of preference(c, r) + alpha sum_t log pi(y'_t)
+                   preference is - log sigma(beta (rho_c - rho_r))
+
+The second term, the exploration bonus, takes probability from what the reference writes and so gives it to what has not
+been seen. A tie, and a pair without a verdict, is in neither the sum nor the mean, with its bonus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch import Tensor
+
+from lit_rl.algorithms import online_checks
+from lit_rl.algorithms.offline import mean_over
+from lit_rl.algorithms.online_preference import OnlinePreference
+from lit_rl.algorithms.opponents import duels
+from lit_rl.algorithms.pairs import Preference
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.preference.losses import sigmoid
+from lit_rl.ops.reductions import StepTotals
+from lit_rl.ops.step import Metrics, StepTokens
+from lit_rl.rewards.base import Rewards
+from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
+
+
+@final
+class XPO(OnlinePreference):
+    """Exploratory preference optimisation. Of each prompt's two completions the second is the reference's.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function. What the default judge compares.
+        judge: Says which of two completions is better. None compares the summed rewards.
+        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
+        alpha: Weight of the exploration bonus, at least 0; or a list, one for each epoch, the last for all after it.
+        preference: The loss of a pair, or several by name, whose weighted sum is learned.
+        shared: What every `OnlinePreference` and `OnlinePairs` takes.
+    """
+
+    opponent_writes = True
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Rewards | Callable | None = None,
+        *,
+        judge: Any = None,
+        beta: float | Sequence[float] = 0.1,
+        alpha: float | Sequence[float] = 1e-5,
+        preference: Preference | Mapping[str, Preference] = sigmoid,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, judge=judge, beta=beta, preference=preference, **shared)
+        self.alpha = alpha
+        online_checks.two_policies(self)
+        online_checks.for_each_epoch("algo.alpha", alpha, open_low=False)
+
+    def generate(
+        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
+    ) -> Completions:
+        if group_size is not None:  # validation, where the policy alone writes
+            return super().generate(batch, sampling, group_size)
+        own = super().generate(batch, group_size=1)
+        with self.reference.scoring(self.policy, self.reference_policy) as reference:
+            return duels(self, batch, own, reference)  # pyright: ignore
+
+    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
+        scores = self.token_scores(rollout.completions)
+        loss, metrics = self.preference_loss(rollout, scores, totals)
+        of_reference = masked_sum(scores.logprobs, rollout.loss_mask, 1)[1::2]
+        learned = rollout.loss_mask.any(1)[1::2]
+        bonus = self.at_epoch(self.alpha) * of_reference
+        parts = {
+            "loss/dpo": (loss.detach() * self.pairs_of(totals), learned.sum().float()),
+            "loss/xpo": (bonus.detach().sum(), learned.sum().float()),
+        }
+        policys, references = rollout.rewards[0::2], rollout.rewards[1::2]
+        parts["objective/model_scores"] = mean_over(policys, ~policys.isnan())
+        parts["objective/ref_scores"] = mean_over(references, ~references.isnan())
+        return loss + bonus.sum() / self.pairs_of(totals), metrics | parts
+
+    def coefficients(self) -> dict[str, float]:
+        return super().coefficients() | {"alpha": self.at_epoch(self.alpha)}

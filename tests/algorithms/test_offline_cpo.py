@@ -1,0 +1,109 @@
+"""Laws of CPO and its kin: how a step is cut, swapped pairs, padding, what is refused. TRL has the numbers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from offline_cuts import CUTS, MODEL, PAIRS, assert_same_step, data_of, loaded, micro_batches, step_of
+
+from lit_rl.algorithms import CPO
+from lit_rl.errors import ConfigError
+from lit_rl.examples import TokenBatch
+from lit_rl.ops.preference import alphapo, aot, hinge, ipo, sigmoid, simpo
+
+SWAPPED = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Any:
+    return loaded(CPO(MODEL)).policy
+
+
+def cpo(policy: Any, **settings: Any) -> CPO:
+    module = CPO(MODEL, **settings)
+    module.policy = policy
+    return module
+
+
+@pytest.mark.parametrize("cut", CUTS[1:], ids=str)
+@pytest.mark.parametrize("preference", [sigmoid, simpo, {"aot": aot, "ipo": ipo}], ids=["cpo", "simpo", "several"])
+def test_the_cut_changes_nothing(policy: Any, preference: Any, cut: tuple[int, int]) -> None:
+    data, module = data_of(PAIRS, "pairs"), cpo(policy, preference=preference)
+    assert_same_step(step_of(module, data, *cut), step_of(module, data))
+
+
+@pytest.mark.parametrize("preference", [sigmoid, hinge, ipo, simpo, alphapo])
+def test_swapped_pairs_flip_the_margin(policy: Any, preference: Any) -> None:
+    module = cpo(policy, preference=preference, nll_coef=0.0)
+    there, back = (step_of(module, data_of(rows, "pairs")).metrics for rows in (PAIRS, SWAPPED))
+    assert there["rewards/margins"] == pytest.approx(-back["rewards/margins"], abs=1e-5)
+    assert there["rewards/accuracies"] == pytest.approx(1 - back["rewards/accuracies"])
+    assert there["logps/chosen"] == pytest.approx(back["logps/rejected"], abs=1e-5)
+
+
+def test_equal_log_probs_give_log_2(policy: Any) -> None:
+    module = cpo(policy, nll_coef=0.0)
+    (batch,) = micro_batches(data_of(PAIRS, "pairs"))[0]
+    chosen = [part[: len(batch)].repeat(2, 1) for part in vars(batch.tokens).values() if part is not None]
+    loss, metrics = module.loss(replace(batch, tokens=TokenBatch(*chosen)))
+    assert float(loss.detach()) == pytest.approx(math.log(2), abs=1e-6)
+    assert metrics["rewards/margins"][0] == 0  # pyright: ignore
+
+
+def test_the_likelihood_adds_the_cross_entropy_of_the_chosen_tokens(policy: Any) -> None:
+    data = data_of(PAIRS, "pairs")
+    without, half = (step_of(cpo(policy, nll_coef=coefficient), data) for coefficient in (0.0, 0.5))
+    (batch,) = micro_batches(data)[0]
+    chosen = batch.tokens.input_ids[: len(batch)]
+    logits = policy(input_ids=chosen, attention_mask=batch.tokens.attention_mask[: len(batch)].long()).logits[:, :-1]
+    labels = chosen[:, 1:].masked_fill(~batch.tokens.learned[: len(batch)], -100)
+    expected = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).detach())
+    assert half.loss - without.loss == pytest.approx(0.5 * expected, rel=1e-4)
+    assert half.metrics["nll_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_metrics_are_per_token_where_every_loss_is(policy: Any) -> None:
+    data = data_of(PAIRS, "pairs")
+    found = {
+        name: step_of(cpo(policy, preference=preference), data).metrics["logps/chosen"]
+        for name, preference in (("sum", sigmoid), ("mean", simpo), ("both", {"simpo": simpo, "sigmoid": sigmoid}))
+    }
+    assert found["both"] == found["sum"] < found["mean"] < 0
+
+
+def test_padding_changes_nothing(policy: Any) -> None:
+    module, more = cpo(policy), torch.nn.functional.pad
+    (batch,) = micro_batches(data_of(PAIRS, "pairs"))[0]
+    tokens = batch.tokens
+    ids = more(tokens.input_ids, (0, 3), value=7)
+    wide = TokenBatch(ids, more(tokens.attention_mask, (0, 3)), more(tokens.loss_mask, (0, 3)))
+    with torch.no_grad():
+        found, expected = module.loss(replace(batch, tokens=wide))[0], module.loss(batch)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_reference_is_loaded() -> None:
+    module = CPO(MODEL)
+    module.configure_model()
+    assert not module.needs_reference and module.reference_policy is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beta": 0.0}, "algo.beta"),
+        ({"nll_coef": -0.1}, "algo.nll_coef"),
+        ({"nll_coef": math.nan}, "algo.nll_coef"),
+        ({"preference": partial(simpo, gamma=-1.0)}, "algo.preference.simpo: gamma=-1.0"),
+        ({"preference": partial(alphapo, alpha=math.inf)}, "algo.preference.alphapo: alpha=inf"),
+        ({"preference_weights": {"sigmod": 1.0}}, "algo.preference_weights.sigmod.*Did you mean 'sigmoid'"),
+    ],
+)
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CPO(MODEL, **settings)

@@ -1,0 +1,318 @@
+"""GKD: who writes, that a step is the same however it is cut, what is refused, and that a student learns."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from small_rollouts import EachBatch, trainer
+from torch import Tensor
+
+from lit_rl.algorithms import GKD, AdamW, Constant
+from lit_rl.algorithms.gkd_parts import as_tokens, prompts_of, rewritten, writer_of
+from lit_rl.algorithms.statistics import Averages
+from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.offline.loader import ExampleLoader
+from lit_rl.data.tasks import AdditionText
+from lit_rl.errors import ConfigError, DataError, LitRLError
+from lit_rl.models import LanguageModel
+from lit_rl.models.lora import Lora
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Completions, Sampling
+
+ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+MODEL = LanguageModel("tiny")
+ROWS = [
+    {"prompt": prompt, "completion": answer}
+    for prompt, answer in [("1+2=", "3"), ("11+22=", "33"), ("5+5=", "10"), ("40+2=", "42"), ("7+1=", "8"),
+                           ("60+60=", "120"), ("9+9=", "18"), ("1+2=", "3")]
+]  # fmt: skip
+"""The last row is the first one's twin: two rows, so two samples."""
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The shipped policy's first layer, as a model of its own."""
+    folder = tmp_path_factory.mktemp("one_layer")
+    model = LanguageModel("tiny", init_kwargs=ONE_LAYER)
+    model.load().save_pretrained(str(folder))
+    model.tokenizer.save_pretrained(str(folder))
+    return str(folder)
+
+
+def module_of(student: str, **settings: Any) -> GKD:
+    settings = {"teacher": "tiny", "sampling": Sampling(max_new_tokens=5), **settings}
+    return GKD(LanguageModel(student), **settings)
+
+
+def loaded(student: str, **settings: Any) -> GKD:
+    module = module_of(student, **settings)
+    module.configure_model()
+    return module
+
+
+def data_of(rows: Any = ROWS, **settings: Any) -> SupervisedDataModule:
+    data = SupervisedDataModule(**{"rows": rows, "batch_size": 8, "shuffle": False, "val_fraction": 0.0, **settings})
+    data.prepare(MODEL.tokenizer, "texts")
+    return data
+
+
+def micro_batches(data: SupervisedDataModule, accumulate: int = 1) -> list[Any]:
+    loader = ExampleLoader(data.corpus.train, data._order(False), accumulate=accumulate)
+    return loader.batches(list(range(data.batch_size)), 3)
+
+
+def learned(module: GKD, batches: Any) -> tuple[float, Tensor, dict[str, float]]:
+    averages, losses = Averages(), []
+    for batch in batches:
+        loss, metrics = module.loss(batch)
+        losses.append(loss)
+        averages.add(metrics)
+    total = torch.stack(losses).sum()
+    gradients = torch.autograd.grad(total, [p for p in module.policy.parameters() if p.requires_grad])
+    return total.item(), torch.cat([g.flatten() for g in gradients]), averages.reduce(torch.device("cpu"))
+
+
+# ---------------------------------------------------------------- who writes
+
+
+def test_the_writer_is_drawn_from_the_seed_and_the_step():
+    def share(fraction: float, seed: int = 0, teacher: bool = False) -> list[str]:
+        return [
+            writer_of(step, seed=seed, on_policy_fraction=fraction, teacher_completions=teacher) for step in range(2000)
+        ]
+
+    assert set(share(0.0)) == {"data"} and set(share(0.0, teacher=True)) == {"teacher"}
+    assert set(share(1.0)) == {"student"}
+    assert share(0.3) == share(0.3) != share(0.3, seed=1)
+    assert share(0.3).count("student") == pytest.approx(600, abs=80)
+    more = zip(share(0.3), share(0.6), strict=True)
+    assert all(high == "student" for low, high in more if low == "student")
+
+
+def test_prompts_are_what_stands_before_the_completion():
+    module = module_of("tiny")
+    batch = prompts_of(module, micro_batches(data_of(), 2))
+    assert [MODEL.tokenizer.decode(ids) for ids in batch.prompt_ids] == [row["prompt"] for row in ROWS]
+    assert batch.rollout == 3 and batch.rows == list(range(8)) and batch.occurrences == [0] * 8
+
+
+def test_completions_become_rows_that_are_padded_on_the_right():
+    def padded(rows: list[list[int]], left: bool) -> Tensor:
+        width = max(map(len, rows))
+        return torch.tensor([[0] * (width - len(r)) + r if left else r + [0] * (width - len(r)) for r in rows])
+
+    prompts, answers = [[5, 6, 7], [8]], [[1], [2, 0, 3]]  # the padding's id inside a text is a token
+    completions = Completions(
+        prompt_ids=padded(prompts, True),
+        prompt_mask=padded([[1] * len(row) for row in prompts], True).bool(),
+        response_ids=padded(answers, False),
+        response_mask=padded([[1] * len(row) for row in answers], False).bool(),
+        sampler_logprobs=torch.zeros(2, 3),
+        ended=torch.ones(2, dtype=torch.bool),
+        group_id=torch.arange(2),
+    )
+    ids, attended, mask = as_tokens(completions, torch.device("cpu"))
+    assert ids.tolist() == [[5, 6, 7, 1, 0, 0], [8, 2, 0, 3, 0, 0]]
+    assert attended.sum(1).tolist() == [4, 4] and attended[:, :4].all()
+    assert mask.int().tolist() == [[0, 0, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("writer", ["student", "teacher"])
+def test_what_is_written_is_the_writers_own(one_layer: str, writer: Any):
+    module, data = loaded(one_layer, sampling=Sampling(temperature=0, max_new_tokens=5)), data_of()
+    (fresh,) = rewritten(module, micro_batches(data)[0], writer)
+    model: Any = module.policy if writer == "student" else module.teacher_policy
+    tokens = fresh.tokens
+    with torch.no_grad():
+        likeliest = model(tokens.input_ids, attention_mask=tokens.attention_mask.long()).logits[:, :-1].argmax(-1)
+    assert bool((likeliest == tokens.input_ids[:, 1:])[tokens.learned].all())
+    assert fresh.totals.tokens == int(tokens.loss_mask.sum()) and fresh.totals.rows == 8
+    assert fresh.totals.attended == int(tokens.attention_mask.sum())
+
+
+# ---------------------------------------------------------------- laws of the loss
+
+
+@pytest.mark.parametrize("writer", ["data", "student", "teacher"])
+@pytest.mark.parametrize("accumulate", [2, 4, 8])
+def test_cutting_a_step_changes_nothing(one_layer: str, writer: Any, accumulate: int):
+    module, data = loaded(one_layer, beta=0.3), data_of()
+
+    def step(count: int) -> Any:
+        batches = micro_batches(data, count)
+        return learned(module, batches if writer == "data" else rewritten(module, batches[0], writer))
+
+    (whole, slope, seen), (parts, other, also) = step(1), step(accumulate)
+    assert parts == pytest.approx(whole, rel=1e-5)
+    assert (other - slope).norm() <= 1e-5 * slope.norm() and slope.norm() > 0
+    assert also == pytest.approx(seen, rel=1e-5)
+
+
+def test_a_teacher_that_is_the_student_has_nothing_to_teach():
+    loss, slope, _ = learned(loaded("tiny", beta=0.5), micro_batches(data_of()))
+    assert loss == pytest.approx(0.0, abs=1e-7) and slope.norm() < 1e-5
+
+
+def test_padding_changes_nothing(one_layer: str):
+    module, (batch,) = loaded(one_layer), micro_batches(data_of())
+    before = learned(module, [batch])[:2]
+    tokens = batch.tokens
+    pad = {"input_ids": 7, "attention_mask": False, "loss_mask": False}
+    for name, value in pad.items():
+        setattr(tokens, name, torch.nn.functional.pad(getattr(tokens, name), (0, 3), value=value))
+    after = learned(module, [batch])[:2]
+    assert after[0] == pytest.approx(before[0], rel=1e-5)
+    assert (after[1] - before[1]).norm() <= 1e-5 * before[1].norm()
+
+
+def test_adapters_are_taught_and_a_teacher_on_the_cpu_is_no_module_of_ours(one_layer: str):
+    model = LanguageModel(one_layer, lora=Lora(r=2))
+    modules = [GKD(model, teacher="tiny", teacher_device=device) for device in (None, "cpu")]
+    found = []
+    for module in modules:
+        module.configure_model()
+        found.append(learned(module, micro_batches(data_of())))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+    assert "teacher_policy" in dict(modules[0].named_children())
+    assert "teacher_policy" not in dict(modules[1].named_children())
+    assert not any(p.requires_grad for p in modules[0].teacher_policy.parameters())  # pyright: ignore
+
+
+def test_packed_rows_are_the_same_texts(one_layer: str):
+    module = loaded(one_layer, teacher_device="cpu")
+    alone = learned(module, micro_batches(data_of()))
+    packed = data_of(packing="best_fit", max_length=24, batch_size=1)
+    count = len(packed.corpus.train)
+    assert count < len(ROWS)
+    packed.batch_size = count
+    together = learned(module, micro_batches(packed))
+    assert together[0] == pytest.approx(alone[0], rel=1e-5)
+    assert (together[1] - alone[1]).norm() <= 1e-4 * alone[1].norm()
+
+
+# ---------------------------------------------------------------- runs
+
+
+def fit(module: GKD, folder: Path, ckpt: Path | None = None) -> list[Any]:
+    """Six steps, with a checkpoint after every second one; returns the metrics of each."""
+    look = EachBatch(lambda m: {k: float(v) for k, v in m.trainer.callback_metrics.items() if k.startswith("train/")})
+    saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1)
+    callbacks, two = [look, saver], {"accumulate_grad_batches": 2, "enable_checkpointing": True}
+    runner = trainer(folder, max_steps=6, log_every_n_steps=1, callbacks=callbacks, **two)
+    data = SupervisedDataModule(task=AdditionText(max_operand=12, val_rows=0), batch_size=32)
+    runner.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True)
+    return look.seen
+
+
+def test_a_resumed_run_is_the_run(one_layer: str, tmp_path: Path):
+    def module() -> GKD:
+        return module_of(one_layer, optimizer=AdamW(lr=1e-3), scheduler=Constant(), teacher_completions=True)
+
+    whole = module()
+    seen = fit(whole, tmp_path)
+    assert {row["train/on_policy"] for row in seen if row} == {0.0, 1.0}  # both kinds of steps
+    half = tmp_path / "step=2.ckpt"
+    assert not any("teacher" in name for name in torch.load(half, weights_only=True)["state_dict"])
+    again = module()
+    fit(again, tmp_path / "again", half)
+    for mine, other in zip(whole.policy.parameters(), again.policy.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_random_student_learns_to_add(tmp_path: Path):
+    """The teacher is the shipped policy; the student has its shape and no weights of it."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path / "random"
+    AutoModelForCausalLM.from_config(MODEL.config).save_pretrained(folder)
+    MODEL.tokenizer.save_pretrained(folder)
+    module = module_of(
+        str(folder),
+        reward=exact_match,
+        on_policy_fraction=0.25,
+        optimizer=AdamW(lr=2e-3),
+        scheduler=Constant(),
+    )
+    data = SupervisedDataModule(task=SamePrompts(), batch_size=36, val_batch_size=36)
+    runner = trainer(tmp_path, max_steps=60, limit_val_batches=1.0, num_sanity_val_steps=0)
+    before = measured(runner, module, data)
+    runner.fit(module, datamodule=data)
+    after = measured(runner, module, data)
+    print(f"{before} -> {after}")
+    assert after["val/loss"] < 0.5 * before["val/loss"]
+    assert before["val/reward"] == 0.0 and after["val/reward"] >= 0.3
+
+
+class SamePrompts:
+    """Sums that the teacher gets right more often than not, measured on what was learned: to add those that it never
+    saw, a random student would need longer than a test."""
+
+    def train(self) -> list[dict[str, Any]]:
+        pairs = [(a, b) for a in range(60, 66) for b in range(60, 66)]
+        return [{"prompt": f"{a}+{b}=", "completion": str(a + b), "answer": str(a + b)} for a, b in pairs]
+
+    val = train
+
+
+def measured(runner: L.Trainer, module: GKD, data: Any) -> dict[str, float]:
+    runner.validate(module, datamodule=data, verbose=False)
+    return {name: float(runner.callback_metrics[name]) for name in ("val/loss", "val/reward")}
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"beta": 1.5}, "algo.beta"),
+        ({"temperature": 0.0}, "algo.temperature"),
+        ({"on_policy_fraction": -0.1}, "algo.on_policy_fraction"),
+        ({"on_policy_fraction": 1.0, "teacher_completions": True}, "algo.teacher_completions"),
+        ({"teacher_device": "cuda"}, "algo.teacher_device"),
+        ({"teacher": LanguageModel("tiny", lora=Lora(r=2))}, "algo.teacher.lora"),
+        ({"teacher": "no/where/at/all"}, "algo.teacher.name"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(settings: dict[str, Any], key: str):
+    with pytest.raises(ConfigError, match=re.escape(key)):
+        module_of("tiny", **settings)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path):
+    MODEL.config.save_pretrained(tmp_path)
+    tokenizer = LanguageModel("tiny").tokenizer
+    tokenizer.add_tokens(["<other>"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"algo\.teacher\.name=.* has another vocabulary.*<other>"):
+        module_of("tiny", teacher=LanguageModel(str(tmp_path), init_kwargs={"vocab_size": 300})).configure_model()
+    config = LanguageModel("tiny", init_kwargs={"vocab_size": 300})
+    with pytest.raises(ConfigError, match="its embedding has 300 rows, the policy's 259"):
+        module_of("tiny", teacher=config).configure_model()
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "error", "match"),
+    [
+        ({"teacher": "tiny", "student": "tiny"}, {}, ConfigError, "very weights"),
+        ({}, {"packing": "best_fit"}, ConfigError, "data.packing=best_fit"),
+        ({}, {"learn": "all"}, ConfigError, "data.learn=all"),
+        ({}, {"rows": [{"text": "1+2=3"}] * 8}, DataError, "has no prompt"),
+        ({"sampling": Sampling(max_new_tokens=510)}, {}, ConfigError, "sampling.max_new_tokens"),
+    ],
+)
+def test_what_could_not_be_learned_from_is_refused_before_loading(
+    one_layer: str, tmp_path: Path, settings: dict[str, Any], data: dict[str, Any], error: type[LitRLError], match: str
+):
+    module = module_of(settings.pop("student", one_layer), **settings)
+    rows = SupervisedDataModule(**{"rows": ROWS, "batch_size": 1, "val_fraction": 0.0, **data})
+    with pytest.raises(error, match=match):
+        trainer(tmp_path, max_steps=1).fit(module, datamodule=rows)
+    assert module.policy is None

@@ -1,0 +1,171 @@
+"""Laws of KTO: how a step is cut, where its constants lie, what is refused. Its numbers are compared with TRL's."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from offline_cuts import CUTS, MODEL, PAIRS, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
+
+from lit_rl.algorithms import KTO
+from lit_rl.errors import ConfigError
+from lit_rl.examples import TokenBatch
+from lit_rl.models.reference import ReferenceFree
+from lit_rl.ops.preference import apo_zero_unpaired, kto
+
+WEIGHTED = partial(kto, desirable_weight=1.5, undesirable_weight=0.7)
+
+
+@pytest.fixture(scope="module")
+def module() -> KTO:
+    return loaded(KTO(MODEL))
+
+
+def with_verdict(module: KTO, verdict: Any) -> KTO:
+    module.verdict = verdict
+    return module
+
+
+@pytest.mark.parametrize("cut", CUTS[1:], ids=str)
+@pytest.mark.parametrize("verdict", [WEIGHTED, apo_zero_unpaired], ids=["kto", "apo_zero_unpaired"])
+def test_the_cut_changes_nothing(module: KTO, verdict: Any, cut: tuple[int, int]) -> None:
+    data = data_of(VERDICTS, "verdicts")
+    module = with_verdict(module, verdict)
+    assert_same_step(step_of(module, data, *cut), step_of(module, data))
+
+
+def test_the_baseline_is_that_of_the_whole_step(module: KTO) -> None:
+    """Micro-batches on their own have other baselines, so the invariance above is not of something constant."""
+    data = data_of(VERDICTS, "verdicts")
+    module = with_verdict(module, kto)
+    with torch.no_grad():
+        alone = [float(module.look(batch)["mismatched"].mean()) for batch in micro_batches(data, 4)[0]]
+    assert max(alone) - min(alone) > 0.01
+    assert step_of(module, data, 4).metrics["kl"] == pytest.approx(max(0.0, sum(alone) / 4), abs=1e-5)
+
+
+def test_a_verdict_without_baseline_scores_no_mismatched_completions(module: KTO) -> None:
+    (batch,) = micro_batches(data_of(VERDICTS, "verdicts"))[0]
+    module = with_verdict(module, apo_zero_unpaired)
+    assert not module.couples_rows
+    loss, metrics = module.loss(replace(batch, mismatched=None))
+    assert loss.isfinite() and "kl" not in metrics
+    assert with_verdict(module, partial(kto)).couples_rows
+
+
+def test_at_the_reference_the_loss_is_half_the_weights() -> None:
+    still = loaded(KTO(MODEL, verdict=WEIGHTED), moved=0.0)
+    step = step_of(still, data_of(VERDICTS, "verdicts"))
+    assert step.loss == pytest.approx(0.5 * (5 * 1.5 + 3 * 0.7) / 8, abs=1e-5)
+    assert step.metrics["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert step.metrics["rewards/margins"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_the_other_verdict_pulls_the_other_way(module: KTO) -> None:
+    """Where nothing is weighed, loss and reversed loss of a row sum to 1, so that gradients are opposite."""
+    module = with_verdict(module, kto)
+    reversed_rows = [{**row, "label": not row["label"]} for row in VERDICTS]
+    there, back = (step_of(module, data_of(rows, "verdicts")) for rows in (VERDICTS, reversed_rows))
+    assert there.loss + back.loss == pytest.approx(1.0, abs=1e-5)
+    torch.testing.assert_close(there.gradient, -back.gradient, rtol=1e-4, atol=1e-6)
+    assert there.metrics["rewards/margins"] == pytest.approx(-back.metrics["rewards/margins"], abs=1e-6)
+
+
+def test_padding_changes_nothing(module: KTO) -> None:
+    (batch,) = micro_batches(data_of(VERDICTS, "verdicts"))[0]
+    module = with_verdict(module, kto)
+    wide = replace(batch, tokens=padded(batch.tokens), mismatched=padded(batch.mismatched))
+    with torch.no_grad():
+        narrow_loss, wide_loss = module.loss(batch)[0], module.loss(wide)[0]
+    torch.testing.assert_close(wide_loss, narrow_loss, rtol=1e-5, atol=1e-6)
+
+
+def padded(tokens: TokenBatch) -> TokenBatch:
+    more = torch.nn.functional.pad
+    return TokenBatch(
+        more(tokens.input_ids, (0, 3), value=7), more(tokens.attention_mask, (0, 3)), more(tokens.loss_mask, (0, 3))
+    )
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_a_step_of_one_kind(module: KTO, label: bool) -> None:
+    """What it has none of is NaN, and no margin is made up."""
+    module = with_verdict(module, kto)
+    step = step_of(module, data_of([{**row, "label": label} for row in VERDICTS], "verdicts"), 2)
+    assert math.isfinite(step.loss)
+    assert math.isnan(step.metrics["rewards/chosen"]) is not label
+    assert math.isnan(step.metrics["rewards/rejected"]) is label
+    assert math.isnan(step.metrics["rewards/margins"])
+
+
+def test_pairs_are_two_verdicts_each() -> None:
+    corpus = data_of(PAIRS, "verdicts").corpus.train
+    assert [example.desirable for example in corpus.examples] == [True, False] * len(PAIRS)
+
+
+# ---------------------------------------------------------------------- what is refused, and what is said
+
+
+@pytest.mark.parametrize("beta", [0.0, -1.0, math.nan])
+def test_beta_is_above_0(beta: float) -> None:
+    with pytest.raises(ConfigError, match="algo.beta"):
+        KTO(MODEL, beta=beta)
+
+
+def test_a_weight_below_0_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="algo.verdict: desirable_weight=-1.0"):
+        KTO(MODEL, verdict=partial(kto, desirable_weight=-1.0))
+
+
+def test_there_has_to_be_a_reference() -> None:
+    with pytest.raises(ConfigError, match="reference=free"):
+        KTO(MODEL, reference=ReferenceFree())
+
+
+def trained(module: KTO, rows: list[dict[str, Any]], **data: Any) -> list[str]:
+    """Two steps of a Trainer; returns what it warned of."""
+    from lit_rl.data.offline.datamodule import PreferenceDataModule
+
+    given = {"batch_size": 4, "val_fraction": 0.0, "shuffle": False} | data
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        limit_val_batches=0,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=PreferenceDataModule(rows=rows, **given))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_step_of_one_row_has_no_baseline() -> None:
+    with pytest.raises(ConfigError, match="data.batch_size=1"):
+        trained(KTO(MODEL), VERDICTS, batch_size=1)
+
+
+def test_classes_out_of_balance_are_named_with_what_balances_them() -> None:
+    """5 desirable rows and 3 others weigh 5/3; 3/5 to 4/5, or 5/4 to 5/3, brings that to 1 to 4/3."""
+    (said,) = [line for line in trained(KTO(MODEL), VERDICTS) if "desirable" in line]
+    assert "5 are desirable and 3 are not" in said
+    assert "desirable_weight to 0.6 to 0.8" in said and "undesirable_weight to 1.25 to 1.67" in said
+
+
+@pytest.mark.parametrize("verdict", [partial(kto, desirable_weight=0.7), partial(kto, undesirable_weight=1.5)])
+def test_balanced_classes_are_not_spoken_of(verdict: Any) -> None:
+    assert not [line for line in trained(KTO(MODEL, verdict=verdict), VERDICTS) if "desirable" in line]
+
+
+def test_one_kind_only_is_spoken_of() -> None:
+    rows = [{**row, "label": True} for row in VERDICTS]
+    (said,) = [line for line in trained(KTO(MODEL), rows) if "desirable" in line]
+    assert "only one kind is learned from" in said

@@ -1,0 +1,83 @@
+"""The presets of KTO, BCO, CPO and ORPO learn from right and wrong sums what they then say of held-out ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+from lit_rl.cli import schemas
+from lit_rl.cli.build import build, plain
+
+SETTINGS = [
+    "data.task.max_operand=29",
+    "data.task.val_rows=100",
+    "data.batch_size=32",
+    "data.val_batch_size=100",
+    "scheduler=constant",
+    "scheduler.warmup_steps=0",
+    "eval.temperature=0",
+]
+
+
+STEPS = 40
+
+
+def run(name: str, folder: Path, rate: float) -> tuple[dict[str, float], dict[str, float]]:
+    """What is measured on held-out rows before and after."""
+    schemas.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("lit_rl.conf", version_base="1.3"):
+        tree = plain(compose("config", [f"algo={name}", f"optimizer.lr={rate}", *SETTINGS]))
+    GlobalHydra.instance().clear()
+    module, data = build(tree["algo"]), build(tree["data"])
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=STEPS,
+        gradient_clip_val=1.0,
+        default_root_dir=folder,
+        logger=False,
+        limit_val_batches=1.0,
+        num_sanity_val_steps=0,
+        val_check_interval=STEPS,
+        check_val_every_n_epoch=None,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.validate(module, datamodule=data, verbose=False)
+    before = measured(trainer)
+    trainer.fit(module, datamodule=data)
+    return before, measured(trainer)
+
+
+def measured(trainer: L.Trainer) -> dict[str, float]:
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired", "bco"])
+def test_verdicts_are_told_apart(name: str, tmp_path: Path) -> None:
+    """At the reference every reward is 0. The learning rate is low: a larger one makes all completions unlikely first,
+    right ones too, and neither objective minds while wrong ones fall further."""
+    before, after = run(name, tmp_path, 1e-4)
+    assert before["val/rewards/margins"] == pytest.approx(0.0, abs=1e-5)
+    assert after["val/rewards/margins"] > 0.02
+    assert after["val/loss"] < before["val/loss"] - 0.002
+
+
+@pytest.mark.parametrize("name", ["simpo", "alphapo"])
+def test_right_sums_become_likelier_than_wrong_ones(name: str, tmp_path: Path) -> None:
+    before, after = run(name, tmp_path, 1e-4)
+    assert after["val/loss"] < 0.95 * before["val/loss"]
+    assert after["val/rewards/accuracies"] > before["val/rewards/accuracies"] + 0.02
+
+
+@pytest.mark.parametrize("name", ["cpo", "cpo_simpo", "orpo"])
+def test_with_a_likelihood_more_sums_are_written_right(name: str, tmp_path: Path) -> None:
+    before, after = run(name, tmp_path, 3e-4)
+    assert after["val/nll_loss"] < 0.8 * before["val/nll_loss"]
+    assert after["val/rewards/accuracies"] > before["val/rewards/accuracies"] + 0.02
+    assert after["val/reward"] > before["val/reward"] + 0.07

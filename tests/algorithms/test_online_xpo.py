@@ -1,0 +1,139 @@
+"""XPO: policy against reference, DPO on the judged pairs and the bonus on what the reference wrote."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from online_modules import completions, gradient_by_hand, rollout_of, step_of, sums_by_hand, with_policies
+from small_rollouts import EachBatch, trainer
+from torch.nn.functional import logsigmoid
+
+from lit_rl.algorithms import XPO, Constant
+from lit_rl.algorithms.optimizers import AdamW
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.errors import ConfigError
+from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.reference import FrozenCopy, ReferenceFree
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+LENGTHS = (4, 2, 3, 5, 1, 4, 2, 2)
+VERDICTS = (1.0, 0.0, 0.9, 0.3)
+PAIRS = [(0, 1), (3, 2), (4, 5), (7, 6)]
+
+
+def module_of(same: bool = False, **settings: Any) -> XPO:
+    made = XPO("tiny", exact_match, reference=FrozenCopy(), sampling=Sampling(max_new_tokens=6), **settings)
+    return with_policies(made, same=same)
+
+
+def test_loss_and_gradient_by_hand() -> None:
+    module, drawn = module_of(beta=0.7, alpha=0.05), completions(LENGTHS)
+    loss, gradient, metrics = step_of(module, rollout_of(module, drawn, VERDICTS))
+    pi, ref = (sums_by_hand(model, drawn) for model in (module.policy, module.reference_policy))
+    dpo: Any = sum(-logsigmoid(0.7 * (pi[c] - ref[c] - pi[r] + ref[r])) for c, r in PAIRS) / 4
+    bonus: Any = 0.05 * sum(pi[i] for i in (1, 3, 5, 7)) / 4  # the reference's completions, chosen or not
+    assert loss == pytest.approx((dpo + bonus).item(), rel=1e-5)
+    assert metrics["loss/dpo"] == pytest.approx(dpo.item(), rel=1e-5)
+    assert metrics["loss/xpo"] == pytest.approx(bonus.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, gradient_by_hand(module.policy, dpo + bonus), rtol=1e-4, atol=1e-6)
+
+
+def test_reference_and_policy_equal_and_no_bonus_gives_log_two() -> None:
+    module = module_of(same=True, alpha=0.0)
+    assert step_of(module, rollout_of(module, completions(LENGTHS), VERDICTS))[0] == pytest.approx(
+        math.log(2), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("verdicts", [VERDICTS, (1.0, 0.5, None, 0.0)], ids=["all", "some"])
+def test_cutting_a_step_changes_nothing(verdicts: Any) -> None:
+    module = module_of(alpha=0.05)
+    rollout = rollout_of(module, completions(LENGTHS), verdicts)
+    (loss, whole, metrics), (cut_loss, cut, cut_metrics) = step_of(module, rollout), step_of(module, rollout, 4)
+    assert cut_loss == pytest.approx(loss, rel=1e-5)
+    assert (whole - cut).norm() <= 1e-5 * whole.norm() and whole.norm() > 1e-3
+    assert cut_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_a_tie_has_no_bonus_either() -> None:
+    module = module_of(alpha=0.5)
+    loss, gradient, _ = step_of(module, rollout_of(module, completions(LENGTHS), (0.5, None, 0.5, 0.5)))
+    assert loss == 0 and not gradient.any()
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"group_size": 4}, "algo.group_size=4"),
+        ({"alpha": -1.0}, "algo.alpha=-1.0"),
+        ({"alpha": []}, "algo.alpha"),
+        ({"reference": ReferenceFree()}, "reference=free"),
+        ({"reference": FrozenCopy(device="cpu")}, "reference.device=cpu"),
+    ],
+)
+def test_bad_settings_are_refused_with_their_key(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace(".", r"\.")):
+        XPO("tiny", exact_match, **settings)
+
+
+def run(tmp_path: Path, steps: int, look: Any, **settings: Any) -> Any:
+    module = XPO(
+        settings.pop("model", "tiny"),
+        exact_match,
+        sampling=Sampling(max_new_tokens=6),
+        optimizer=AdamW(lr=3e-4),
+        scheduler=Constant(),
+        **settings,
+    )
+    seen = EachBatch(look)
+    data = RolloutDataModule(task=Addition(max_operand=12, val_rows=4), prompts_per_rollout=32)
+    fit = trainer(tmp_path, max_steps=steps, gradient_clip_val=1.0, callbacks=[seen])
+    fit.fit(module, datamodule=data)
+    return module, fit, seen.seen
+
+
+@pytest.mark.parametrize("model", ["full", "lora"])
+def test_the_second_completion_is_the_references(tmp_path: Path, model: str) -> None:
+    """After a step that moved the policy far: each row scores as drawn under the model that wrote it."""
+    described = LanguageModel("tiny", lora=Lora(r=4)) if model == "lora" else LanguageModel("tiny")
+    module, _, _ = run(tmp_path, 6, lambda m: None, model=described)
+    with torch.no_grad():
+        for parameter in module.policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    batch = module.trainer.datamodule.peek(16)
+    with module.rollout_context():
+        drawn = module.generate(batch)
+        own, ref = module.old_logprobs(drawn), module.ref_logprobs(drawn)
+        again = module.generate(batch)
+    assert torch.equal(drawn.response_ids, again.response_ids)
+    mask = drawn.response_mask
+    for rows, right, wrong in ((slice(0, None, 2), own, ref), (slice(1, None, 2), ref, own)):
+        inside = mask[rows]
+        torch.testing.assert_close(right[rows][inside], drawn.sampler_logprobs[rows][inside], rtol=0, atol=2e-4)
+        assert (wrong[rows][inside] - drawn.sampler_logprobs[rows][inside]).abs().max() > 0.05
+    assert drawn.group_id.tolist() == [i for i in range(16) for _ in range(2)]
+
+
+def test_at_the_start_both_are_the_same_model_and_write_different_things(tmp_path: Path) -> None:
+    module, fit, _ = run(tmp_path, 1, lambda m: None)
+    assert 0 < fit.callback_metrics["train/judge/ties"] < 1
+    table = module.samples
+    assert len(table["completion"]) == 32 and table["completion"] != table["opponent"]
+
+
+def test_learns_the_sums(tmp_path: Path) -> None:
+    def reward(module: Any) -> float:
+        return float(module.trainer.callback_metrics.get("train/reward", math.nan))
+
+    module, fit, seen = run(tmp_path, 60, reward)
+    first, last = sum(seen[:15]) / 15, sum(seen[-15:]) / 15
+    print(f"xpo: {first:.3f} -> {last:.3f}")
+    assert last > first + 0.05
+    assert fit.callback_metrics["train/alpha"] == pytest.approx(1e-5)

@@ -1,0 +1,98 @@
+"""Losses that couple the rows of a step: each rank sees all of them, and the shares add up to the whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_rollouts import Ranks
+from torch import Tensor
+
+from lit_rl.algorithms import over_ranks
+from lit_rl.algorithms.whole_step import WholeStep, share_of
+from lit_rl.examples import ExampleBatch, TokenBatch, Totals
+
+VALUES = torch.tensor([3.0, -1.0, 2.0, 0.5, -2.0, 4.0, 1.0, -0.5])
+
+
+def coupled(x: Tensor) -> Tensor:
+    """Every row's loss depends on all rows."""
+    return (x.unsqueeze(0) - 2 * x.unsqueeze(1)).square().mean(1) * x
+
+
+def micro(rows: list[int], slot: int, shares: int) -> ExampleBatch:
+    mask = torch.ones(len(rows), 2, dtype=torch.bool)
+    return ExampleBatch(TokenBatch(mask.long(), mask, mask), rows, Totals(8, 8, 16, shares), slot=slot)
+
+
+def step_of(rank: int, ranks: int, slots: int) -> list[ExampleBatch]:
+    share = len(VALUES) // ranks
+    size = share // slots
+    starts = [rank * share + slot * size for slot in range(slots)]
+    parts = [micro(list(range(start, start + size)), slot, ranks * slots) for slot, start in enumerate(starts)]
+    parts[0].whole = tuple(parts)
+    return parts
+
+
+def shares(module: Any, ranks: int, slots: int) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of this rank's rows, one micro-batch after another."""
+    x = VALUES.clone().requires_grad_()
+    policy = torch.nn.Linear(1, 1)
+
+    def look(batch: ExampleBatch) -> dict[str, Tensor]:
+        assert not policy.training and not torch.is_grad_enabled()
+        return {"x": x[batch.rows]}
+
+    module.policy, module.look = policy, look
+    module.everyones = lambda column: over_ranks.everyones(module, column)
+    parts = step_of(module.global_rank, ranks, slots)
+    whole = WholeStep.of(module, parts[0])
+    assert policy.training
+    torch.testing.assert_close(whole.columns["x"], VALUES)
+    total = torch.stack([share_of(coupled, batch, whole, x=x[batch.rows]).sum() for batch in parts]).sum()
+    total.backward()
+    assert x.grad is not None
+    return total.detach(), x.grad
+
+
+def expected() -> tuple[Tensor, Tensor]:
+    x = VALUES.clone().requires_grad_()
+    loss = coupled(x).sum()
+    loss.backward()
+    assert x.grad is not None
+    return loss.detach(), x.grad
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (4, 2), (2, 4)])
+def test_shares_add_up_to_the_whole(ranks: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Ranks(ranks)
+    monkeypatch.setattr(torch.distributed, "all_reduce", group.all_reduce)
+    # Autograd's mode belongs to a thread, and every rank is one.
+    found = group.run(lambda module: shares(module, ranks, slots))
+    loss, gradient = expected()
+    torch.testing.assert_close(torch.stack([part for part, _ in found]).sum(), loss)
+    torch.testing.assert_close(torch.stack([part for _, part in found]).sum(0), gradient)
+
+
+def test_each_row_gets_the_gradient_of_all_rows() -> None:
+    """Not only that of its own loss: the shares of a micro-batch are not what it would learn by itself."""
+    module = SimpleNamespace(global_rank=0, device="cpu", trainer=SimpleNamespace(world_size=1))
+    alone = torch.stack([coupled(VALUES[i : i + 2]).sum() for i in range(0, 8, 2)]).sum()
+    assert shares(module, 1, 4)[0] != pytest.approx(alone.item())
+
+
+def test_a_step_of_one_micro_batch_needs_no_look() -> None:
+    x = VALUES.clone().requires_grad_()
+    rows = share_of(coupled, micro(list(range(8)), 0, 1), None, x=x)
+    torch.testing.assert_close(rows, coupled(VALUES))
+
+
+def test_a_column_of_another_type_is_taken_up_in_the_whole_steps() -> None:
+    whole = WholeStep({"x": VALUES}, first=0)
+    batch = micro([2, 3], 1, 4)
+    live = torch.tensor([2.0, 0.5], dtype=torch.bfloat16, requires_grad=True)
+    joined = whole.with_gradient(batch, x=live)["x"]
+    assert joined.dtype == torch.float32 and joined.requires_grad
+    torch.testing.assert_close(joined.detach(), VALUES)

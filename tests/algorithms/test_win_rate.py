@@ -1,0 +1,242 @@
+"""`eval.win_rate_against`: who is compared with whom, by what, and what it says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_rollouts import batch, completions, scores, trainer
+
+from lit_rl.algorithms import GRPO, SFT, AdamW, Constant, Evaluation
+from lit_rl.algorithms.evaluation import EvaluationRows
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.tasks import Addition, AdditionText
+from lit_rl.errors import ConfigError
+from lit_rl.models import LanguageModel
+from lit_rl.rewards import exact_match
+from lit_rl.rewards.judges import RewardJudge
+from lit_rl.rollout import Sampling
+
+NAMES = ("win_rate", "win_rate_low", "win_rate_high", "win_rate_ties", "win_rate_unjudged")
+
+
+def grpo(against: str | None = "base", reward: Any = exact_match, **evaluation: Any) -> GRPO:
+    return GRPO(
+        LanguageModel("tiny"),
+        reward,
+        group_size=2,
+        sampling=Sampling(max_new_tokens=5),
+        evaluation=Evaluation(win_rate_against=against, **evaluation),
+        optimizer=AdamW(lr=1e-3),
+        scheduler=Constant(),
+    )
+
+
+def prompts(**settings: Any) -> RolloutDataModule:
+    task = Addition(max_operand=30, val_rows=24)
+    return RolloutDataModule(**{"task": task, "prompts_per_rollout": 8, "val_batch_size": 10, **settings})
+
+
+def measured(module: Any, folder: Path, data: Any = None) -> dict[str, float]:
+    runner = trainer(folder, limit_val_batches=1.0)
+    runner.validate(module, datamodule=data or prompts(), verbose=False)
+    return {name.removeprefix("val/"): float(value) for name, value in runner.callback_metrics.items()}
+
+
+def constant_length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+# ---------------------------------------------------------------- the numbers
+
+
+def test_a_tie_is_half_a_win_and_a_prompt_counts_once():
+    rows = EvaluationRows()
+    drawn, said = completions([1] * 6, 2), scores([0.0] * 6)
+    wins = torch.tensor([1.0, 0.0, 0.5, 0.5, 1.0, math.nan], dtype=torch.float64)
+    rows.add(batch([0, 1, 2]), drawn, said, wins)
+    found = rows.metrics()
+    assert found["win_rate"] == pytest.approx((0.5 + 0.5 + 1.0) / 3)
+    assert found["win_rate_ties"] == pytest.approx(2 / 5) and found["win_rate_unjudged"] == pytest.approx(1 / 6)
+    half = 1.959964 * float(torch.tensor([0.5, 0.5, 1.0], dtype=torch.float64).std()) / math.sqrt(3)
+    assert found["win_rate_low"] == pytest.approx(2 / 3 - half, rel=1e-5)
+    assert found["win_rate_high"] == pytest.approx(2 / 3 + half, rel=1e-5)
+
+
+def test_an_interval_stays_a_rate():
+    rows = EvaluationRows()
+    wins = torch.tensor([1.0, 0.5], dtype=torch.float64)
+    rows.add(batch([0, 1]), completions([1, 1], 1), scores([0.0, 0.0]), wins)
+    assert rows.metrics()["win_rate_high"] == 1.0
+
+
+def test_a_prompt_without_a_verdict_is_in_no_mean():
+    rows = EvaluationRows()
+    wins = torch.tensor([math.nan, 1.0], dtype=torch.float64)
+    rows.add(batch([0, 1]), completions([1, 1], 1), scores([0.0, 0.0]), wins)
+    found = rows.metrics()
+    assert (found["win_rate"], found["win_rate_ties"], found["win_rate_unjudged"]) == (1.0, 0.0, 0.5)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_the_policy_ties_with_itself_at_step_0(tmp_path: Path):
+    found = measured(grpo(), tmp_path)
+    assert (found["win_rate"], found["win_rate_ties"], found["win_rate_unjudged"]) == (0.5, 1.0, 0.0)
+    assert found["win_rate_low"] == found["win_rate_high"] == 0.5
+
+
+def test_samples_of_two_equal_models_are_apart(tmp_path: Path):
+    found = measured(grpo(reward=constant_length, temperature=1.5, group_size=4), tmp_path)
+    assert found["win_rate_ties"] < 1.0
+    assert found["win_rate_low"] < 0.5 < found["win_rate_high"]
+
+
+def test_without_it_nothing_of_it_is_logged(tmp_path: Path):
+    assert not measured(grpo(None), tmp_path).keys() & set(NAMES)
+
+
+def test_by_the_reward_it_is_the_difference_of_accuracies(tmp_path: Path):
+    """For rewards of 0 and 1: P(win) + P(tie) / 2 = (1 + mine - theirs) / 2, prompt by prompt."""
+    module, base = grpo(), measured(grpo(None), tmp_path)
+    trainer(tmp_path, max_steps=3).fit(module, datamodule=prompts())
+    found = measured(module, tmp_path)
+    assert found["reward"] != base["reward"]
+    assert found["win_rate"] == pytest.approx((1 + found["reward"] - base["reward"]) / 2, abs=1e-6)
+
+
+def test_another_model_reads_by_its_own_tokenizer(tmp_path: Path):
+    """One with other ids for the same characters, and an EOS of its own; it says what the policy says."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True), "<pad>", "<end>"]
+    inner = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore
+    inner.decoder = decoders.ByteLevel()  # pyright: ignore
+    other = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<end>")
+    ours = LanguageModel("tiny")
+    policy: Any = ours.load()
+    with torch.no_grad():  # the same model under other numbers
+        old = {text: ours.tokenizer(text)["input_ids"] for text in map(chr, range(33, 127))}
+        weight = policy.get_input_embeddings().weight
+        moved = torch.full_like(weight, 0.0)
+        for text, ids in old.items():
+            if len(ids) == 1:
+                moved[other(text)["input_ids"][0]] = weight[ids[0]]  # pyright: ignore
+        moved[other.eos_token_id] = weight[ours.tokenizer.eos_token_id]  # pyright: ignore
+        weight.copy_(moved)
+    policy.config.eos_token_id, policy.config.pad_token_id = other.eos_token_id, other.pad_token_id
+    policy.generation_config.eos_token_id = other.eos_token_id
+    policy.save_pretrained(tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    found = measured(grpo(str(tmp_path / "other")), tmp_path)
+    assert found["win_rate_ties"] == 1.0
+    assert found["win_rate"] == 0.5 and found["reward"] > 0.2
+
+
+def test_it_is_asked_once_and_its_weights_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module, loads = grpo(), []
+    monkeypatch.setattr(LanguageModel, "load", _counted(LanguageModel.load, loads))
+    first = measured(module, tmp_path)
+    assert len(loads) == 2 and module._opponent._loaded is None  # the policy and the base
+    assert measured(module, tmp_path) == first and len(loads) == 2
+    assert "_opponent" not in dict(module.named_modules()) and not any("pponent" in key for key in module.state_dict())
+    module.evaluation = Evaluation(win_rate_against="base", temperature=1.0)  # other completions: asked again
+    measured(module, tmp_path)
+    assert len(loads) == 3
+
+
+def _counted(function: Any, calls: list[Any]) -> Any:
+    def load(self: Any) -> Any:
+        calls.append(self)
+        return function(self)
+
+    return load
+
+
+def test_it_leaves_the_training_as_it_was(tmp_path: Path):
+    runs = [grpo(against) for against in (None, "base")]
+    for module in runs:
+        settings = {"limit_val_batches": 1.0, "val_check_interval": 1, "check_val_every_n_epoch": None}
+        trainer(tmp_path, max_steps=3, num_sanity_val_steps=0, **settings).fit(module, datamodule=prompts())
+    for one, two in zip(*(module.policy.parameters() for module in runs), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_in_a_run_that_learns_from_texts(tmp_path: Path):
+    module = SFT(
+        LanguageModel("tiny"),
+        exact_match,
+        sampling=Sampling(max_new_tokens=5),
+        evaluation=Evaluation(win_rate_against="base"),
+        optimizer=AdamW(lr=1e-2),
+        scheduler=Constant(),
+    )
+    data = SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=24), batch_size=8)
+    before = measured(module, tmp_path, data)
+    assert before["win_rate"] == 0.5
+    trainer(tmp_path, max_steps=3).fit(module, datamodule=data)
+    after = measured(module, tmp_path, data)
+    assert after["win_rate"] == pytest.approx((1 + after["reward"] - before["reward"]) / 2, abs=1e-6)
+
+
+# ---------------------------------------------------------------- judges
+
+
+class Longer:
+    """A judge that needs no reward: the longer one is better, and of equal ones it prefers what it reads first."""
+
+    reads_rewards = False
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    def bind(self, columns: Any) -> None:
+        pass
+
+    def __call__(self, prompts: Any, firsts: Any, seconds: Any, **columns: Any) -> list[float | None]:
+        if self.fails:
+            return [None] * len(firsts)
+        return [float(len(one) >= len(two)) for one, two in zip(firsts, seconds, strict=True)]
+
+
+def test_a_modules_own_judge_is_asked_and_seats_change(tmp_path: Path):
+    """Between equal completions a judge that prefers the first seat gives either side half."""
+    module = grpo(reward=exact_match)
+    module.judge = Longer()  # pyright: ignore
+    found = measured(module, tmp_path, prompts(val_batch_size=24))
+    assert found["win_rate"] == pytest.approx(0.5) and found["win_rate_ties"] == 0.0
+
+
+def test_verdicts_that_fail_are_counted(tmp_path: Path):
+    module = grpo()
+    module.judge = Longer(fails=True)  # pyright: ignore
+    found = measured(module, tmp_path)
+    assert math.isnan(found["win_rate"]) and found["win_rate_unjudged"] == 1.0
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def test_without_reward_and_judge_there_is_nothing_to_compare_by(tmp_path: Path):
+    against = Evaluation(win_rate_against="base")
+    module = SFT(LanguageModel("tiny"), sampling=Sampling(max_new_tokens=5), evaluation=against)
+    data = SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=24), batch_size=8)
+    with pytest.raises(ConfigError, match=r"eval\.win_rate_against='base'.*set reward"):
+        measured(module, tmp_path, data)
+    assert module.policy is None
+    module.judge = RewardJudge()  # pyright: ignore
+    with pytest.raises(ConfigError, match="set reward"):
+        measured(module, tmp_path, data)
+
+
+@pytest.mark.parametrize("name", ["./no/such/folder", ""])
+def test_a_model_that_is_not_there_is_refused_before_loading(tmp_path: Path, name: str):
+    with pytest.raises(ConfigError, match=r"eval\.win_rate_against"):
+        measured(grpo(name), tmp_path)
