@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.models.export import export_policy, model_card
 from lit_rl.models.sharding import full_state_dict
 from lit_rl.models.shards import laid_out, local, stored_parameters
 
@@ -112,6 +111,5 @@ class EMAWeights(L.Callback):
         if trainer.is_global_zero:
             name, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
             title = f"{name} trained with {algorithm}: moving average of the weights, decay {self.decay:g}"
-            card = model_card({"base_model": name, "algorithm": algorithm, "title": title})
-            export_policy(pl_module.model, state, pl_module.policy, folder, card=card)
+            pl_module.export(state, folder, {"base_model": name, "algorithm": algorithm, "title": title})
         trainer.strategy.barrier()

@@ -19,6 +19,12 @@ SHOWN = {
     "train/completions/mean_length": "length",
     "train/completions/clipped_ratio": "clipped",
     "val/reward": "val",
+    "train/rewards/accuracies": "accuracy",
+    "train/rewards/margins": "margin",
+    "train/mean_token_accuracy": "token_accuracy",
+    "train/accuracy": "accuracy",
+    "train/margin": "margin",
+    "val/loss": "val_loss",
     "train/loss": "loss",
 }
 """Metric to its name in the bar, in order. The loss stands last: on policy it is about zero while the policy learns."""

@@ -8,7 +8,14 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
-FILES = ("metrics.jsonl", "events.out.tfevents.*", "samples/*.parquet", "rollouts/*.pt", "csv/metrics.csv")
+FILES = (
+    "metrics.jsonl",
+    "events.out.tfevents.*",
+    "samples/*.parquet",
+    "rollouts/*.pt",
+    "datasets/*.jsonl",
+    "csv/metrics.csv",
+)
 
 
 class Record(L.Callback):

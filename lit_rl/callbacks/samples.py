@@ -42,8 +42,10 @@ class Samples(L.Callback):
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
+        if not outputs:
+            return  # a loss was measured, nothing was written
         kept = self._evaluated.setdefault(dataloader_idx, {})
-        for name, values in (outputs or {}).items():
+        for name, values in outputs.items():
             kept.setdefault(name, []).extend(values)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:

@@ -10,7 +10,15 @@ import sys
 from collections.abc import Sequence
 
 LIGHTNING = ("fit", "validate", "test", "predict")
-HYDRA = {"train": "fit", "eval": "eval", "reward-test": "reward_test", "replay": "replay"}
+HYDRA = {
+    "train": "fit",
+    "eval": "eval",
+    "reward-test": "reward_test",
+    "data-check": "data_check",
+    "best-of-n": "best_of_n",
+    "chat": "chat",
+    "replay": "replay",
+}
 """Our commands, and the task that each stands for."""
 
 

@@ -51,6 +51,10 @@ _HINTS = {
     "reward.fn": " (package.module:name or ./file.py:name)",
     "optimizer.path": " (such as torch.optim.SGD)",
     "reward.functions.reward_model.name": " (a folder or a hub id)",
+    "reward.functions.process_reward_model.name": " (a folder or a hub id)",
+    "judge.fn": " (package.module:name or ./file.py:name)",
+    "judge.base_url": " (such as https://host/v1)",
+    "judge.model": " (the name that the server knows)",
     "reward.functions.remote.urls": " (such as [https://host/score])",
 }
 

@@ -20,6 +20,7 @@ _KEYS = """\
 _EXAMPLES = """\
   python train.py                                              # learns additions on a CPU in two to three minutes
   python train.py algo=rloo model=qwen0.5b data=jsonl data.path=mine.jsonl reward=function reward.fn=./mine.py:score
+  python train.py algo=dpo model=qwen0.5b data=preferences data.path=pairs.jsonl
   python train.py -m seed=1,2,3                                # a sweep: one folder a job"""
 
 
@@ -38,6 +39,9 @@ def page() -> str:
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
         "lit-rl replay run_dir=DIR losses=[grpo,gspo]           (objectives side by side on a saved rollout)\n"
         "lit-rl reward-test [GROUP=CHOICE ...]                  (scores and times of the reward on a few rows)\n"
+        "lit-rl data-check data.path=FILE                       (what a data set becomes: tokens, lengths, counts)\n"
+        "lit-rl chat run_dir=DIR                                (talk to a trained model)\n"
+        "lit-rl best-of-n data.path=FILE eval.group_size=8      (the best of several completions of each prompt)\n"
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
         + "\n".join(rows)

@@ -19,10 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
-from lit_rl.cli import choices, quiet, replays, schemas
+from lit_rl.cli import chats, choices, data_choice, quiet, replays, schemas
 from lit_rl.cli.build import build, check_trainer, plain
 from lit_rl.cli.messages import reported
-from lit_rl.commands import evaluate, reward_test, train
+from lit_rl.commands import best_of_n, evaluate, reward_test, train
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
@@ -34,7 +34,10 @@ TASKS = {
     "test": evaluate.test,
     "predict": evaluate.predict,
     "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
+    "best_of_n": best_of_n.best_of_n,
 }
+_WITHOUT_A_RUN = {"data_check": data_choice.run, "chat": chats.run}
+"""Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)
 
@@ -58,17 +61,15 @@ def main() -> int:
 def run(config: DictConfig) -> int:
     """One job."""
     quiet.filter_warnings()
-    typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
-    if config.allow_targets and not typed:
-        raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
+    _check(config)
     if config.task == "replay":
         return replays.run(config) if _is_main() else 0
-    if config.losses or config.rollout:
-        raise ConfigError("losses and rollout are keys of lit-rl replay (task=replay): no other command reads them.")
-    if config.task not in TASKS:
-        allowed = (*TASKS, "replay")
-        raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
-    choices.check(config)
+    if config.task in _WITHOUT_A_RUN:
+        return _WITHOUT_A_RUN[config.task](config) if _is_main() else 0
+    if config.task == "best_of_n":
+        config, note = data_choice.with_given_prompts(config)
+        if note and _is_main():
+            sys.stdout.write(f"{note}\n")
     if not _is_main() and _RUN_DIR in os.environ:
         run_dir, resume = RunDir(Path(os.environ[_RUN_DIR])), True
         config.ckpt_path = os.environ[_CKPT] or None
@@ -90,6 +91,21 @@ def run(config: DictConfig) -> int:
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
     config.run_dir = str(run_dir.path)
     return TASKS[config.task](assemble(config, run_dir, resume=resume or not _is_main()))
+
+
+def _check(config: DictConfig) -> None:
+    """What no command takes."""
+    typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
+    if config.allow_targets and not typed:
+        raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
+    if config.task == "replay":
+        return
+    if config.losses or config.rollout:
+        raise ConfigError("losses and rollout are keys of lit-rl replay (task=replay): no other command reads them.")
+    allowed = (*TASKS, *_WITHOUT_A_RUN, "replay")
+    if config.task not in allowed:
+        raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
+    choices.check(config)
 
 
 def _is_main() -> bool:

@@ -13,13 +13,17 @@ from rich.table import Table
 from lit_rl.errors import StorageError
 
 PHASES = ("generate", "reward", "update")
+"""Of a rollout; a run that learns from a data set has updates only."""
+
+MEASURED = tuple(f"{name}{end}" for name in ("reward", "win_rate") for end in ("", "_low", "_high"))
+"""What the closing table shows of a validation: names behind the set's."""
 
 
 def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
     """Seconds and tokens per second of each phase, summed over a metrics.jsonl."""
     seconds, tokens = dict.fromkeys(PHASES, 0.0), 0.0
     for row in read_rows(metrics):
-        if "time/generate" in row:
+        if "time/update" in row:
             spent = [row.get(f"time/{phase}") or 0.0 for phase in PHASES]
             for phase, value in zip(PHASES, spent):
                 seconds[phase] += value
@@ -27,6 +31,7 @@ def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
     return {
         phase: {"seconds": value, "tokens_per_second": tokens / value if value else math.nan}
         for phase, value in seconds.items()
+        if value or phase == "update"
     }
 
 
@@ -43,15 +48,9 @@ def read_rows(metrics: Path) -> list[dict[str, Any]]:
 def closing_table(summary: dict[str, Any]) -> None:
     """Accuracy before and after, and where the time went."""
     console = Console()
-    table = Table(title="Held-out reward (accuracy where it is 0 or 1), mean and 95 % interval", title_justify="left")
-    for column in ("set", "decoding", "before", "after"):
-        table.add_column(column, no_wrap=True)
-    for name, decodings in summary.get("after", {}).items():
-        for decoding, after in decodings.items():
-            before = summary.get("before", {}).get(name, {}).get(decoding)
-            table.add_row(name or "held-out", decoding, _interval(before), _interval(after))
-    if table.row_count:
-        console.print(table)
+    _measured_table(console, summary, "reward", "Held-out reward (accuracy where it is 0 or 1), mean and 95 % interval")
+    _measured_table(console, summary, "win_rate", "Held-out win rate (a tie is half a win), mean and 95 % interval")
+    _losses_table(console, summary.get("losses", {}))
     times = Table(title="Where the time went", title_justify="left")
     for column, justify in (("phase", "left"), ("seconds", "right"), ("tokens per second", "right")):
         times.add_column(column, justify=justify)  # pyright: ignore
@@ -61,26 +60,55 @@ def closing_table(summary: dict[str, Any]) -> None:
     console.print(times)
 
 
-def _interval(numbers: dict[str, float] | None) -> str:
-    if numbers is None or any(value is None or math.isnan(value) for value in numbers.values()):
+def _measured_table(console: Console, summary: dict[str, Any], measure: str, title: str) -> None:
+    """One row a validation set and decoding; nothing where it was not measured."""
+    table = Table(title=title, title_justify="left")
+    for column in ("set", "decoding", "before", "after"):
+        table.add_column(column, no_wrap=True)
+    for name, decodings in summary.get("after", {}).items():
+        for decoding, after in decodings.items():
+            if measure in after:
+                before = summary.get("before", {}).get(name, {}).get(decoding)
+                row = (_interval(numbers, measure) for numbers in (before, after))
+                table.add_row(name or "held-out", decoding, *row)
+    if table.row_count:
+        console.print(table)
+
+
+def _losses_table(console: Console, losses: dict[str, dict[str, float]]) -> None:
+    before, after = losses.get("before", {}), losses.get("after", {})
+    if not after:
+        return
+    table = Table(title="Held-out loss", title_justify="left")
+    table.add_column("metric", no_wrap=True)
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    for name, value in after.items():
+        table.add_row(name, f"{before[name]:.4f}" if name in before else "-", f"{value:.4f}")
+    console.print(table)
+
+
+def _interval(numbers: dict[str, float] | None, measure: str) -> str:
+    found = [(numbers or {}).get(f"{measure}{end}") for end in ("", "_low", "_high")]
+    if any(value is None or math.isnan(value) for value in found):
         return "-"
-    return f"{numbers['reward']:.3f}  [{numbers['reward_low']:.3f}, {numbers['reward_high']:.3f}]"
+    return "{:.3f}  [{:.3f}, {:.3f}]".format(*found)
 
 
-def closing_lines(run_dir: Path, command: str, export: str | None, logged: bool) -> list[str]:
-    """Where everything is, and the commands to go on with."""
-    lines = [
-        f"samples       {run_dir}/samples/ (parquet, one file a rollout)",
-        f"metrics       {run_dir}/metrics.jsonl",
-    ]
+def closing_lines(
+    run_dir: Path, command: str, export: str | None, logged: bool, loaded_by: str = "AutoModelForCausalLM"
+) -> list[str]:
+    """Where everything is, and the commands to go on with. `loaded_by` is transformers' class for the export."""
+    writes = loaded_by == "AutoModelForCausalLM"
+    lines = [f"samples       {run_dir}/samples/ (parquet, one file a rollout)"] if writes else []
+    lines.append(f"metrics       {run_dir}/metrics.jsonl")
     if logged:
         lines.append(f"curves        tensorboard --logdir {_quoted(run_dir)}")
     if export is not None:
         lines.append(f"model         {run_dir}/hf  ({export})")
-        lines.append(
-            f"use it        AutoModelForCausalLM.from_pretrained({str(run_dir / 'hf')!r}), AutoTokenizer likewise"
-        )
-    lines.append(f"evaluate it   {command} task=eval ckpt_path=last eval.group_size=8 eval.temperature=1")
+        lines.append(f"use it        {loaded_by}.from_pretrained({str(run_dir / 'hf')!r}), AutoTokenizer likewise")
+    sampled = " eval.group_size=8 eval.temperature=1" if writes else ""
+    lines.append(f"evaluate it   {command} task=eval ckpt_path=last{sampled}")
     return lines
 
 

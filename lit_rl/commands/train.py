@@ -17,12 +17,11 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
-from lit_rl.algorithms.on_policy import OnPolicyModule
+from lit_rl.algorithms.generating import GeneratingModule
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import INTERRUPTED, TERMINATED
-from lit_rl.models.export import export_policy, model_card
 from lit_rl.models.sharding import full_state_dict
 
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
@@ -32,7 +31,7 @@ _EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMI
 class Run:
     """One run, built."""
 
-    module: OnPolicyModule
+    module: GeneratingModule
     data: L.LightningDataModule
     trainer: L.Trainer
     run_dir: RunDir
@@ -59,6 +58,7 @@ def train(run: Run) -> int:
         _announce(run)
         if "before" not in summary and not run.dry:
             summary["before"] = measure(run)
+            summary["losses"] = {"before": losses(run)}
             _save(run, summary | {"status": "running"})
         run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
@@ -73,6 +73,7 @@ def train(run: Run) -> int:
 def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
     """Measure, export, sum up and say where everything is."""
     summary["after"] = measure(run)
+    summary["losses"] = summary.get("losses", {}) | {"after": losses(run)}
     summary["export"] = export(run, summary["after"])
     summary["data"] = run.data.report  # pyright: ignore
     summary["phases"] = report.phase_totals(run.run_dir.metrics)
@@ -81,12 +82,14 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     if run.trainer.is_global_zero:
         report.closing_table(summary)
         logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
-        for line in report.closing_lines(run.run_dir.path, run.command, summary["export"], logged):
+        for line in report.closing_lines(
+            run.run_dir.path, run.command, summary["export"], logged, run.module.loaded_by
+        ):
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
-    """Reward of every validation set with its interval: `{set: {"greedy" | "sampled at T": numbers}}`.
+    """Reward and win rate of every validation set with their intervals: `{set: {"greedy" | "sampled at T": numbers}}`.
 
     The configured evaluation is one decoding; the training's temperature, if that is another one, is the second.
     """
@@ -94,7 +97,9 @@ def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     results: dict[str, dict[str, dict[str, float]]] = {}
     if not _has_validation(run):
         return results
-    for temperature in dict.fromkeys((configured.temperature, module.sampling.temperature)):
+    scored = bool(module.reward_functions.names)  # what a second decoding is for
+    decodings = (configured.temperature, module.sampling.temperature) if scored else (configured.temperature,)
+    for temperature in dict.fromkeys(decodings):
         module.evaluation = dataclasses.replace(configured, temperature=temperature)
         try:
             run.trainer.validate(module, datamodule=run.data, verbose=False)
@@ -103,9 +108,19 @@ def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
         name = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
         for key, value in run.trainer.callback_metrics.items():
             head, _, leaf = key.rpartition("/")
-            if leaf in ("reward", "reward_low", "reward_high") and (head == "val" or head.startswith("val/")):
+            if leaf in report.MEASURED and (head == "val" or head.startswith("val/")):
                 results.setdefault(head[4:], {}).setdefault(name, {})[leaf] = float(value)
     return results
+
+
+def losses(run: Run) -> dict[str, float]:
+    """What the last validation said under the names that the algorithm calls its headline."""
+    headline = getattr(run.module, "headline", ())
+    return {
+        name: float(value)
+        for name, value in run.trainer.callback_metrics.items()
+        if name.startswith("val/") and any(name.endswith(f"/{leaf}") for leaf in headline)
+    }
 
 
 def export(run: Run, after: dict[str, Any]) -> str | None:
@@ -119,6 +134,7 @@ def export(run: Run, after: dict[str, Any]) -> str | None:
             f"{name or 'held-out'}, {decoding}": f"{numbers['reward']:.3f}"
             for name, decodings in after.items()
             for decoding, numbers in decodings.items()
+            if "reward" in numbers
         }
         facts = {
             "base_model": module.model.name,
@@ -127,7 +143,7 @@ def export(run: Run, after: dict[str, Any]) -> str | None:
             "results": results,
             "versions": versions,
         }
-        done = export_policy(module.model, state, module.policy, run.run_dir.hf, card=model_card(facts))
+        done = module.export(state, run.run_dir.hf, facts)
         line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
     run.trainer.strategy.barrier()
     return line
@@ -150,8 +166,10 @@ def _announce(run: Run) -> None:
 
 
 def _has_validation(run: Run) -> bool:
-    run.data.prepare(run.module.tokenizer)  # pyright: ignore
-    return bool(run.data.val_names) and run.trainer.limit_val_batches != 0  # pyright: ignore
+    data, kind = run.data, getattr(run.module, "learns_from", None)
+    data.prepare(run.module.tokenizer, *([kind] if kind else []))  # pyright: ignore
+    sets = [*data.val_names, *getattr(data, "loss_names", ())]  # pyright: ignore
+    return bool(sets) and run.trainer.limit_val_batches != 0
 
 
 def _save_last_step(run: Run) -> None:

@@ -45,6 +45,22 @@ VALUES = {  # what has no default
     "algo/rejection/statistic/k1": ["algo/rejection=sequence_mean", "algo.rejection.low=-0.1"],
     "algo/rejection/statistic/k2": ["algo/rejection=sequence_mean"],
     "algo/rejection/statistic/k3": ["algo/rejection=sequence_mean"],
+    **{f"algo/preference/{path.stem}": ["algo=dpo"] for path in sorted((CONF / "algo/preference").glob("*.yaml"))},
+    "algo/preference/simpo": ["algo=cpo"],
+    "algo/preference/alphapo": ["algo=cpo"],
+    **{f"algo/divergence/{name}": ["algo=dpo"] for name in ("reverse_kl", "forward_kl", "js", "alpha")},
+    **{f"algo/imitation/{name}": ["algo=sft"] for name in ("cross_entropy", "dft")},
+    **{f"algo/verdict/{name}": ["algo=kto"] for name in ("kto", "apo_zero_unpaired")},
+    **{f"algo/prompt_weights/{name}": ["algo=bco"] for name in ("none", "density_ratio")},
+    "algo/groups/best": ["algo/advantage=constant"],
+    "data/preferences": ["algo=dpo", "data.path=mine.jsonl"],
+    "data/texts": ["algo=sft", "data.path=mine.jsonl"],
+    "data/steps": ["algo=process_reward_model", "data.path=mine.jsonl"],
+    "judge/function": ["algo=online_dpo", "judge.fn=lit_rl.rewards:contains"],
+    "judge/pairwise": ["judge.fn=lit_rl.rewards:contains"],
+    "judge/llm": ["algo=online_dpo", "judge.base_url=https://h/v1", "judge.model=m"],
+    "reward/none": ["algo=dpo"],
+    "reward/process_reward_model": ["reward.functions.process_reward_model.name=o/m"],
     "reference/path": ["reference.name=tiny"],
     "reward/code": ["reward.functions.code_execution.allow_execution=true"],
     "reward/remote": ["reward.functions.remote.urls=[https://h/x]"],
@@ -254,3 +270,17 @@ def test_a_tokenizer_alone_is_enough_to_look_at_the_data(composed, tmp_path):
     data = build(tree["data"])
     data.prepare(build(tree["model"]).tokenizer)
     assert data.report["train"]["kept"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lr"),
+    [
+        (["algo=sft", "model=qwen0.5b"], 2e-5),
+        (["algo=reward_model", "model=qwen0.5b"], 1e-4),
+        (["algo=dpo", "model=qwen0.5b"], 1e-6),
+        (["algo=sft"], 5e-4),  # the tiny policy's own recommendation
+        (["algo=sft", "optimizer.lr=3e-3"], 3e-3),
+    ],
+)
+def test_supervised_methods_have_a_learning_rate_of_their_own(composed, overrides, lr):
+    assert composed(*overrides)["algo"]["optimizer"]["lr"] == pytest.approx(lr)

@@ -1,0 +1,220 @@
+"""Data sets for preference methods and reward models, made of the rollouts of a run while it trains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_rl.data.offline.formats import COLUMNS, OTHER_MASKS
+from lit_rl.data.splits import prompt_key
+from lit_rl.data.templates import control_tokens
+from lit_rl.errors import ConfigError, StorageError, did_you_mean, in_range
+from lit_rl.rollout import Prompt
+
+Row = dict[str, Any]
+
+SETS = ("pairs", "verdicts", "ranked")
+_TAKEN = {*(name for names in COLUMNS.values() for name in names), *OTHER_MASKS, "margin"}
+"""Columns that say what a row is: those of the data under such a name are left out."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A completion of a group that a data set can hold."""
+
+    text: str
+    reward: float
+    ended: bool
+
+
+class PreferenceSets(L.Callback):
+    """Appends what rollouts say of completions to JSON Lines files in `datasets/` of the Trainer's `default_root_dir`.
+
+    - `pairs.jsonl` (`chosen`, `rejected`): of each group the best completion and the worst.
+    - `ranked.jsonl` (the same columns): the pairs of a group whose rewards differ, the widest apart first.
+    - `verdicts.jsonl` (`completion`, `label`): every completion, good or not.
+
+    Prompts stand as the run had them, text or messages, with the data's own columns, the rewards and the step. No row
+    comes twice. Left out are completions that no reward applied to, and those that say nothing or that no data module
+    would read; one that was cut at `max_new_tokens` is never the better one of a pair nor good. Rows of all ranks are
+    in, and a resumed run's files are those of a run that was never stopped.
+
+    Args:
+        sets: Which files are written.
+        margin: How much better the chosen completion of a pair is, at least, in units of the reward; a positive
+            difference is always needed.
+        threshold: The lowest reward of a completion that is good.
+        ranked_per_group: Pairs of one group in `ranked.jsonl`, at most.
+        max_rows: Rows of one file, at most; then it stays as it is.
+
+    Raises:
+        ConfigError: an unknown set, none, or a number out of range; in `setup`: an algorithm that draws no rollouts, or
+            no pairs because it draws one completion a prompt.
+    """
+
+    def __init__(
+        self,
+        *,
+        sets: Sequence[Literal["pairs", "verdicts", "ranked"]] = SETS,
+        margin: float = 0.0,
+        threshold: float = 0.5,
+        ranked_per_group: int = 4,
+        max_rows: int = 100_000,
+    ) -> None:
+        for name in sets:
+            if name not in SETS:
+                raise ConfigError(
+                    f"callbacks.preference_sets.sets: {name!r} is unknown; allowed are {', '.join(SETS)}."
+                    f"{did_you_mean(str(name), SETS)}"
+                )
+        if not sets:
+            raise ConfigError("callbacks.preference_sets.sets is empty: name one or more, or take callbacks=default.")
+        in_range("callbacks.preference_sets.margin", margin, low=0)
+        in_range("callbacks.preference_sets.threshold", threshold, low=-math.inf)
+        in_range("callbacks.preference_sets.ranked_per_group", ranked_per_group, low=1)
+        in_range("callbacks.preference_sets.max_rows", max_rows, low=1)
+        self.sets, self.margin, self.threshold = tuple(dict.fromkeys(sets)), margin, threshold
+        self.ranked_per_group, self.max_rows = ranked_per_group, max_rows
+        self._known: dict[str, set[bytes]] = {}
+        """Of each file: digests of its rows, so that none comes twice."""
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not hasattr(pl_module, "scored"):
+            raise ConfigError(
+                f"callbacks=preference_sets is made of rollouts, and {type(pl_module).__name__} draws none: take "
+                "callbacks=default."
+            )
+        if pl_module.group_size < 2 and set(self.sets) - {"verdicts"}:
+            raise ConfigError(
+                "callbacks.preference_sets: pairs compare completions of one prompt, and algo.group_size=1. Set "
+                "callbacks.preference_sets.sets=[verdicts]."
+            )
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        # Read anew: when a run is resumed, what stood past the checkpoint has just been cut off.
+        self._known = {name: _digests(self._path(trainer, name)) for name in self.sets}
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch.slot != 0 or pl_module.scored is None or trainer.fast_dev_run:  # pyright: ignore
+            return
+        mine = self.rows(pl_module)
+        everyones = [mine]
+        if trainer.world_size > 1:
+            everyones = [{} for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(everyones, mine)
+        if trainer.is_global_zero:
+            for name in self.sets:
+                self._append(trainer, name, [row for rows in everyones for row in rows[name]])
+
+    def rows(self, module: Any) -> dict[str, list[Row]]:
+        """What the last rollout of an `OnPolicyModule` gives to each set, on this rank."""
+        scored, table = module.scored, module.samples
+        size = len(table["completion"]) // len(scored.batch)
+        control = control_tokens(module.tokenizer)
+        found: dict[str, list[Row]] = {name: [] for name in self.sets}
+        for i, prompt in enumerate(scored.batch.prompts):
+            group = slice(i * size, (i + 1) * size)
+            columns = zip(table["completion"][group], table["reward"][group], table["ended"][group], strict=True)
+            members = [Member(*column) for column in columns]
+            members = [m for m in members if not math.isnan(m.reward) and readable(m.text, prompt, control)]
+            rest = {name: values[i] for name, values in scored.batch.columns.items() if name not in _TAKEN}
+            for name in self.sets:
+                for row in getattr(self, f"_{name}")(members):
+                    found[name].append({"prompt": prompt, **rest, **row, "step": table["step"][0]})
+        return found
+
+    def _pairs(self, members: Sequence[Member]) -> Iterator[Row]:
+        ended = [m for m in members if m.ended]
+        if ended:
+            yield from self._pair(max(ended, key=lambda m: m.reward), min(members, key=lambda m: m.reward))
+
+    def _ranked(self, members: Sequence[Member]) -> Iterator[Row]:
+        distinct = list({member.text: member for member in reversed(members)}.values())[::-1]
+        both = [(better, worse) for better in distinct if better.ended for worse in distinct]
+        both.sort(key=lambda pair: pair[1].reward - pair[0].reward)  # stable: of equals the first drawn
+        rows = (row for pair in both for row in self._pair(*pair))
+        yield from (row for row, _ in zip(rows, range(self.ranked_per_group)))
+
+    def _pair(self, better: Member, worse: Member) -> Iterator[Row]:
+        difference = better.reward - worse.reward
+        if difference > 0 and difference >= self.margin and better.text != worse.text:
+            yield {
+                "chosen": better.text,
+                "rejected": worse.text,
+                "chosen_reward": better.reward,
+                "rejected_reward": worse.reward,
+            }
+
+    def _verdicts(self, members: Sequence[Member]) -> Iterator[Row]:
+        for member in members:
+            good = member.ended and member.reward >= self.threshold
+            yield {"completion": member.text, "label": good, "reward": member.reward}
+
+    def _path(self, trainer: L.Trainer, name: str) -> Path:
+        return Path(trainer.default_root_dir) / "datasets" / f"{name}.jsonl"
+
+    def _append(self, trainer: L.Trainer, name: str, rows: Sequence[Row]) -> None:
+        known, lines, path = self._known[name], [], self._path(trainer, name)
+        for row in rows:
+            digest = _digest(row)
+            if digest in known:
+                continue
+            if len(known) >= self.max_rows:
+                rank_zero_warn(f"{path} has callbacks.preference_sets.max_rows={self.max_rows} rows and stays so.")
+                break
+            known.add(digest)
+            lines.append(json.dumps(row, default=str) + "\n")
+        if lines:
+            append(path, "".join(lines).encode())
+
+
+def append(path: Path, data: bytes) -> None:
+    """Add all of the bytes to a file, or none.
+
+    Raises:
+        StorageError: it cannot be written; the file is as it was.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(data) != len(data):
+                file.truncate(size)
+                raise OSError("no space is left")
+    except OSError as error:
+        raise StorageError(f"{path} could not be added to: {error}.") from error
+
+
+def _digests(path: Path) -> set[bytes]:
+    if not path.is_file():
+        return set()
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return {_digest(json.loads(line)) for line in lines}
+    except (OSError, ValueError, KeyError) as error:
+        raise StorageError(f"{path} is damaged ({error}): remove it, or take another run_dir.") from error
+
+
+def _digest(row: Mapping[str, Any]) -> bytes:
+    """Equal for equal prompts and completions; the first row of them stays."""
+    prompt: Prompt = row["prompt"]
+    said = [row.get(name) for name in ("chosen", "rejected", "completion")]
+    return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
+
+
+def readable(text: str, prompt: Prompt, control: Sequence[str]) -> bool:
+    """Whether a data module reads the completion: something is said, no NUL, and no control token in a message."""
+    if not text.strip() or "\0" in text:
+        return False
+    return isinstance(prompt, str) or not any(token in text for token in control)

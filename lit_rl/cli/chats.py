@@ -1,0 +1,69 @@
+"""`lit-rl chat`: which model is talked to, that of a run or one that is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
+from lit_rl.cli.replays import _checkpoint, _config_of, _fabric
+from lit_rl.commands.chat import Chat, chat
+from lit_rl.commands.run_dir import RunDir
+from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.models import LanguageModel
+
+KEYS = ("run_dir", "ckpt_path", "sampling", "chat", "seed", "trainer.accelerator", "trainer.precision")
+"""What may be set on the command line, and `model` where there is no run; everything else has no meaning here."""
+
+
+def run(config: DictConfig) -> int:
+    """Find the model, and talk."""
+    typed = [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
+    _check_keys(typed, bool(config.run_dir))
+    tree = plain(config)
+    if not config.run_dir:
+        if config.ckpt_path is not None:
+            raise ConfigError("ckpt_path belongs to a run: set run_dir too. For a folder of weights: model.name=DIR.")
+        model, checkpoint, sampling, of_run = build(tree["model"]), None, tree["sampling"], tree
+    else:
+        run_dir = RunDir(Path(str(config.run_dir)).expanduser())
+        of_run = _tree(run_dir, tree, list(config.allow_targets))
+        model, checkpoint = _model(config, run_dir, of_run)
+        named = {key.partition(".")[2] for key in typed if key.startswith("sampling.")}
+        sampling = of_run["sampling"] | {key: tree["sampling"][key] for key in named}
+    fabric, _ = _fabric(config, of_run["trainer"])
+    return chat(Chat(model, build(sampling), fabric, checkpoint, tree["seed"], **tree["chat"]))
+
+
+def _check_keys(typed: list[str], with_run: bool) -> None:
+    keys = KEYS if with_run else (*KEYS, "model")
+    for key in typed:
+        if key.startswith(tuple(f"{name}." for name in keys)) or key in (*keys, "task", "allow_targets"):
+            continue
+        why = " The model is that of run_dir." if with_run and key.partition(".")[0] == "model" else ""
+        raise ConfigError(
+            f"{key} cannot be set for lit-rl chat.{why}{did_you_mean(key, keys)} To be set are {', '.join(keys)}."
+        )
+
+
+def _tree(run_dir: RunDir, own: dict[str, Any], allow: list[str]) -> dict[str, Any]:
+    """The run's settings; this command's where an export stands alone."""
+    if not (run_dir.path / "config.yaml").exists() and run_dir.hf.is_dir():
+        return own
+    tree = _config_of(run_dir)
+    allowed = (*ALLOWED, *(f"{name}." for name in allow))
+    for key, target in targets({name: tree["algo"][name] for name in ("model", "sampling")}):
+        check_target(key, target, allowed)  # the run's own file is a file like any other
+    return tree
+
+
+def _model(config: DictConfig, run_dir: RunDir, tree: dict[str, Any]) -> tuple[LanguageModel, Path | None]:
+    """The run's export, or its model with the weights of a checkpoint where one was named or nothing is exported."""
+    settings = tree["algo"]["model"]
+    if config.ckpt_path is not None or not run_dir.hf.is_dir():
+        return build(settings), _checkpoint(config, run_dir)
+    kept = {key: settings[key] for key in ("dtype", "attn_implementation", "trust_remote_code") if key in settings}
+    return LanguageModel(str(run_dir.hf), **kept), None

@@ -1,0 +1,110 @@
+"""Which data group a file is for, where only `data.path` was typed; and `lit-rl data-check`, which says so."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig
+
+from lit_rl.cli.build import ALLOWED, build, check_target, plain
+from lit_rl.commands.data_check import data_check, kind_of
+from lit_rl.data.formats import rename_columns
+from lit_rl.data.offline.example import Kind
+from lit_rl.data.offline.formats import COLUMNS
+from lit_rl.data.sources import load_rows
+from lit_rl.errors import DataError, did_you_mean
+from lit_rl.models import LanguageModel
+
+GROUPS: dict[Kind | None, str] = {
+    "texts": "texts",
+    "pairs": "preferences",
+    "verdicts": "preferences",
+    "stepwise": "steps",
+    None: "jsonl",
+}
+"""The data group of each kind; of prompts to be answered where there is none."""
+
+
+def run(config: DictConfig) -> int:
+    """`lit-rl data-check`: choose the group, build the data module and look at it."""
+    config, note = with_data_group(config)
+    tree = plain(config)
+    if note:
+        sys.stdout.write(f"{note}\n")
+    kind = _learns_from(config) if "algo" in _typed() else None
+    model = tree["algo"]["model"]
+    model = LanguageModel(model) if isinstance(model, str) else build(model)
+    return data_check(build(tree["data"]), model, kind=kind, **tree["data_check"])
+
+
+def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
+    """The config with the data group that fits `data.path`, and a line that says which; unchanged where one was typed.
+
+    The algorithm decides, if one was typed; else the columns of the first row.
+
+    Raises:
+        DataError: the file cannot be read, or its columns are of no format.
+    """
+    typed = _typed()
+    if "data.path" not in typed or {"data", "experiment"} & typed:
+        return config, ""
+    if "algo" in typed:
+        group, why = GROUPS[_learns_from(config)], "what the algorithm learns from"
+    elif config.task == "best_of_n" or "data.prompt_key" in typed:
+        group, why = "jsonl", "prompts to be answered"
+    else:
+        kind, columns = _of_first_row(config)
+        group, why = GROUPS[kind], f"columns {columns}"
+    return _recomposed(f"data={group}"), f"data={group} ({why})"
+
+
+def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
+    """For `lit-rl best-of-n`: all rows of `data.path` are the validation set, unless one was typed; and its group.
+
+    Raises:
+        DataError: as `with_data_group`.
+    """
+    typed = _typed()
+    config, note = with_data_group(config)
+    if "data.path" not in typed or {"data.val_path", "data.val_split"} & typed:
+        return config, note
+    more = ["data.val_split=${data.split}"] if config.data.split is not None else ["data.val_path=${data.path}"]
+    if note:
+        more.append(note.split()[0])
+    return _recomposed(*more), note
+
+
+def _recomposed(*more: str) -> DictConfig:
+    """The config of this command line with more overrides."""
+    return compose("config", overrides=[*HydraConfig.get().overrides.task, *more])
+
+
+def _typed() -> set[str]:
+    """The keys and groups of the command line."""
+    return {override.lstrip("+~").partition("=")[0].partition("@")[0] for override in HydraConfig.get().overrides.task}
+
+
+def _learns_from(config: DictConfig) -> Kind | None:
+    check_target("algo", config.algo["_target_"], (*ALLOWED, *(f"{name}." for name in config.allow_targets)))
+    return getattr(get_object(config.algo["_target_"]), "learns_from", None)
+
+
+def _of_first_row(config: DictConfig) -> tuple[Kind | None, str]:
+    data: Any = config.data
+    rows = load_rows(data.path, split=data.split, name=data.name, on_bad_row=data.on_bad_row)
+    row = rename_columns(rows[0], rows.where(0), dict(data.rename))
+    kind = kind_of(row)
+    if kind is None and "prompt" not in row:
+        known = dict.fromkeys(column for columns in COLUMNS.values() for column in columns)
+        near = next((hint for column in row if (hint := did_you_mean(column, known))), "")
+        needed = "; ".join(dict.fromkeys(", ".join(columns) for columns in COLUMNS.values()))
+        raise DataError(
+            f"{rows.where(0)}: columns found: {', '.join(row) or 'none'}; they are of no format that is known. Known "
+            f"are prompt (to be answered) and {needed}. Name columns with data.rename={{old: new}}, or say data=jsonl "
+            f"and data.prompt_key.{near}"
+        )
+    return kind, ", ".join(name for name, value in row.items() if value is not None)

@@ -1,0 +1,171 @@
+"""`lit-rl best-of-n`: several completions of every validation prompt, the best of each kept as a text to learn from."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lit_rl.algorithms.statistics import mean_with_interval
+from lit_rl.callbacks.preference_sets import readable
+from lit_rl.commands.run_dir import finite
+from lit_rl.commands.train import Run
+from lit_rl.data.templates import control_tokens
+from lit_rl.errors import ConfigError, RewardError, StorageError
+from lit_rl.rollout import PromptBatch
+
+FILE = "best_of_n.jsonl"
+_UNREADABLE = "their best completion is empty, or no text that a data module reads"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best completion of a prompt."""
+
+    row: dict[str, Any]
+    """Prompt, completion, reward, each function's reward, length, ended, then the data's own columns."""
+    mean: float
+    """Mean reward of the completions that were scored."""
+
+
+class Bests(L.Callback):
+    """Keeps the best completion of every prompt that `Trainer.predict` sees, over all ranks."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int], Best | None] = {}
+        """By data set and row, so that a row that pads the last batch of a rank counts once; None: nothing scored."""
+
+    def on_predict_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: PromptBatch,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        size = len(outputs["reward"]) // len(batch)
+        for i, row in enumerate(batch.rows):
+            part = {name: values[i * size : (i + 1) * size] for name, values in outputs.items() if name != "step"}
+            self.seen[dataloader_idx, row] = _best(part)
+
+    def on_predict_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.world_size > 1:
+            parts: list[Any] = [None] * trainer.world_size
+            torch.distributed.all_gather_object(parts, self.seen)
+            self.seen = {key: best for part in parts for key, best in part.items()}
+
+
+def _best(part: dict[str, list[Any]]) -> Best | None:
+    """The completion of the highest reward, the first of equals; None where no function applied to any."""
+    scored = [i for i, reward in enumerate(part["reward"]) if not math.isnan(reward)]
+    if not scored:
+        return None
+    best = max(scored, key=lambda i: part["reward"][i])
+    mean = math.fsum(part["reward"][i] for i in scored) / len(scored)
+    return Best({name: values[best] for name, values in part.items()}, mean)
+
+
+def best_of_n(run: Run) -> int:
+    """Draw `eval.group_size` completions a prompt, score them, and write the best of each to `best_of_n.jsonl`.
+
+    Where the best completion could not be learned from (it is empty), the prompt is left out of the file and counted.
+
+    They are drawn at `eval.temperature`; where that is 0, which draws one completion again and again, at
+    `sampling.temperature`, and it is said.
+
+    Raises:
+        ConfigError: no reward, one completion a prompt, or both temperatures 0.
+        RewardError: no function applied to any completion.
+        StorageError: the file cannot be written.
+    """
+    module = run.module
+    _check(run)
+    if module.evaluation.temperature == 0:
+        module.evaluation = replace(module.evaluation, temperature=module.sampling.temperature)
+    bests = Bests()
+    run.trainer.callbacks.append(bests)  # pyright: ignore
+    with warnings.catch_warnings():
+        # Where the file itself is asked, it is both sets, and nothing is trained on.
+        warnings.filterwarnings("ignore", message=".*have a training prompt.*")
+        run.trainer.predict(module, datamodule=run.data, ckpt_path=run.ckpt_path, return_predictions=False)
+    if not run.trainer.is_global_zero:
+        return 0
+    found = [bests.seen[key] for key in sorted(bests.seen)]
+    kept = [best for best in found if best is not None]
+    if not kept:
+        names = ", ".join(module.reward_functions.names)
+        raise RewardError(f"{names} returned None for every completion: there is no best one. Look at the columns.")
+    control = control_tokens(module.tokenizer)
+    texts = [best.row for best in kept if readable(best.row["completion"], best.row["prompt"], control)]
+    _say(
+        run, kept, {"no reward applies to any completion": len(found) - len(kept), _UNREADABLE: len(kept) - len(texts)}
+    )
+    if not run.dry:
+        _write(run.run_dir.path / FILE, texts)
+        lines = (f"best     {run.run_dir.path / FILE}", _learn_from(run))
+        for line in lines:
+            Console().print(line, soft_wrap=True, markup=False, highlight=False)
+    return 0
+
+
+def _check(run: Run) -> None:
+    module, evaluation = run.module, run.module.evaluation
+    if not module.generates:
+        raise ConfigError(f"{type(module).__name__} writes no completions: take an algorithm that trains a policy.")
+    if not module.reward_functions.names:
+        raise ConfigError("lit-rl best-of-n needs a reward to choose by: set reward, such as reward=exact_match.")
+    if evaluation.group_size < 2:
+        raise ConfigError(
+            f"eval.group_size={evaluation.group_size}: the best of one is that one. Set how many completions to draw "
+            "of each prompt, such as eval.group_size=8."
+        )
+    if evaluation.temperature == 0 and module.sampling.temperature == 0:
+        raise ConfigError(
+            "eval.temperature=0 and sampling.temperature=0: every completion of a prompt would be the same. Set "
+            "eval.temperature=1."
+        )
+
+
+def _say(run: Run, kept: list[Best], left_out: dict[str, int]) -> None:
+    evaluation = run.module.evaluation
+    prompts = len(kept) + next(iter(left_out.values()))
+    title = f"{evaluation.group_size} completions of {prompts} prompts at temperature {evaluation.temperature:g}"
+    table = Table(title=title, title_justify="left")
+    for name in ("reward", "mean", "95 % interval"):
+        table.add_column(name, justify="left" if name == "reward" else "right")
+    columns = {"of all completions": [best.mean for best in kept], "of the best": [b.row["reward"] for b in kept]}
+    for name, values in columns.items():
+        mean, low, high = mean_with_interval(torch.tensor(values))
+        table.add_row(name, f"{mean:.4f}", f"{low:.4f} to {high:.4f}")
+    Console().print(table)
+    cut = sum(not best.row["ended"] for best in kept)
+    notes = [f"{count} of the prompts are not in the file: {why}." for why, count in left_out.items() if count]
+    if cut:
+        notes.append(f"{cut} of the best were cut at max_new_tokens (ended is false): texts that stop there.")
+    for note in notes:
+        Console().print(note, soft_wrap=True, markup=False, highlight=False)
+
+
+def _learn_from(run: Run) -> str:
+    return f"To learn from them: python train.py algo=sft data=texts data.path={run.run_dir.path / FILE}"
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(finite(row), default=str, allow_nan=False) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(f"{path} could not be written: {error}.") from error

@@ -1,0 +1,238 @@
+"""`lit-rl data-check`: what a data set becomes before anything is learned from it. Reads no weights, writes nothing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from lit_rl.callbacks.text import printable
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.formats import rename_columns
+from lit_rl.data.offline.example import Example, Kind
+from lit_rl.data.offline.example_module import ExampleDataModule
+from lit_rl.data.offline.formats import COLUMNS
+from lit_rl.data.prompt_set import mapped_row
+from lit_rl.data.splits import prompt_key
+from lit_rl.errors import in_range
+from lit_rl.models.language_model import LanguageModel
+
+_LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
+_OPEN, _CLOSE = "⟦", "⟧"
+
+_READ_AS: tuple[tuple[str, Kind], ...] = (
+    ("tokenised", "texts"),
+    ("stepwise", "stepwise"),
+    ("preference", "pairs"),
+    ("unpaired preference", "verdicts"),
+    ("prompt-completion", "texts"),
+    ("language modelling (messages)", "texts"),
+)
+
+
+def kind_of(row: Mapping[str, Any]) -> Kind | None:
+    """What the columns of a row are for; None: prompts to be answered, or nothing that is known."""
+    found = {name for name, value in row.items() if value is not None}
+    for name, kind in _READ_AS:
+        if found.issuperset(COLUMNS[name]):
+            return kind
+    return "texts" if "text" in found and "prompt" not in found else None
+
+
+@dataclass(frozen=True)
+class Look:
+    """What is shown of a data set, of prompts or of examples."""
+
+    title: str
+    rows: Sequence[Sequence[tuple[str, list[int], list[bool]]]]
+    """The texts of the first rows: name, token ids, and which tokens are learned."""
+    lengths: Mapping[str, Sequence[int]]
+    """In tokens, by part."""
+    columns: Mapping[str, Any]
+    """Columns beside the text, each with its first value."""
+    keys: Sequence[str]
+    """Of each row: equal for equal prompts."""
+    wholes: Sequence[str]
+    """Of each row: equal for equal rows."""
+
+
+def data_check(
+    data: RolloutDataModule | ExampleDataModule, model: LanguageModel, *, kind: Kind | None = None, rows: int = 3
+) -> int:
+    """Print the format, the first rows as the model reads them, lengths, what every filter took, and what comes twice.
+
+    Args:
+        data: The data module.
+        model: Whose tokenizer and context it is read with.
+        kind: What the method learns from; None is told from the columns of the first row.
+        rows: Rows that are shown.
+
+    Raises:
+        ConfigError: `rows` is below 1, or a setting of the data.
+        DataError: as in training; also where the rows do not fill one step, once everything is printed.
+        BackendError: the hub cannot be reached.
+    """
+    in_range("data_check.rows", rows, low=1)
+    tokenizer, console = model.tokenizer, Console(highlight=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*have a training prompt.*")  # the report says so too
+        if isinstance(data, RolloutDataModule):
+            data.prepare(tokenizer, stage="predict")
+            look = _prompts(data, rows)
+        else:
+            kind = kind or _kind_of_first_row(data)
+            data.prepare(tokenizer, kind, stage="predict")
+            look = _examples(data, kind, rows)
+    console.print(Text(look.title))
+    console.print(Text(f"{_OPEN}...{_CLOSE} is learned.", style="dim"))
+    for number, texts in enumerate(look.rows):
+        for name, ids, learned in texts:
+            console.print(Text(f"\nrow {number}, {name}: {len(ids)} tokens", style="bold"))
+            console.print(_visible(tokenizer, ids, learned))
+    for part, lengths in look.lengths.items():
+        _histogram(console, part, lengths, model.context_length)
+    _say_columns(console, look.columns)
+    _say_counts(console, data.report)
+    _say_repeats(console, look, data.report)
+    data.prepare(tokenizer, *((kind,) if kind else ()), stage="fit")
+    return 0
+
+
+def _kind_of_first_row(data: ExampleDataModule) -> Kind:
+    """Which of the kinds that the data module makes; the first where the columns do not decide."""
+    if len(data.serves) == 1:
+        return data.serves[0]
+    rows, options = data.train_rows()[0], data.options
+    row = rows[0] if options.map_row is None else mapped_row(options.map_row, rows[0], rows.where(0))
+    kind = kind_of(rename_columns(row, rows.where(0), options.rename))
+    return kind if kind is not None and kind in data.serves else data.serves[0]
+
+
+# ---------------------------------------------------------------------- what is seen of each kind of data
+
+
+def _prompts(data: RolloutDataModule, rows: int) -> Look:
+    all_rows = data.peek(data.report["train"]["kept"])
+    shown = [[("prompt, which the policy answers", ids, [False] * len(ids))] for ids in all_rows.prompt_ids[:rows]]
+    keys = [prompt_key(prompt) for prompt in all_rows.prompts]
+    columns = {name: next((v for v in values if v is not None), None) for name, values in all_rows.columns.items()}
+    wholes = [
+        json.dumps([key, {name: values[i] for name, values in all_rows.columns.items()}], default=str)
+        for i, key in enumerate(keys)
+    ]
+    return Look("Prompts for rollouts", shown, {"prompts": list(map(len, all_rows.prompt_ids))}, columns, keys, wholes)
+
+
+def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> Look:
+    examples = data.corpus.train.examples
+    columns: dict[str, Any] = {}
+    for example in examples:
+        for name, value in example.columns.items():
+            if columns.setdefault(name) is None:
+                columns[name] = value
+    lengths = {
+        "prompts": [example.texts[0].prompt_tokens for example in examples],
+        "completions": [len(text) - text.prompt_tokens for example in examples for text in example.texts],
+    }
+    if not any(lengths["prompts"]):
+        lengths = {"texts": lengths["completions"]}
+    keys = [_key(example) for example in examples]
+    wholes = [json.dumps([text.ids for text in example.texts]) + str(example.desirable) for example in examples]
+    title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
+    return Look(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes)
+
+
+def _key(example: Example) -> str:
+    return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt)
+
+
+def _texts(example: Example) -> list[tuple[str, list[int], list[bool]]]:
+    names = ["chosen", "rejected"] if len(example.texts) == 2 else ["text"]
+    if example.desirable is not None:
+        names = ["desirable" if example.desirable else "undesirable"]
+    if example.labels:
+        names = [f"steps labelled {', '.join('right' if label else 'wrong' for label in example.labels)}"]
+    where = printable(example.where)
+    return [(f"{name} ({where})", text.ids, text.learned) for name, text in zip(names, example.texts)]
+
+
+# ---------------------------------------------------------------------- how it is shown
+
+
+def _visible(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Text:
+    """The text of tokens, special ones included, nothing of it in control; what is learned in brackets and green."""
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    text, inside = Text(), False
+    runs = [
+        (flag, is_special, [token for token, _ in group])
+        for (flag, is_special), group in groupby(zip(ids, learned), key=lambda pair: (pair[1], pair[0] in special))
+    ]
+    for flag, is_special, tokens in runs[:_RUNS]:
+        if flag != inside:
+            text.append(_OPEN if flag else _CLOSE, style="bold green")
+            inside = flag
+        shown = printable(tokenizer.decode(tokens, skip_special_tokens=False), _LONGEST).replace("\n", "↵\n")
+        text.append(shown, style="magenta" if is_special else "green" if flag else "")
+    text.append(_CLOSE if inside else "", style="bold green")
+    text.append(" ..." if len(runs) > _RUNS else "")
+    return text
+
+
+def _histogram(console: Console, part: str, lengths: Sequence[int], context: int | None) -> None:
+    if not lengths:
+        console.print(Text(f"\nNo {part}: no training row is left.", style="bold"))
+        return
+    low, high = min(lengths), max(lengths)
+    line = f"\nTokens of {part}: {low} to {high}, median {statistics.median(lengths):g}"
+    holds = f"; the context of the model holds {context}" if context is not None else ""
+    console.print(Text(f"{line}{holds}", style="bold"))
+    width = -(-(high - low + 1) // _BINS)
+    counts = Counter((length - low) // width for length in lengths)
+    edges = [(low + i * width, min(high, low + (i + 1) * width - 1)) for i in range((high - low) // width + 1)]
+    labels = [str(first) if first == last else f"{first}-{last}" for first, last in edges]
+    longest = max(map(len, labels))
+    room = max(1, min(_BAR, console.width - longest - len(str(len(lengths))) - 2))
+    for i, label in enumerate(labels):
+        bar = "#" * -(-counts[i] * room // max(counts.values()))
+        console.print(Text(f"{label:>{longest}} {bar}{' ' * bool(bar)}{counts[i]}"))
+
+
+def _say_columns(console: Console, columns: Mapping[str, Any]) -> None:
+    console.print(Text("\nColumns that a reward sees beside prompts and completions", style="bold"))
+    for name, value in columns.items():
+        shown = printable(value if isinstance(value, str) else repr(value), 60).replace("\n", " ")
+        console.print(Text(f"{printable(name)} ({type(value).__name__}): {shown}"))
+    if not columns:
+        console.print(Text("none"))
+
+
+def _say_counts(console: Console, report: Mapping[str, Mapping[str, int]]) -> None:
+    console.print(Text("\nRows, and what every filter took", style="bold"))
+    for name, counts in report.items():
+        told = {key: value for key, value in counts.items() if value or key in ("rows", "kept")}
+        longest = told.pop("longest", 0)
+        beside = f" (the longest had {longest} tokens)" if longest else ""
+        console.print(Text(f"{name}: {', '.join(f'{key} {value}' for key, value in told.items())}{beside}"))
+
+
+def _say_repeats(console: Console, look: Look, report: Mapping[str, Mapping[str, int]]) -> None:
+    console.print(Text("\nWhat comes twice", style="bold"))
+    for line in _repeats(look, report):
+        console.print(Text(line))
+
+
+def _repeats(look: Look, report: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    count = len(look.keys)
+    yield f"train: {count - len(set(look.wholes))} of {count} rows are equal to an earlier one"
+    yield f"train: {count - len(set(look.keys))} of {count} rows have the prompt of an earlier one"
+    for name, counts in report.items():
+        if "overlap" in counts:
+            yield f"{name}: {counts['overlap']} of {counts['kept']} rows have a training prompt"

@@ -1,0 +1,178 @@
+"""`lit-rl data-check`: what a file becomes, without a weight being read or a file written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_helpers import Command, contents, refused, write_jsonl
+
+from lit_rl.commands.data_check import kind_of
+
+
+@pytest.fixture
+def check(command: Command, cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`lit-rl data-check` with few rows a step; nothing is loaded, and nothing stays in the current folder."""
+
+    def load(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr("lit_rl.models.LanguageModel.load", load)
+
+    def run(*arguments: str) -> Any:
+        outcome = command("data-check", *arguments)
+        assert contents(cwd) == []
+        return outcome
+
+    return run
+
+
+def sums(count: int, **columns: Any) -> list[dict[str, Any]]:
+    """Distinct sums; a column is made by its function of the right answer."""
+    rows = [(n, {"prompt": f"{n}+{n + 1}=", "answer": str(2 * n + 1)}) for n in range(count)]
+    return [{**row, **{name: make(2 * n + 1) for name, make in columns.items()}} for n, row in rows]
+
+
+PAIRS = {"chosen": str, "rejected": lambda right: str(right + 1)}
+FILES = {
+    "prompts": (sums(40), "data=jsonl (columns prompt, answer)", "Prompts for rollouts"),
+    "texts": (sums(40, completion=str), "data=texts", "format: prompt-completion (text)"),
+    "pairs": (sums(40, **PAIRS), "data=preferences", "learn from pairs; format: preference (text)"),
+    "verdicts": (
+        sums(40, completion=str, label=lambda right: right % 3 == 0),
+        "data=preferences",
+        "learn from verdicts; format: unpaired preference (text)",
+    ),
+    "steps": (
+        sums(40, completions=lambda right: ["think", str(right)], labels=lambda right: [True, False]),
+        "data=steps",
+        "learn from stepwise; format: stepwise (text)",
+    ),
+    "whole texts": ([{"text": f"word {n}"} for n in range(40)], "data=texts", "language modelling (text)"),
+    "token ids": ([{"input_ids": [n, n + 1, 2]} for n in range(40)], "data=texts", "format: tokenised"),
+}
+
+
+@pytest.mark.parametrize(("rows", "group", "format"), FILES.values(), ids=FILES.keys())
+def test_the_group_is_told_from_the_columns(check, tmp_path, rows, group, format):
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    outcome = check(f"data.path={path}")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith(group)
+    assert format in outcome.out
+
+
+def test_the_algorithm_decides_where_it_is_named(check, tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", sums(40, **PAIRS))
+    told = {
+        "sft": "data=texts (what the algorithm learns from)\nExamples for methods that learn from texts",
+        "kto": "data=preferences (what the algorithm learns from)\nExamples for methods that learn from verdicts",
+        "rloo": "data=jsonl (what the algorithm learns from)\nPrompts for rollouts",
+    }
+    for algo, words in told.items():
+        outcome = check(f"data.path={path}", f"algo={algo}")
+        assert outcome.code == 0, outcome.err
+        assert outcome.out.startswith(words)
+    refused(check(f"data.path={write_jsonl(tmp_path / 'p.jsonl', sums(40))}", "algo=dpo"), 3, "chosen, rejected")
+
+
+def test_a_group_that_is_named_stays(check, tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", sums(40, **PAIRS))
+    outcome = check(f"data.path={path}", "data=texts", "data.learn=all")
+    assert "data=texts (" not in outcome.out
+    assert "⟦" in outcome.out and "learn from texts" in outcome.out
+    assert check("algo=sft").code == 0  # the task of the preset
+    verdicts = write_jsonl(tmp_path / "v.jsonl", sums(40, completion=str, label=bool))
+    outcome = check(f"data.path={verdicts}", "data=preferences")
+    assert "learn from verdicts" in outcome.out
+
+
+def test_rows_stand_as_the_model_reads_them(check, tmp_path):
+    rows = sums(40, **PAIRS)
+    rows[0] |= {"prompt": "a\x1b[31m[red]b\u202ec\n", "chosen": "d\x07"}
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    outcome = check(f"data.path={path}", "data.val_fraction=0", "data_check.rows=2")
+    assert outcome.code == 0, outcome.err
+    assert "a\\x1b[31m[red]b\\u202ec↵\n⟦d\\x07<|im_end|>⟧\n" in outcome.out
+    assert "row 1, chosen" in outcome.out and "1+2=⟦3<|im_end|>⟧\n" in outcome.out
+    assert "row 1, rejected" in outcome.out and "1+2=⟦4<|im_end|>⟧\n" in outcome.out
+    assert "row 2" not in outcome.out
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", outcome.out)
+
+
+def test_the_assistants_turns_are_marked(check, tmp_path):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    rows = [{"messages": [{"role": role, "content": f"{text}{n}"} for role, text in turns]} for n in range(40)]
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    template = (
+        (
+            "{% for m in messages %}<|im_start|>{{ m.role }}\\n{% if m.role == \\'assistant\\' %}{% generation %}"
+            "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+        )
+        .replace("\\'", "'")
+        .replace("\\n", "\n")
+    )
+    (tmp_path / "template.jinja").write_text(template)
+    outcome = check(
+        f"data.path={path}", "data=texts", "data.learn=assistant", f"model.chat_template={tmp_path / 'template.jinja'}"
+    )
+    assert outcome.code == 0, outcome.err
+    marked = re.findall("⟦(.*?)⟧", outcome.out, re.DOTALL)[1:3]  # the first stands in the legend
+    assert [text[0] for text in marked] == ["b", "d"] and all(text.endswith("<|im_end|>") for text in marked)
+    assert "<|im_start|>user↵\n" in outcome.out
+
+
+def test_counts_lengths_columns_and_repeats(check, tmp_path):
+    rows = sums(40, **PAIRS)
+    rows += [rows[0], {**rows[1], "rejected": "another"}, {**rows[2], "rejected": rows[2]["chosen"]}]
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    held = write_jsonl(tmp_path / "val.jsonl", [rows[3], {**rows[4], "prompt": "never seen"}])
+    outcome = check(f"data.path={path}", f"data.val_path={held}")
+    assert outcome.code == 0, outcome.err
+    assert "train: rows 43, equal 1, kept 42 (the longest had" in outcome.out
+    assert "train: 1 of 42 rows are equal to an earlier one" in outcome.out
+    assert "train: 2 of 42 rows have the prompt of an earlier one" in outcome.out
+    assert "val: 1 of 2 rows have a training prompt" in outcome.out
+    assert "answer (str): 1" in outcome.out
+    assert "training prompt" not in outcome.err  # said once
+    bars = re.findall(r"^ *[\d-]+ #+ (\d+)$", outcome.out, re.MULTILINE)
+    assert sum(map(int, bars)) == 42 + 2 * 42  # every prompt, and both completions of each
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_lines_fit_the_terminal(check, tmp_path, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = [{**row, "prompt": "long " * 300 + row["prompt"]} for row in sums(40, **PAIRS)]
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    outcome = check(f"data.path={path}", "data=preferences", "data.max_length=null")
+    assert outcome.code == 0, outcome.err
+    assert max(map(len, outcome.out.splitlines())) <= width
+
+
+def test_bad_data_ends_with_its_message(check, tmp_path):
+    few = write_jsonl(tmp_path / "few.jsonl", sums(8, **PAIRS))
+    outcome = check(f"data.path={few}")
+    refused(outcome, 3, "data.batch_size=32", "rows are left for training")
+    assert "Tokens of completions" in outcome.out  # all there is to see is seen first
+    typo = write_jsonl(tmp_path / "typo.jsonl", [{"promt": f"a{n}", "reply": "b"} for n in range(40)])
+    refused(check(f"data.path={typo}"), 3, "promt, reply", "data.rename", "'prompt'")
+    renamed = check(f"data.path={typo}", "data.rename={promt: prompt, reply: completion}")
+    assert renamed.code == 0 and renamed.out.startswith("data=texts"), renamed.err
+    one = write_jsonl(tmp_path / "one.jsonl", [{"prompt": "a", "completion": "b"}] * 40)
+    outcome = check(f"data.path={one}")  # one prompt, and it is held out
+    refused(outcome, 3, "0 rows are left")
+    assert "no training row is left" in outcome.out
+    refused(check(f"data.path={tmp_path / 'nothing.jsonl'}"), 3, "no such file")
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    refused(check(f"data.path={tmp_path / 'broken.jsonl'}"), 3, "broken.jsonl:2")
+    refused(check("data_check.rows=0"), 2, "data_check.rows=0")
+
+
+def test_kinds_by_columns():
+    assert kind_of({"prompt": "a", "chosen": "b", "rejected": "c", "messages": []}) == "pairs"
+    assert kind_of({"prompt": "a", "text": "b"}) is None
+    assert kind_of({"prompt": "a", "completion": None, "answer": "b"}) is None
+    assert kind_of({"chosen": "a", "rejected": "b"}) == "pairs"
