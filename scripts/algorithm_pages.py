@@ -10,78 +10,80 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import config_reference as reference
 import lightning as L
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.loggers.logger import Logger
+from metric_meanings import MEANINGS, METRICS
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lit_rl.algorithms import GKD, ORPO, SFT
+from lit_rl.algorithms.offline import OfflineModule
+from lit_rl.algorithms.online_pairs import OnlinePairs
+from lit_rl.algorithms.pairs import PairModule
+from lit_rl.algorithms.scalar_module import ScalarModule
+from lit_rl.algorithms.verdicts import VerdictModule
 from lit_rl.cli import schemas
 from lit_rl.cli.build import ABSENT, build, plain
 
 PAGES = reference.ROOT / "docs" / "algorithms"
 PRESETS = sorted(path.stem for path in (reference.CONF / "algo").glob("*.yaml"))
+
+
+def schema_of(preset: str) -> str:
+    """Name of the schema that a preset's file takes up, or that of the preset which it begins with."""
+    first, *_ = yaml.safe_load((reference.CONF / "algo" / f"{preset}.yaml").read_text())["defaults"]
+    return first.removeprefix("/schemas/").partition("@")[0] if first.startswith("/schemas/") else schema_of(first)
+
+
+def _class_of(preset: str) -> type:
+    return schemas._load(schemas.TARGETS[schema_of(preset)])
+
+
+CLASSES = {name: _class_of(name) for name in PRESETS}
+"""The LightningModule of each preset."""
+OFFLINE = [name for name in PRESETS if issubclass(CLASSES[name], OfflineModule)]
+"""Presets that learn from a data set."""
+ONLINE_PAIRS = [name for name in PRESETS if issubclass(CLASSES[name], OnlinePairs)]
+"""Presets that write their own pairs, which a judge compares."""
+ON_POLICY = [name for name in PRESETS if name not in (*OFFLINE, *ONLINE_PAIRS)]
+"""Presets that learn from rewards of what they write: those with a learning curve."""
+
+FAMILIES: dict[str, Callable[[type], bool]] = {
+    "From rewards of what the policy writes": lambda kind: not issubclass(kind, OfflineModule | OnlinePairs),
+    "From pairs that the policy writes and a judge compares": lambda kind: issubclass(kind, OnlinePairs),
+    "From a data set of pairs": lambda kind: issubclass(kind, PairModule | ORPO),
+    "From a data set of single good and bad completions": lambda kind: issubclass(kind, VerdictModule),
+    "From texts": lambda kind: issubclass(kind, SFT | GKD),
+    "Models that score": lambda kind: issubclass(kind, ScalarModule),
+}
+"""The tables of the index; a preset stands in the one that its class belongs to."""
+
 EVERYWHERE = ("beta", "reward_beta", "group_size", "minibatches", "iterations")
 """Settings of the algorithm that stand on every page."""
 
-SMALL = {
-    "data.prompts_per_rollout": 4,
-    "data.task.max_operand": 6,
-    "data.task.val_rows": 2,
-    "sampling.max_new_tokens": 3,
-}
-"""A rollout that takes a tenth of a second."""
+SMALL = {"data.task.max_operand": 6, "data.task.val_rows": 2}
+SMALL_ROLLOUT = SMALL | {"data.prompts_per_rollout": 4, "sampling.max_new_tokens": 3}
+SMALL_STEP = SMALL | {"data.batch_size": 4}
+"""A rollout, or a step, that takes a tenth of a second."""
 
-METRICS = {
-    "clip_ratio/low_mean": "share of the loss tokens below the lower bound with a negative advantage: no gradient",
-    "clip_ratio/low_min": "lowest such share of one completion",
-    "clip_ratio/high_mean": "share of the loss tokens above the upper bound with a positive advantage: no gradient",
-    "clip_ratio/high_max": "highest such share of one completion",
-    "clip_ratio/region_mean": "share of the loss tokens beyond either bound",
-    "clip_ratio/delta_mean": "share of the loss tokens that `delta` stops: ratio above it, negative advantage",
-    "cispo_clip_ratio": "share of the loss tokens whose weight is cut; one-sided CISPO counts positive advantages only",
-    "vespo/phi_seq_mean": "mean over completions of the weight phi",
-    "clip_cov/share": "share of the loss tokens dropped for their covariance",
-    "kl_cov/share": "share of the loss tokens with the KL penalty",
-    "kl": "mean over tokens of k1 to the reference, when the rollout is taken",
-    "groups/dropped": "groups without spread in the first draw",
-    "groups/drawn": "spare prompts that were completed",
-    "groups/empty": "places that the cap left without a group",
-    "groups/kept_length": "mean length of the completions that are learned from, in tokens",
-    "replay/groups": "groups of the rollout that came from the buffer",
-    "replay/age": "how many policy versions old they are on average",
-    "lr_critic": "learning rate of the critic when the rollout ended",
-    "loss/policy_avg": "the policy's part of the loss",
-    "loss/value_avg": "the critic's part, before `vf_coef`",
-    "objective/entropy": "mean over completions of the sum over tokens of - log-prob, when the rollout is taken",
-    "objective/kl": "mean over completions of the sum over tokens of k1 to the reference",
-    "objective/non_score_reward": "mean of what the KL took off the reward, negative where it did",
-    "objective/rlhf_reward": "mean reward less the KL",
-    "objective/scores": "mean reward as the reward functions gave it",
-    "policy/approxkl_avg": "`train/approx_kl` under TRL's name",
-    "policy/clipfrac_avg": "`train/clip_ratio/region_mean` under TRL's name",
-    "policy/entropy_avg": "`train/entropy` under TRL's name",
-    "return/mean": "mean over tokens of the returns that the critic learns",
-    "value/clipfrac_avg": "share of tokens whose clipped squared error is the larger one",
-    "value/error": "mean squared error of the values",
-    "value/explained_variance": "1 - Var(return - value) / Var(return); null where the returns do not vary",
-    "value/mean": "mean value",
-    "value/num_eos_tokens": "completions that ended by themselves, over all ranks",
-    "value/ratio": "`train/ratio_mean` under TRL's name",
-    "value/ratio_var": "variance of the ratio over the loss tokens of all updates of the rollout",
-}
-"""Meanings of the metrics that not every preset logs, without `train/`."""
+COMPLETED = {"gkd": ("experiment=gkd_addition",)}
+"""Settings without which a preset does not run."""
 
-COMMON = re.compile(
-    r"(time|rewards|completions)/.+|reward|reward_std|frac_reward_zero_std|num_tokens|tokens_per_second"
-    r"|loss|entropy|ratio_mean|approx_kl|grad_norm|skipped_steps|lr"
-)
-"""Metrics that every preset logs, without `train/`: docs/metrics.md has them."""
+EVERY_RUN = r"time/.+|num_tokens|tokens_per_second|loss|grad_norm|skipped_steps|lr"
+EVERY_ROLLOUT = r"completions/.+|rewards/.+/(mean|std)|reward|reward_std|frac_reward_zero_std"
+COMMON = {
+    "offline": re.compile(EVERY_RUN),
+    "pairs": re.compile(rf"{EVERY_RUN}|{EVERY_ROLLOUT}"),
+    "on_policy": re.compile(rf"{EVERY_RUN}|{EVERY_ROLLOUT}|entropy|ratio_mean|approx_kl"),
+}
+"""Metrics that every preset of a family logs, without `train/`: docs/metrics.md has them."""
 
 
 class Memory(Logger):
@@ -121,10 +123,22 @@ def composed(preset: str, *overrides: str) -> tuple[DictConfig, dict[str, str]]:
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         config = compose("config", [f"algo={preset}", "run_dir=run", *overrides], return_hydra_config=True)
-    choices = {group: str(choice) for group, choice in config.hydra.runtime.choices.items() if group[:5] == "algo/"}
+    found = config.hydra.runtime.choices
+    choices = {group: str(choice) for group, choice in found.items() if group[:5] == "algo/"}
+    choices |= {group: str(found[group]) for group in USUAL if _differs(group, found[group], config.algo)}
+    # Hydra does not report a group of which several choices are taken.
+    choices |= {key.replace(".", "/"): "" for key in reference.BY_NAME if OmegaConf.select(config, key) is not None}
     with open_dict(config):
         del config["hydra"]
     return config, choices
+
+
+USUAL = {"judge": None, "reference": "auto", "data": "addition", "reward": "exact_match", "optimizer": "adamw"}
+"""Groups at the top that a preset may choose from, and what they are otherwise."""
+
+
+def _differs(group: str, choice: str, algo: DictConfig) -> bool:
+    return choice != USUAL[group] and (group in algo or group == "data")
 
 
 def parts(config: DictConfig) -> tuple[Any, Any]:
@@ -141,16 +155,22 @@ def trainer_of(logger: Any, **settings: Any) -> L.Trainer:
     return L.Trainer(logger=logger, gradient_clip_val=1.0, **{**quiet, "limit_val_batches": 0, **settings})
 
 
+def family(preset: str) -> str:
+    """A key of `COMMON`."""
+    return "offline" if preset in OFFLINE else "pairs" if preset in ONLINE_PAIRS else "on_policy"
+
+
 def logged(preset: str) -> set[str]:
-    """The names that one small rollout of a preset logs, without `train/`, less those that every preset logs."""
-    config = composed(preset)[0].copy()
-    for key, value in SMALL.items():
+    """The names that one small run of a preset logs, without `train/`, less those that every one of its family logs."""
+    config = composed(preset, *COMPLETED.get(preset, ()))[0].copy()
+    for key, value in (SMALL_STEP if preset in OFFLINE else SMALL_ROLLOUT).items():
         OmegaConf.update(config, key, value)
     module, data = parts(config)
     memory = Memory()
-    trainer_of(memory, max_steps=module.minibatches * module.iterations).fit(module, datamodule=data)
+    steps = 1 if preset in OFFLINE else module.minibatches * module.iterations
+    trainer_of(memory, max_steps=steps).fit(module, datamodule=data)
     names = {name.removeprefix("train/") for name in memory.names}
-    return {name for name in names if not COMMON.fullmatch(name)}
+    return {name for name in names if not COMMON[family(preset)].fullmatch(name)}
 
 
 # -------------------------------------------------------------------------------------------------------- the options
@@ -166,17 +186,36 @@ def options(preset: str) -> str:
         node = OmegaConf.select(config, group.replace("/", "."))
         if not _in_force(algo, group, node):
             continue
-        comment = reference.first_comment(reference.CONF / group / f"{choices[group]}.yaml")
-        rows.append(f"| `{group}=` | `{choices[group]}` | {comment} |")
         part: Any = OmegaConf.to_container(node, resolve=False)
-        keys += _keys(group.replace("/", "."), part, [key for key in part if key not in reference.SLOTS])
+        for choice, prefix, settings in _chosen(group, choices[group], part):
+            comment = reference.first_comment(reference.CONF / group / f"{choice}.yaml")
+            rows.append(f"| `{group}=` | `{choice}` | {comment} |")
+            if group not in ALONE:
+                keys += _keys(prefix, settings, [key for key in settings if key not in reference.SLOTS])
     return "\n".join([*rows, "", *keys, *_keys("algo", algo, _own_keys(algo))])
+
+
+ALONE = ("data", "reward")
+"""Groups at the top that a preset chooses from, and whose settings are the run's."""
+
+
+def _chosen(group: str, choice: str, part: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Each choice of a group, where its settings stand, and these: several, where choices stand side by side."""
+    prefix = group.replace("/", ".")
+    if prefix not in reference.BY_NAME:
+        yield choice, prefix, part
+        return
+    for name, settings in part.items():
+        if settings is not None:  # a preset further up chose another
+            yield name, f"{prefix}.{name}", settings
 
 
 def _order(group: str) -> int:
     """Groups in the order in which they are read: loss, ratio, advantage, reduction, what else there is."""
     first = ["algo/loss", "algo/loss/ratio", "algo/advantage", "algo/whitening", "algo/reduction"]
-    return first.index(group) if group in first else len(first)
+    first += ["algo/preference", "algo/verdict", "algo/imitation"]
+    last = ["judge", "reference", "data", "reward", "optimizer"]
+    return first.index(group) if group in first else len(first) + (1 + last.index(group) if group in last else 0)
 
 
 def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
@@ -190,7 +229,7 @@ def _in_force(algo: dict[str, Any], group: str, node: Any) -> bool:
 def _own_keys(algo: dict[str, Any]) -> list[str]:
     """Settings of the algorithm itself: when it learns, what its class is about, and what the preset changes."""
     target = schemas._load(algo["_target_"])
-    own = getattr(vars(target).get("__init__"), "__kwdefaults__", {})
+    own = getattr(vars(target).get("__init__"), "__kwdefaults__", None) or {}
     about = [name for name in own if name not in reference.SLOTS]
     usual = {name: default for name, default, _ in reference.settings(target.__name__)}
     changed = [name for name, default in usual.items() if _is_plain(algo[name]) and algo[name] != default]
@@ -198,8 +237,10 @@ def _own_keys(algo: dict[str, Any]) -> list[str]:
 
 
 def _is_plain(value: Any) -> bool:
-    """A number, a text that is no interpolation, or null."""
-    return not isinstance(value, dict) and not (isinstance(value, str) and value.startswith("${"))
+    """A number, a text that is no interpolation, numbers by name, or null."""
+    if isinstance(value, dict):
+        return bool(value) and "_target_" not in value and not any(isinstance(each, dict) for each in value.values())
+    return not (isinstance(value, str) and value.startswith("${"))
 
 
 def _keys(prefix: str, node: dict[str, Any], wanted: list[str]) -> Iterator[str]:
@@ -207,16 +248,17 @@ def _keys(prefix: str, node: dict[str, Any], wanted: list[str]) -> Iterator[str]
     names = {path: name for name, path in {**schemas.TARGETS, **schemas.functions()}.items()}
     for key, _, meaning in reference.settings(names[node["_target_"]]):
         if key in wanted:
-            value = node[key]["_target_"] if isinstance(node[key], dict) else node[key]
+            value = node[key].get("_target_", node[key]) if isinstance(node[key], dict) else node[key]
             yield f"| `{prefix}.{key}` | {reference.shown(value)} | {reference.cell(meaning)} |"
 
 
 # ------------------------------------------------------------------------------------------------- metrics, and pages
 
 
-def metrics(names: set[str]) -> str:
+def metrics(names: set[str], preset: str) -> str:
     """The table of a page for these names."""
-    rows = [f"| `train/{name}` | {METRICS[name]} |" for name in METRICS if name in names]
+    own = next((texts for kind, texts in MEANINGS.items() if issubclass(CLASSES[preset], kind)), {})
+    rows = [f"| `train/{name}` | {own.get(name, METRICS[name])} |" for name in METRICS if name in names]
     assert len(rows) == len(names), f"no meaning for {sorted(names - METRICS.keys())}"
     return "\n".join(["| name | |", "|---|---|", *rows]) if rows else "None of its own."
 
@@ -229,10 +271,14 @@ def block(text: str, name: str) -> re.Match[str]:
 
 
 def index() -> str:
-    """The table of docs/algorithms/README.md."""
+    """The tables of docs/algorithms/README.md, one a family."""
     comments = {name: reference.first_comment(reference.CONF / "algo" / f"{name}.yaml") for name in PRESETS}
-    rows = [f"| [{name}]({name}.md) | {comment} |" for name, comment in comments.items()]
-    return "\n".join(["| `algo=` | |", "|---|---|", *rows])
+    tables = []
+    for title, belongs in FAMILIES.items():
+        rows = [f"| [{name}]({name}.md) | {comments.pop(name)} |" for name in PRESETS if belongs(CLASSES[name])]
+        tables.append("\n".join([f"### {title}", "", "| `algo=` | |", "|---|---|", *rows]))
+    assert not comments, f"no family for {sorted(comments)}"
+    return "\n\n".join(tables)
 
 
 def write(path: Path, contents: dict[str, str]) -> None:
@@ -246,7 +292,7 @@ def write(path: Path, contents: dict[str, str]) -> None:
 
 def main() -> None:
     for preset in PRESETS:
-        write(PAGES / f"{preset}.md", {"options": options(preset), "metrics": metrics(logged(preset))})
+        write(PAGES / f"{preset}.md", {"options": options(preset), "metrics": metrics(logged(preset), preset)})
     write(PAGES / "README.md", {"index": index()})
 
 

@@ -8,6 +8,7 @@ What stands above the marker in the document is written by hand and kept.
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import textwrap
 from collections.abc import Iterator
@@ -49,8 +50,11 @@ def arguments(docstring: str) -> dict[str, str]:
 TERMS = [path.relative_to(CONF).as_posix() for path in sorted((CONF / "algo").rglob("*")) if path.is_dir()]
 """The sub-groups of `algo`."""
 
-GROUPS = ["algo", *TERMS, "model", "data", "reward", "reference", "sampling", "generator", "optimizer", "scheduler"]
-GROUPS += ["eval", "strategy", "logger", "callbacks", "experiment", "debug"]
+GROUPS = ["algo", *TERMS, "model", "data", "reward", "judge", "reference", "sampling", "generator", "optimizer"]
+GROUPS += ["scheduler", "eval", "strategy", "logger", "callbacks", "experiment", "debug"]
+
+BY_NAME = ("algo.preference",)
+"""Where several choices stand side by side, each under its own name."""
 
 
 def schemas_in(group: str) -> list[str]:
@@ -60,25 +64,37 @@ def schemas_in(group: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if any(settings(name))]
 
 
-KEYS = {
-    "algo": ["GRPO", "RLOO", "Reinforce", "PPO"],
-    **{term.replace("/", "."): schemas_in(term) for term in TERMS if schemas_in(term)},
-    "model": ["LanguageModel"],
-    "model.lora": ["Lora"],
-    "data": ["RolloutDataModule"],
-    "data.task": ["Addition"],
-    "reward": ["from_paths", "Rewards", "RewardRecipes"],
-    "sampling": ["Sampling"],
-    "generator": ["NativeGenerator", "HFGenerator"],
-    "optimizer": ["AdamW", "AdamW8bit", "ByPath"],
-    "scheduler": ["Linear", "Cosine", "Constant"],
-    "eval": ["Evaluation"],
-    "callbacks.samples": ["Samples"],
-    "callbacks.rollouts": ["Rollouts"],
-    "callbacks.progress": ["Progress"],
-    "callbacks.histograms": ["Histograms"],
+ALGORITHMS = {
+    "": ["GRPO", "RLOO", "Reinforce", "PPO"],
+    "methods that learn from a data set": ["SFT", "GKD", "DPO", "CPO", "ORPO", "KTO", "BCO"],
+    "online preference methods": ["OnlineDPO", "NashMD", "XPO"],
+    "reward models": ["RewardModeling", "ProcessRewardModeling"],
 }
-"""Where the settings of a class stand in a config, and the classes that may stand there."""
+
+KEYS: list[tuple[str, str, list[str]]] = [
+    *(("algo", of, names) for of, names in ALGORITHMS.items()),
+    *((term.replace("/", "."), "", schemas_in(term)) for term in TERMS if schemas_in(term)),
+    ("model", "", ["LanguageModel"]),
+    ("model.lora", "", ["Lora"]),
+    ("data", "", ["RolloutDataModule"]),
+    ("data", "data sets that are learned from", ["SupervisedDataModule", "PreferenceDataModule", "StepwiseDataModule"]),
+    ("data.task", "", ["Addition"]),
+    ("reward", "", ["from_paths", "Rewards", "RewardRecipes"]),
+    ("judge", "", ["RewardJudge", "FunctionJudge", "PairwiseJudge", "LLMJudge"]),
+    ("reference", "", ["FrozenCopy", "OtherModel", "EMAReference", "BEMAReference", "MixingReference"]),
+    ("sampling", "", ["Sampling"]),
+    ("generator", "", ["NativeGenerator", "HFGenerator"]),
+    ("optimizer", "", ["AdamW", "AdamW8bit", "ByPath"]),
+    ("scheduler", "", ["Linear", "Cosine", "Constant"]),
+    ("eval", "", ["Evaluation"]),
+    ("callbacks.samples", "", ["Samples"]),
+    ("callbacks.rollouts", "", ["Rollouts"]),
+    ("callbacks.progress", "", ["Progress"]),
+    ("callbacks.histograms", "", ["Histograms"]),
+    ("callbacks.preference_sets", "", ["PreferenceSets"]),
+    ("callbacks.ema", "", ["EMAWeights"]),
+]
+"""Where the settings of a class stand in a config, of what, and the classes that may stand there."""
 
 SLOTS = {
     **{name: name for name in ("model", "reward", "reference", "optimizer", "scheduler", "sampling", "generator")},
@@ -86,6 +102,8 @@ SLOTS = {
     "ratio": "algo/loss/ratio",
     "statistic": "algo/rejection/statistic",
     "evaluation": "eval",
+    "judge": "judge",
+    "teacher": "model.*",
     "lora": "model.lora",
     "task": "data.task",
 }
@@ -103,8 +121,9 @@ def tables() -> str:
     parts = [MARKER, "## The groups and their choices\n"]
     parts += [f"{group_table(group)}\n" for group in GROUPS]
     parts += ["## Every key\n", "### Top level\n", f"{top_level()}\n"]
-    for prefix, names in KEYS.items():
-        parts += [f"### `{prefix}.*`\n", f"{key_table(prefix, names)}\n"]
+    for prefix, of, names in KEYS:
+        title = f"`{prefix}.*`: {of}" if of else f"`{prefix}.*`"
+        parts += [f"### {title}\n", f"{key_table(prefix, names)}\n"]
     for prefix, file, schema in DEPARTURES:
         parts += [f"### `{prefix}.*`: where we depart from Lightning\n", f"{departures(prefix, CONF / file, schema)}\n"]
     return "\n".join(parts).rstrip() + "\n"
@@ -138,20 +157,21 @@ def key_table(prefix: str, names: list[str]) -> str:
     rows: dict[str, list[tuple[str, Any, str]]] = {}
     for name in names:
         for key, default, meaning in settings(name):
-            rows.setdefault(key, []).append((name, default, meaning))
+            rows.setdefault(f"{name}.{key}" if prefix in BY_NAME else key, []).append((name, default, meaning))
     lines = ["| key | default | |", "|---|---|---|"]
     for key, found in rows.items():
-        only = "" if len(found) == len(names) else f" ({', '.join(name for name, _, _ in found)} only)"
+        of_all = prefix in BY_NAME or len(found) == len(names)
+        only = "" if of_all else f" ({', '.join(name for name, _, _ in found)} only)"
         meanings = list(dict.fromkeys(meaning for _, _, meaning in found))
         others = [f"{name}: {meaning}" for name, _, meaning in found[1:] if not meanings[0].startswith(meaning)]
         text = cell(" ".join([meanings[0], *others]))
-        lines.append(f"| `{prefix}.{key}` | {defaults(key, found)} | {text}{only} |")
+        lines.append(f"| `{prefix}.{key}` | {defaults(prefix, key, found)} | {text}{only} |")
     return "\n".join(lines)
 
 
-def defaults(key: str, found: list[tuple[str, Any, str]]) -> str:
+def defaults(prefix: str, key: str, found: list[tuple[str, Any, str]]) -> str:
     """One default, or one a class where they differ."""
-    if key in SLOTS:
+    if key in SLOTS and prefix != "judge":  # the model of a judge is a name
         slot = SLOTS[key]
         return f"the keys of `{slot}`" if "." in slot else f"group `{slot}`"
     values = {name: shown(default) for name, default, _ in found}
@@ -168,6 +188,8 @@ def shown(default: Any) -> str:
         return "`{}`"
     if isinstance(default, tuple):
         default = list(default)
+    if isinstance(default, str) and "\n" in default:
+        return f"`{json.dumps(default)}`" if len(default) < 20 else "a text of several lines"
     if default is None or isinstance(default, bool):
         return f"`{yaml.safe_dump(default).splitlines()[0]}`"
     return f"`{default}`"
@@ -187,7 +209,8 @@ def departures(prefix: str, path: Path, schema: str) -> str:
 
 def cell(text: str) -> str:
     """Text that stands in one cell of a Markdown table."""
-    text = re.sub(r"\bNone\b", "null", text.replace("``", "`"))
+    text = re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", text.replace("``", "`"))
+    text = re.sub(r"\bNone\b", "null", text)
     return text.replace("|", "\\|").replace("<", "&lt;").strip()
 
 

@@ -1,8 +1,8 @@
-"""Train the shipped policy with presets of `algo=`, and draw what they learn: docs/images/algorithms.
+"""Train the shipped policy with the presets that learn from rewards, and draw what they learn: docs/images/algorithms.
 
     python scripts/learning_curves.py [PRESET ...] [--seeds 0 1 2]
 
-Without a preset: all of them, some ten seconds a run. Every run has the same number of rollouts of the same size, the
+Without a preset: all of those, some ten seconds a run. Every run has the same number of rollouts of the same size, the
 same learning rate and the same prompts, and the preset's own settings else. A reward is that of a rollout's completions
 as they were first sampled; `curves.csv` has one line a rollout, and the lines of other presets and seeds are kept.
 """
@@ -22,7 +22,7 @@ import lightning as L
 import matplotlib
 import numpy as np
 import torch
-from algorithm_pages import PAGES, PRESETS, composed, parts, trainer_of, write
+from algorithm_pages import ON_POLICY, PAGES, composed, parts, trainer_of, write
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -215,7 +215,9 @@ def spread(seeds: dict[int, Curve]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("presets", nargs="*", metavar="PRESET", help="choices of algo=; default: all")
+    parser.add_argument(
+        "presets", nargs="*", metavar="PRESET", help="choices of algo= that learn from rewards; default: all"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder of curves.csv and the figures")
     parser.add_argument(
@@ -223,9 +225,11 @@ def main() -> None:
     )
     parser.add_argument("--draw-only", action="store_true", help="train nothing: figures and pages from curves.csv")
     given = parser.parse_args()
-    if unknown := sorted(set(given.presets) - set(PRESETS)):
-        parser.error(f"{', '.join(unknown)}: no choice of algo=. There are {', '.join(PRESETS)}.")
-    presets, out = given.presets or PRESETS, given.out
+    if unknown := sorted(set(given.presets) - set(ON_POLICY)):
+        parser.error(
+            f"{', '.join(unknown)}: no choice of algo= that learns from rewards. Those: {', '.join(ON_POLICY)}."
+        )
+    presets, out = given.presets or ON_POLICY, given.out
     out.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
@@ -243,7 +247,7 @@ def main() -> None:
         sys.stdout.flush()
         save(out / "curves.csv", curves)
     if "grpo" in presets:  # it stands in every figure and on every page
-        presets = [preset for preset in PRESETS if preset in curves]
+        presets = [preset for preset in ON_POLICY if preset in curves]
     pictures(curves, presets, out)
     if out == IMAGES:
         for preset in presets:

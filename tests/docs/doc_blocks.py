@@ -36,7 +36,9 @@ def table_rows(document: Path, heading: str | None = None) -> list[list[str]]:
     """The cells of every table line below a heading (or of the whole file), header and rule left out."""
     text = document.read_text()
     if heading is not None:
-        text = re.split(r"^## ", text.partition(f"## {heading}\n")[2], flags=re.M)[0]
+        found = re.search(rf"^(##+) {re.escape(heading)}\n", text, flags=re.M)
+        assert found is not None, f"{document.name} has no heading {heading}"
+        text = re.split(rf"^#{{2,{len(found[1])}}} ", text[found.end() :], flags=re.M)[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     kept = [line for i, line in enumerate(lines) if "|---" not in line and "|---" not in "".join(lines[i + 1 : i + 2])]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in kept]

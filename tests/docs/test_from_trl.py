@@ -1,9 +1,10 @@
-"""docs/from-trl.md has every field of TRL's two configs, with the default of both sides, and keys that exist."""
+"""docs/from-trl.md has every field of six of TRL's configs, with the default of both sides, and keys that exist."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,15 @@ from lit_rl.cli.build import plain
 
 BOTH, INHERITED = "Fields of both trainers", "Fields inherited from transformers.TrainingArguments"
 ALGO = {"GRPOConfig": "algo=grpo", "RLOOConfig": "algo=rloo"}
-USUAL = ["data=jsonl", "data.path=mine.jsonl", "model=local", "model.name=m", "reward=function", "reward.fn=a:b"]
+OFFLINE = {
+    "DPOConfig": "algo=dpo",
+    "KTOConfig": "algo=kto",
+    "SFTConfig": "algo=sft",
+    "RewardConfig": "algo=reward_model",
+}
+ALL = ALGO | OFFLINE
+USUAL = ["data.path=mine.jsonl", "model=local", "model.name=m"]
+DATA = {"algo=dpo": "preferences", "algo=kto": "preferences", "algo=sft": "texts", "algo=reward_model": "preferences"}
 UNMAPPED = ("not needed", "not built")
 NEEDED = ["optimizer.path=torch.optim.SGD"]
 """What a choice has no default for."""
@@ -31,11 +40,9 @@ Tree = dict[str, Any]
 
 def peer(name: str) -> dict[str, Any]:
     """Fields of a config of TRL and their defaults."""
-    from trl.trainer.grpo_config import GRPOConfig
-    from trl.trainer.rloo_config import RLOOConfig
-
+    module = importlib.import_module(f"trl.trainer.{name.removesuffix('Config').lower()}_config")
     found = {}
-    for field in dataclasses.fields({"GRPOConfig": GRPOConfig, "RLOOConfig": RLOOConfig}[name]):
+    for field in dataclasses.fields(getattr(module, name)):
         made = field.default_factory is not dataclasses.MISSING
         found[field.name] = field.default_factory() if made else field.default  # pyright: ignore
     return found
@@ -77,15 +84,31 @@ def page(root: Path) -> Path:
 
 
 def lines(page: Path) -> Iterator[Line]:
-    headings = {BOTH: list(ALGO), INHERITED: list(ALGO)} | {f"Fields of {name}": [name] for name in ALGO}
+    headings = {BOTH: list(ALGO)} | {f"Fields of {name}": [name] for name in ALL}
+    own: dict[str, set[str]] = {name: set() for name in ALL}
     for heading, trainers in headings.items():
-        for trl, default, here, default_here, _ in table_rows(page, heading):
-            named = [] if here in UNMAPPED else quoted(here)
-            assert named or here in UNMAPPED, f"{trl}: {here!r} is neither a key nor one of {UNMAPPED}"
-            choices = [name for name in named if "=" in name]
-            keys = [name for name in named if "=" not in name]
+        for row in table_rows(page, heading):
             for trainer in trainers:
-                yield Line(quoted(trl), values(default), choices, keys, values(default_here), bool(named), trainer)
+                line = line_of(row, trainer)
+                own[trainer] |= set(line.fields)
+                yield line
+    for row in table_rows(page, INHERITED):
+        for trainer in ALL:
+            line = line_of(row, trainer)
+            # What a method that learns from a data set has in its own table stands there alone.
+            left = [name for name in line.fields if trainer in ALGO or name not in own[trainer]]
+            if left:
+                assert left == line.fields or not line.theirs, f"{trainer}: {row[0]} has defaults of several fields"
+                yield dataclasses.replace(line, fields=left)
+
+
+def line_of(row: list[str], trainer: str) -> Line:
+    trl, default, here, default_here, _ = row
+    named = [] if here in UNMAPPED else quoted(here)
+    assert named or here in UNMAPPED, f"{trl}: {here!r} is neither a key nor one of {UNMAPPED}"
+    choices = [name for name in named if "=" in name]
+    keys = [name for name in named if "=" not in name]
+    return Line(quoted(trl), values(default), choices, keys, values(default_here), bool(named), trainer)
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +118,18 @@ def composed() -> Iterator[Any]:
 
     def of(*overrides: str) -> Tree:
         if overrides not in known:
-            known[overrides] = plain(compose("config", [*USUAL, *overrides]))
+            known[overrides] = plain(compose("config", [*USUAL, *data_of(overrides), *overrides]))
         return known[overrides]
 
     with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
         schemas.register()
         yield of
+
+
+def data_of(overrides: tuple[str, ...]) -> list[str]:
+    """What a command of this preset learns from."""
+    kinds = [f"data={DATA[word]}" for word in overrides if word in DATA]
+    return kinds or ["data=jsonl", "reward=function", "reward.fn=a:b"]
 
 
 def at(tree: Any, key: str) -> Any:
@@ -109,14 +138,14 @@ def at(tree: Any, key: str) -> Any:
     return tree
 
 
-@pytest.mark.parametrize("trainer", ALGO)
+@pytest.mark.parametrize("trainer", ALL)
 def test_every_field_is_mapped_once_and_none_that_is_gone(page: Path, trainer: str) -> None:
     told = [name for line in lines(page) if line.trainer == trainer for name in line.fields]
     assert len(told) == len(set(told)), [name for name in told if told.count(name) > 1]
     assert set(told) == set(peer(trainer))
 
 
-@pytest.mark.parametrize("trainer", ALGO)
+@pytest.mark.parametrize("trainer", ALL)
 def test_the_defaults_of_trl_are_what_they_are(page: Path, trainer: str) -> None:
     defaults = peer(trainer)
     for line in lines(page):
@@ -140,13 +169,13 @@ def together(found: list[Line], algo: str) -> Iterator[tuple[dict[str, str], lis
     yield from batches
 
 
-@pytest.mark.parametrize("trainer", ALGO)
+@pytest.mark.parametrize("trainer", ALL)
 def test_every_key_exists_and_has_that_default(page: Path, trainer: str, composed: Any) -> None:
     found = [line for line in lines(page) if line.trainer == trainer and line.mapped]
     plain_keys = [line for line in found if not line.choices]
     assert len(plain_keys) > 30
-    batches = [({"algo": ALGO[trainer].removeprefix("algo=")}, plain_keys)]
-    batches += together([line for line in found if line.choices], ALGO[trainer])
+    batches = [({"algo": ALL[trainer].removeprefix("algo=")}, plain_keys)]
+    batches += together([line for line in found if line.choices], ALL[trainer])
     for chosen, members in batches:
         more = NEEDED if chosen.get("optimizer") == "by_path" else []
         tree = composed(*(f"{group}={choice}" for group, choice in chosen.items()), *more)  # refuses unknown choices
@@ -200,7 +229,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def test_every_command_composes(page: Path, composed: Any) -> None:
-    assert len(commands(page)) == 5
+    assert len(commands(page)) == 7
     for overrides in commands(page):
         composed(*overrides)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,15 @@ def shipped_models(root: Path) -> set[str]:
 
 
 def prepare(cwd: Path, found: list[Block], root: Path) -> None:
-    """The files of a document, the repository's conf, and a model where the examples say that one is."""
+    """The files of a document, the repository's conf, and pairs and a model where the examples say that they are."""
     for block in found:
         if block.file is not None:
             target = cwd / block.file
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(block.text)
+    if not (cwd / "pairs.jsonl").exists():
+        pairs = ({"prompt": f"{n}+1=", "chosen": f"{n + 1}", "rejected": f"{n}"} for n in range(40))
+        (cwd / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (cwd / "conf").symlink_to(root / "conf")
     (cwd / "path" / "to" / "a").mkdir(parents=True)
     (cwd / "path" / "to" / "a" / "model").symlink_to(root / "lit_rl" / "models" / "tiny")
@@ -64,7 +68,11 @@ def composes(overrides: list[str]) -> None:
         plain(compose("config", overrides=overrides))
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/rewards.md", "docs/data.md", "docs/configuration.md"])
+RUN = ["README.md", "docs/rewards.md", "docs/data.md", "docs/datasets.md", "docs/configuration.md"]
+"""Documents whose commands are run."""
+
+
+@pytest.mark.parametrize("name", RUN)
 def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train: Train) -> None:
     found = blocks(root / name)
     prepare(cwd, found, root)
@@ -79,8 +87,8 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
                 ran += 1
             case ["lit-rl", "fit", *arguments]:
                 assert train("fit", *arguments, "--trainer.max_steps=1", "--trainer.limit_val_batches=1") == 0, line
-            case ["lit-rl", "reward-test", *overrides]:
-                assert train("reward-test", *overrides) == 0, line
+            case ["lit-rl", "reward-test" | "data-check" as task, *overrides]:
+                assert train(task, *overrides) == 0, line
             case [command, *_]:
                 assert command in OTHER_COMMANDS, f"{name} has a command that no test knows: {line}"
     assert ran > 0

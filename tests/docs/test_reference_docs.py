@@ -41,6 +41,10 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         ["algo=rloo", "optimizer=adamw_8bit", "scheduler=cosine", "generator=hf"],
         ["optimizer=by_path", "reward=function"],
         ["reward=recipes"],
+        *([f"judge={name}"] for name in ("function", "pairwise", "llm")),
+        *([f"reference={name}"] for name in ("path", "ema", "bema", "mixing")),
+        ["callbacks=preference_sets"],
+        ["callbacks=ema"],
     ]
     with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
         schemas.register()
@@ -56,7 +60,15 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
     assert not set(told) - keys
 
 
-BASES = {"algo/critic": ["algo=ppo"], "algo/rejection/": ["algo/rejection=tokens"]}
+BASES = {
+    "algo/critic": ["algo=ppo"],
+    "algo/rejection/": ["algo/rejection=tokens"],
+    "algo/divergence": ["algo=dpo"],
+    "algo/preference": ["algo=dpo"],
+    "algo/imitation": ["algo=sft"],
+    "algo/verdict": ["algo=kto"],
+    "algo/prompt_weights": ["algo=bco"],
+}
 """What a sub-group needs to be there."""
 
 

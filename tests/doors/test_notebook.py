@@ -76,6 +76,14 @@ def ppo(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
     return notebook.cells
 
 
+@pytest.fixture(scope="module")
+def preferences(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
+    """The cells of the notebook on pairs, run."""
+    notebook = read(root, "03_preferences")
+    execute(notebook)
+    return notebook.cells
+
+
 def printed(cells: list[nbformat.NotebookNode]) -> str:
     """Everything that the cells wrote or displayed as text."""
     parts = []
@@ -91,7 +99,7 @@ def html(cells: list[nbformat.NotebookNode]) -> str:
     return "".join(output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {}))
 
 
-NAMES = ("01_first_grpo", "02_ppo_step_by_step")
+NAMES = ("01_first_grpo", "02_ppo_step_by_step", "03_preferences")
 
 
 def test_every_notebook_is_tested(root: Path) -> None:
@@ -168,3 +176,48 @@ class TestPPO:
         ]
         assert len(pictures) == 2
         assert "#1a7f37" in html(ppo) and "#cf222e" in html(ppo)
+
+
+class TestPreferences:
+    def test_the_loss_by_hand_is_that_of_the_library(self, preferences: list) -> None:
+        text = printed(preferences)
+        by_hand, library = (
+            float(re.search(rf"^{name}\s+(\d\.\d+)", text, re.M).group(1))  # pyright: ignore
+            for name in ("by hand", r"module\.loss")
+        )
+        margin = re.search(r"^margins\s+(-?\d\.\d+) by hand, (-?\d\.\d+) in the metrics", text, re.M)
+        assert margin and float(margin.group(1)) != 0
+        assert by_hand == pytest.approx(library, abs=2e-6)
+        assert float(margin.group(1)) == pytest.approx(float(margin.group(2)), abs=2e-6)
+
+    def test_both_widen_the_margin_and_only_rpo_learns_to_add(self, preferences: list) -> None:
+        found = re.findall(
+            r"^(?:before|after)\s+sums right (\d\.\d+) .* margin (-?\d\.\d+)", printed(preferences), re.M
+        )
+        (untrained, zero), (rpo, rpo_margin), again, (dpo, dpo_margin) = [tuple(map(float, pair)) for pair in found]
+        assert again == (untrained, zero) and zero == 0
+        assert rpo_margin > 0.3 and dpo_margin > 0.3
+        assert rpo > untrained + 0.3 and dpo < untrained
+
+    def test_plain_dpo_lets_both_completions_fall(self, preferences: list) -> None:
+        """What the text of the notebook says, of the very numbers that it shows."""
+        moved = {
+            name: (float(chosen), float(rejected))
+            for name, chosen, rejected in re.findall(
+                r"(\w+): log-prob of the chosen completions (\S+) nats, of the rejected ones (\S+)",
+                printed(preferences),
+            )
+        }
+        assert moved["RPO"][0] > 0 > moved["RPO"][1]
+        assert 0 > moved["DPO"][0] > moved["DPO"][1]
+
+    def test_samples_are_right_more_often_after_rpo(self, preferences: list) -> None:
+        rows = re.findall(r"^(\w+)\s+of all (\d\.\d+)   best of 4 (\d\.\d+)", printed(preferences), re.M)
+        of_all = {name: float(mean) for name, mean, _ in rows}
+        assert all(float(best) >= float(mean) for _, mean, best in rows)
+        assert of_all["RPO"] > of_all["untrained"] + 0.3 and of_all["DPO"] < of_all["untrained"]
+
+    def test_shows_two_pictures_and_a_coloured_table(self, preferences: list) -> None:
+        outputs = [output for cell in preferences for output in cell.get("outputs", [])]
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+        assert html(preferences).count("<tr style=") == 18

@@ -1,0 +1,132 @@
+"""What the metrics of docs/algorithms/*.md mean: those that not every run logs."""
+
+from __future__ import annotations
+
+from lit_rl.algorithms import CPO, GKD, ORPO, SFT, NashMD, ProcessRewardModeling
+from lit_rl.algorithms.online_pairs import OnlinePairs
+from lit_rl.algorithms.verdicts import VerdictModule
+
+METRICS = {
+    "clip_ratio/low_mean": "share of the loss tokens below the lower bound with a negative advantage: no gradient",
+    "clip_ratio/low_min": "lowest such share of one completion",
+    "clip_ratio/high_mean": "share of the loss tokens above the upper bound with a positive advantage: no gradient",
+    "clip_ratio/high_max": "highest such share of one completion",
+    "clip_ratio/region_mean": "share of the loss tokens beyond either bound",
+    "clip_ratio/delta_mean": "share of the loss tokens that `delta` stops: ratio above it, negative advantage",
+    "cispo_clip_ratio": "share of the loss tokens whose weight is cut; one-sided CISPO counts positive advantages only",
+    "vespo/phi_seq_mean": "mean over completions of the weight phi",
+    "clip_cov/share": "share of the loss tokens dropped for their covariance",
+    "kl_cov/share": "share of the loss tokens with the KL penalty",
+    "kl": "mean over tokens of k1 to the reference, when the rollout is taken",
+    "groups/dropped": "groups without spread in the first draw",
+    "groups/drawn": "spare prompts that were completed",
+    "groups/empty": "places that the cap left without a group",
+    "groups/kept_length": "mean length of the completions that are learned from, in tokens",
+    "replay/groups": "groups of the rollout that came from the buffer",
+    "replay/age": "how many policy versions old they are on average",
+    "lr_critic": "learning rate of the critic when the rollout ended",
+    "loss/policy_avg": "the policy's part of the loss",
+    "loss/value_avg": "the critic's part, before `vf_coef`",
+    "groups/best_reward": "mean reward of the completions that were chosen",
+    "groups/tied": "share of groups with several best completions",
+    "groups/unscored": "groups without a scored completion, over all ranks",
+    "objective/entropy": "mean over completions of the sum over tokens of - log-prob, when the rollout is taken",
+    "objective/kl": "mean over completions of the sum over tokens of k1 to the reference",
+    "objective/non_score_reward": "mean of what the KL took off the reward, negative where it did",
+    "objective/rlhf_reward": "mean reward less the KL",
+    "objective/scores": "mean reward as the reward functions gave it",
+    "policy/approxkl_avg": "`train/approx_kl` under TRL's name",
+    "policy/clipfrac_avg": "`train/clip_ratio/region_mean` under TRL's name",
+    "policy/entropy_avg": "`train/entropy` under TRL's name",
+    "return/mean": "mean over tokens of the returns that the critic learns",
+    "value/clipfrac_avg": "share of tokens whose clipped squared error is the larger one",
+    "value/error": "mean squared error of the values",
+    "value/explained_variance": "1 - Var(return - value) / Var(return); null where the returns do not vary",
+    "value/mean": "mean value",
+    "value/num_eos_tokens": "completions that ended by themselves, over all ranks",
+    "value/ratio": "`train/ratio_mean` under TRL's name",
+    "value/ratio_var": "variance of the ratio over the loss tokens of all updates of the rollout",
+    "objective/scores_margin": "mean distance of the rewards of the two completions of a prompt",
+    "objective/model_scores": "mean reward of the policy's completions",
+    "objective/ref_scores": "mean reward of the reference's completions",
+    "loss/dpo": "mean preference loss of the pairs that are learned from",
+    "loss/xpo": "mean of the exploration bonus",
+    "loss/kl": "the KL's part of the loss, mean over judged completions",
+    "loss/score": "the preference's part of the loss, mean over judged completions",
+    "rewards/probabilities": "mean probability of the policy's completion to win, by the judge",
+    "rewards/chosen": "mean of beta times the log ratio of the chosen completions",
+    "rewards/rejected": "the same of the rejected ones",
+    "rewards/accuracies": "share of pairs whose chosen completion has the higher of the two",
+    "rewards/margins": "mean of the chosen one less the rejected one",
+    "logps/chosen": "mean log-prob of the chosen completions, summed over their tokens",
+    "logps/rejected": "the same of the rejected ones",
+    "logits/chosen": "mean logit over the vocabulary and the tokens of the chosen completions",
+    "logits/rejected": "the same of the rejected ones",
+    "nll_loss": "mean of - log-prob over the tokens of the chosen completions",
+    "log_odds_ratio": "mean of log sigma(log odds of the chosen completion less that of the rejected one)",
+    "log_odds_chosen": "mean of the log odds of the chosen completion less that of the rejected one",
+    "delta": "the reward shift",
+    "judge/failures": "share of comparisons without a verdict",
+    "judge/ties": "share of prompts whose completions win equally often: nothing is learned from them",
+    "contain_eos_token": "share of the completions that are learned from which ended by themselves",
+    "model_contain_eos_token": "share of the policy's completions that ended by themselves",
+    "ref_contain_eos_token": "share of the opponent's",
+    "entropy": "mean entropy of the next-token distribution over the learned tokens, in nats",
+    "mean_token_accuracy": "share of the chosen completions' tokens that the policy finds the most likely",
+    "on_policy": "share of the optimizer steps that the student wrote",
+    "teacher/entropy": "mean entropy of the teacher's next-token distribution, in nats",
+    "completions/mean_length": "mean number of learned tokens a completion",
+    "accuracy": "share of pairs whose chosen completion has the higher reward",
+    "margin": "mean of the reward of the chosen completion less that of the rejected one",
+    "min_reward": "lowest reward",
+    "mean_reward": "mean reward of both sides",
+    "max_reward": "highest reward",
+    "beta": "`algo.beta` of the epoch",
+    "alpha": "`algo.alpha` of the epoch",
+    "mixture_coef": "`algo.mixture_coef` of the epoch",
+}
+"""Meanings of the metrics that not every preset logs, without `train/`."""
+
+OF_VERDICTS = {
+    "rewards/chosen": "mean of beta times the log ratio over the desirable completions of a step",
+    "rewards/rejected": "the same over the undesirable ones",
+    "rewards/margins": "the first less the second",
+    "logps/chosen": "mean log-prob of the desirable completions, summed over their tokens",
+    "logps/rejected": "the same of the undesirable ones",
+    "logits/chosen": "mean logit over the vocabulary and the tokens of the desirable completions",
+    "logits/rejected": "the same of the undesirable ones",
+    "kl": "the baseline z0",
+}
+OF_TEXTS = {"mean_token_accuracy": "share of the learned tokens that the policy finds the most likely"}
+PER_PAIR_KL = {
+    "objective/kl": "mean over completions of the log ratio to the reference, summed over tokens",
+    "objective/entropy": "mean over completions of the sum over tokens of - log-prob",
+    "objective/non_score_reward": "mean of - beta times that log ratio",
+    "objective/rlhf_reward": "mean of the reward and that",
+    "objective/scores": "mean reward, less the penalty of completions that did not end",
+}
+MEANINGS: dict[type, dict[str, str]] = {
+    VerdictModule: OF_VERDICTS,
+    SFT: OF_TEXTS,
+    GKD: OF_TEXTS,
+    CPO: {"rewards/chosen": "mean of beta times the reward: the log-prob, or what the loss takes of it per token"}
+    | {
+        "logps/chosen": "mean log-prob of the chosen completions: per token where the loss is of log-probs per token",
+    },
+    ORPO: {
+        "rewards/chosen": "mean of beta times the log-prob per token of the chosen completions",
+        "logps/chosen": "mean of the log-prob per token of the chosen completions",
+        "nll_loss": "mean of - log-prob over the tokens of prompts and chosen completions",
+    },
+    ProcessRewardModeling: {"accuracy": "share of labelled steps whose more likely class is the label"},
+    NashMD: PER_PAIR_KL
+    | {
+        "rewards/chosen": "mean reward of the policy's completions",
+        "rewards/rejected": "mean reward of the mixture's",
+        "rewards/margins": "mean of the first less the second",
+        "rewards/accuracies": "share of judged prompts where the policy's completion is more likely to win",
+        "judge/ties": "share of prompts whose two completions are as likely to win: only their KL is learned from",
+    },
+    OnlinePairs: PER_PAIR_KL,
+}
+"""What a name means in the presets of a class, where that is something else; the first class that fits."""
