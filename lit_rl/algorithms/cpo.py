@@ -56,7 +56,7 @@ class CPO(PairModule):
         reward: Any = None,
         *,
         beta: float = 0.1,
-        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference: Callable | dict[str, Callable] = sigmoid,
         preference_weights: dict[str, float] | None = None,
         nll_coef: float = 1.0,
         **shared: Any,

@@ -59,7 +59,7 @@ class DPO(PairModule):
         reward: Any = None,
         *,
         beta: float = 0.1,
-        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference: Callable | dict[str, Callable] = sigmoid,
         preference_weights: dict[str, float] | None = None,
         divergence: Callable = reverse_kl,
         tail_weight: float = 1.0,

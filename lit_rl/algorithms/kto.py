@@ -55,7 +55,7 @@ class KTO(VerdictModule):
         reward: Any = None,
         *,
         beta: float = 0.1,
-        verdict: Callable[..., Tensor] = kto,
+        verdict: Callable = kto,
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, beta=beta, **shared)

@@ -70,4 +70,4 @@ def _context(module: OfflineModule, data) -> None:
     if longest := data.longest_val_prompt:
         own = module.evaluation.max_new_tokens
         group, new_tokens = ("sampling", module.sampling.max_new_tokens) if own is None else ("eval", own)
-        checks.context(module, group, longest, new_tokens)
+        checks.context(module, group, longest, new_tokens, None)

@@ -49,7 +49,7 @@ class OnlineDPO(OnlinePreference):
         *,
         judge: Any = None,
         beta: float | Sequence[float] = 0.1,
-        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference: Callable | dict[str, Callable] = sigmoid,
         group_size: int = 2,
         **shared: Any,
     ) -> None:

@@ -49,7 +49,7 @@ class OnlinePreference(OnlinePairs, ABC):
         model: Any,
         reward: Any = None,
         *,
-        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference: Callable | dict[str, Callable] = sigmoid,
         preference_weights: dict[str, float] | None = None,
         per_token: bool = False,
         **shared: Any,

@@ -49,7 +49,7 @@ class PairModule(OfflineModule, ABC):
         reward: Any = None,
         *,
         beta: float = 0.1,
-        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference: Callable | dict[str, Callable] = sigmoid,
         preference_weights: dict[str, float] | None = None,
         **shared: Any,
     ) -> None:

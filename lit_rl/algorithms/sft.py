@@ -49,7 +49,7 @@ class SFT(OfflineModule):
         model: LanguageModel | str,
         reward: Any = None,
         *,
-        imitation: Callable[[Tensor], Tensor] = cross_entropy,
+        imitation: Callable = cross_entropy,
         neftune_alpha: float | None = None,
         **shared: Any,
     ) -> None:

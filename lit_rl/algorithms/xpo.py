@@ -55,7 +55,7 @@ class XPO(OnlinePreference):
         judge: Any = None,
         beta: float | Sequence[float] = 0.1,
         alpha: float | Sequence[float] = 1e-5,
-        preference: Preference | Mapping[str, Preference] = sigmoid,
+        preference: Callable | dict[str, Callable] = sigmoid,
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, preference=preference, **shared)

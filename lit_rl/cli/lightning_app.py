@@ -28,11 +28,11 @@ from lit_rl.algorithms.policy_module import PolicyModule
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop
 from lit_rl.cli import quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
+from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.commands import evaluate
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
-from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Task
 from lit_rl.errors import INTERRUPTED, TERMINATED, ConfigError, did_you_mean
 from lit_rl.models import moving_reference, other_model, reference
@@ -73,7 +73,7 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
     with _importing_only(by_hand):
         return CommandLine(
             PolicyModule,
-            RolloutDataModule,
+            data_module_of(arguments),
             subclass_mode_model=True,
             save_config_callback=SaveConfig,
             trainer_defaults=trainer_defaults(),
@@ -135,7 +135,7 @@ class CommandLine(LightningCLI):
         parser.add_lightning_class_args(L.Trainer, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
         parser.add_subclass_arguments(PolicyModule, "model", fail_untyped=False, required=True, skip=set(FACTORIES))
-        parser.add_class_arguments(RolloutDataModule, "data", fail_untyped=False, sub_configs=True, skip={"task"})
+        parser.add_class_arguments(self.datamodule_class, "data", fail_untyped=False, sub_configs=True, skip={"task"})
         parser.add_argument(
             "--data.task",
             type=Task | None,  # pyright: ignore[reportArgumentType]  # jsonargparse takes any type expression

@@ -10,6 +10,7 @@ import yaml
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.algorithms.groups import DynamicSampling
@@ -97,6 +98,12 @@ def _presets() -> list[str]:
 
 def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
     """`algo=name`, where its settings lead elsewhere with what stands there in the run."""
+    made = get_class(compose("config", [f"algo={name}"]).algo._target_)
+    if not issubclass(made, PolicyGradient):
+        raise ConfigError(
+            f"losses: {name} is no objective over the rewards of a rollout ({made.__name__} learns from pairs, "
+            "verdicts or texts): leave it out."
+        )
     algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
     elsewhere = dict.fromkeys((*_OF_THE_RUN, *_OF_NO_USE, "eval")) | {
         "sampling": run["sampling"],

@@ -296,6 +296,8 @@ def test_nothing_of_the_run_is_changed(finished, compare):
 
 REFUSED = {
     "unknown": (["losses=[grppo]"], 2, "'grppo' is no algo preset. Did you mean 'grpo'?"),
+    "offline": (["losses=[grpo,dpo]"], 2, "dpo is no objective over the rewards of a rollout"),
+    "pairs": (["losses=[online_dpo]"], 2, "online_dpo is no objective over the rewards of a rollout"),
     "critic": (["losses=[grpo,ppo]"], 2, "ppo learns with a critic"),
     "greedy": (["losses=[remax]"], 2, "remax compares with the reward of greedy completions"),
     "none": ([], 2, "losses=[] must be a list of algo presets"),

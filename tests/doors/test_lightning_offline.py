@@ -1,0 +1,93 @@
+"""Methods that learn from a data set go through `lit-rl fit` too: the keys of `data` are those of their data module."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import yaml
+
+import lit_rl.cli
+from lit_rl.algorithms import DPO, AdamW, Linear
+from lit_rl.cli.lightning_app import CONFIG_NAME
+from lit_rl.cli.lightning_data import data_module_of
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.tasks import AdditionPairs
+from lit_rl.ops.preference.losses import ipo
+from lit_rl.rollout import Sampling
+
+METHODS = {
+    "SFT": ("AdditionText", ["--data.packing=best_fit", "--data.max_length=32"]),
+    "DPO": ("AdditionPairs", ["--model.preference=lit_rl.ops.preference.losses.ipo"]),
+    "CPO": ("AdditionPairs", ["--model.nll_coef=0.5"]),
+    "ORPO": ("AdditionPairs", []),
+    "KTO": ("AdditionPairs", []),
+    "BCO": ("AdditionPairs", []),
+    "RewardModeling": ("AdditionPairs", ["--model.center_coef=0.01"]),
+    "ProcessRewardModeling": ("AdditionSteps", []),
+}
+GENERATE = ["--model.sampling.max_new_tokens=4"]
+QUICK = [
+    "--data.task.max_operand=6",
+    "--data.task.val_rows=2",
+    "--data.batch_size=4",
+    "--trainer.max_steps=2",
+    "--trainer.logger=false",
+    "--trainer.accelerator=cpu",
+    "--trainer.default_root_dir=run",
+    "--trainer.enable_progress_bar=false",
+]
+
+
+def arguments(method: str) -> list[str]:
+    task, own = METHODS[method]
+    own = own if method.endswith("Modeling") else [*own, *GENERATE]
+    return [f"--model={method}", "--model.model=tiny", f"--data.task=lit_rl.data.tasks.{task}", *own, *QUICK]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_fits(method, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lit-rl"])
+    assert lit_rl.cli.run(["fit", *arguments(method)]) == 0, capsys.readouterr().err
+    saved = yaml.safe_load((tmp_path / "run" / CONFIG_NAME).read_text())
+    assert saved["data"]["batch_size"] == 4 and saved["model"]["class_path"].endswith(method)
+
+
+def test_it_trains_as_the_plain_constructors_do(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lit-rl"])
+    from lit_rl.cli.lightning_app import command_line
+
+    line = command_line(["fit", *arguments("DPO"), "--optimizer=AdamW", "--optimizer.lr=1e-3"])
+    module = DPO(
+        "tiny", preference=ipo, optimizer=AdamW(lr=1e-3), scheduler=Linear(), sampling=Sampling(max_new_tokens=4)
+    )
+    trainer = L.Trainer(
+        max_steps=2, gradient_clip_val=1.0, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, log_every_n_steps=1,
+        num_sanity_val_steps=0, inference_mode=False,
+    )  # fmt: skip
+    data = PreferenceDataModule(task=AdditionPairs(max_operand=6, val_rows=2), batch_size=4)
+    trainer.fit(module, datamodule=data)
+    ours = line.model.policy.state_dict()
+    assert all(bool((weight == ours[name]).all()) for name, weight in module.policy.state_dict().items())
+
+
+def test_the_data_module_is_that_of_the_last_algorithm_named(tmp_path):
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {class_path: lit_rl.algorithms.SFT}\n")
+    assert data_module_of(["fit", f"--config={config}"]) is SupervisedDataModule
+    assert data_module_of(["fit", "--config", str(config), "--model", "KTO"]) is PreferenceDataModule
+    assert data_module_of(["fit", f"--config={config}", "--model=GRPO"]) is RolloutDataModule
+    assert data_module_of(["fit", f"--config={Path('no.yaml')}"]) is RolloutDataModule
+
+
+def test_a_key_of_another_data_module_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lit-rl"])
+    assert lit_rl.cli.run(["fit", *arguments("DPO"), "--data.prompts_per_rollout=4"]) == 2
+    assert "prompts_per_rollout" in capsys.readouterr().err
