@@ -13,7 +13,7 @@ sigmoid is - log sigma(beta (l_c - l_r)), eq. 4 of the paper. SimPO (2405.14734)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 

@@ -12,14 +12,14 @@ policy itself is to write them (WPO, 2406.11827), and a reference that follows (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms import pair_checks
-from lit_rl.algorithms.pairs import Columns, PairModule, Preference, policy_columns
+from lit_rl.algorithms.pairs import Columns, PairModule, policy_columns
 from lit_rl.algorithms.precomputed import PrecomputedReference
 from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.errors import in_range

@@ -13,13 +13,12 @@ against the one that wins least often.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import Tensor
 
 from lit_rl.algorithms.online_preference import OnlinePreference
-from lit_rl.algorithms.pairs import Preference
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor
 from lit_rl.algorithms import pair_checks
 from lit_rl.algorithms.offline import mean_over
 from lit_rl.algorithms.online_pairs import OnlinePairs
-from lit_rl.algorithms.pairs import Preference
 from lit_rl.errors import ConfigError
 from lit_rl.models.forward import TokenScores
 from lit_rl.models.reference import ReferenceFree

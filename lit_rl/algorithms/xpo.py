@@ -12,7 +12,7 @@ been seen. A tie, and a pair without a verdict, is in neither the sum nor the me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torch import Tensor
@@ -21,7 +21,6 @@ from lit_rl.algorithms import online_checks
 from lit_rl.algorithms.offline import mean_over
 from lit_rl.algorithms.online_preference import OnlinePreference
 from lit_rl.algorithms.opponents import duels
-from lit_rl.algorithms.pairs import Preference
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid

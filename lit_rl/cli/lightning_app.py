@@ -135,7 +135,8 @@ class CommandLine(LightningCLI):
         parser.add_lightning_class_args(L.Trainer, "trainer")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
         parser.add_subclass_arguments(PolicyModule, "model", fail_untyped=False, required=True, skip=set(FACTORIES))
-        parser.add_class_arguments(self.datamodule_class, "data", fail_untyped=False, sub_configs=True, skip={"task"})
+        data: Any = self.datamodule_class
+        parser.add_class_arguments(data, "data", fail_untyped=False, sub_configs=True, skip={"task"})
         parser.add_argument(
             "--data.task",
             type=Task | None,  # pyright: ignore[reportArgumentType]  # jsonargparse takes any type expression

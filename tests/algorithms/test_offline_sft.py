@@ -275,13 +275,13 @@ def test_a_random_model_learns_to_write_sums(tmp_path, imitation, reached):
     assert before < 0.1 and after > reached
 
 
-@pytest.mark.parametrize("algo", ["sft", "grpo"])
-def test_lora_without_regret_composes_and_runs_on_the_tiny_policy(tmp_path, algo):
+@pytest.mark.parametrize(("algo", "experiment"), [("sft", "lora_without_regret_sft"), ("grpo", "lora_without_regret")])
+def test_lora_without_regret_composes_and_runs_on_the_tiny_policy(tmp_path, algo, experiment):
     schemas.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
         few = ["data.task.max_operand=12", "data.task.val_rows=10", f"algo={algo}", "run_dir=run"]
-        tree = plain(compose("config", ["experiment=lora_without_regret", *few]))
+        tree = plain(compose("config", [f"experiment={experiment}", *few]))
         usual = plain(compose("config", ["model=qwen0.5b", *few]))
     GlobalHydra.instance().clear()
     assert tree["optimizer"]["lr"] == pytest.approx(10 * usual["optimizer"]["lr"])
