@@ -22,7 +22,7 @@ from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.offline.formats import COLUMNS
 from lit_rl.data.prompt_set import mapped_row
 from lit_rl.data.splits import prompt_key
-from lit_rl.errors import in_range
+from lit_rl.errors import DataError, in_range
 from lit_rl.models.language_model import LanguageModel
 
 _LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
@@ -77,7 +77,7 @@ def data_check(
 
     Raises:
         ConfigError: `rows` is below 1, or a setting of the data.
-        DataError: as in training; also where the rows do not fill one step, once everything is printed.
+        DataError: as in training. That the rows do not fill one step is only said.
         BackendError: the hub cannot be reached.
     """
     in_range("data_check.rows", rows, low=1)
@@ -102,7 +102,12 @@ def data_check(
     _say_columns(console, look.columns)
     _say_counts(console, data.report)
     _say_repeats(console, look, data.report)
-    data.prepare(tokenizer, *((kind,) if kind else ()), stage="fit")
+    try:
+        data.prepare(tokenizer, *((kind,) if kind else ()), stage="fit")
+    except DataError as error:  # a few rows are enough to look at, none are not
+        if not data.report["train"]["kept"]:
+            raise
+        console.print(Text(f"\nToo few rows to train on as it stands: {error}", style="yellow"))
     return 0
 
 
