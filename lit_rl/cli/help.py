@@ -30,10 +30,11 @@ def page() -> str:
     if not folder.is_dir():  # installed from a wheel: conf is the package lit_rl.conf
         folder = Path(__file__).parents[1] / "conf"
     hydra = [path for path in folder.iterdir() if path.name != "lightning"]  # whole configs, of LightningCLI
-    rows = []
+    rows, parts = [], []
     for group in sorted(path for path in hydra if path.is_dir()):
-        for place in [group, *sorted(path for path in group.rglob("*") if path.is_dir())]:
-            rows += _row(place.relative_to(folder).as_posix(), sorted(path.stem for path in place.glob("*.yaml")))
+        rows += _row(group.name, _choices(group))
+        places = sorted(path for path in group.rglob("*") if path.is_dir())
+        parts += [f"{place.relative_to(folder).as_posix()}: {', '.join(_choices(place))}" for place in places]
     return (
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
@@ -45,12 +46,18 @@ def page() -> str:
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
         + "\n".join(rows)
+        + "\n\nGroups inside a group:\n"
+        + textwrap.fill(" · ".join(parts), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         + "\n\nKeys that matter:\n"
         + _KEYS
         + "\n\nEvery key: python train.py --cfg job. Examples:\n"
         + _EXAMPLES
         + "\n"
     )
+
+
+def _choices(group: Path) -> list[str]:
+    return sorted(path.stem for path in group.glob("*.yaml"))
 
 
 def _row(group: str, choices: list[str]) -> list[str]:
