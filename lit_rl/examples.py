@@ -124,7 +124,8 @@ class VerdictBatch(ExampleBatch):
     desirable: Tensor | None = None
     """Bool ``(b,)``. Always set; None only because a dataclass wants a default here."""
     mismatched: TokenBatch | None = None
-    """``b`` rows: each prompt with the completion of the row before it in the step (the first with the last one's)."""
+    """``b`` rows: each prompt with the completion of the nearest row before it in the step that answers another prompt
+    (around the end)."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ class GeneratingModule(PolicyModule):
         **shared: Any,
     ) -> None:
         super().__init__(model, **shared)
-        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards({} if reward is None else reward)
+        self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
         self.generator: Generator = NativeGenerator() if generator is None else generator
         self.sampling, self.evaluation = sampling, evaluation
         self._seconds = {"generate": 0.0, "reward": 0.0}

@@ -128,7 +128,10 @@ class OfflineModule(GeneratingModule, ABC):
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         if batch.slot == 0:
             self._records.open(batch.totals)
-            self._whole = WholeStep.of(self, batch) if self.couples_rows and batch.totals.shares > 1 else None
+            self._whole = None
+            if self.couples_rows and batch.totals.shares > 1:
+                with self.trainer.precision_plugin.forward_context():  # open in `training_step`, and not out here
+                    self._whole = WholeStep.of(self, batch)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
         self._micro, shares = batch, batch.totals.shares

@@ -64,12 +64,11 @@ class OfflineRecords:
         """For a checkpoint, which is taken between two steps."""
         return {
             "tokens_seen": self._tokens_seen,
-            "tokens": self._tokens,
             "averages": state.to_plain(self.averages.sums),
             "extremes": state.to_plain(self.averages.highest),
         }
 
     def load_state(self, saved: dict[str, Any], device: torch.device) -> None:
-        self._tokens_seen, self._tokens = saved["tokens_seen"], saved["tokens"]
+        self._tokens_seen = saved["tokens_seen"]  # speed is that of the tokens and seconds since the resume
         self.averages.sums = state.to_device(saved["averages"], device)
         self.averages.highest = state.to_device(saved["extremes"], device)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.algorithms import checks
+from lit_rl.algorithms.best_of_group import BestOfGroup
 from lit_rl.algorithms.groups import TopOfGroup
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.generation.native import NativeGenerator
@@ -27,6 +28,11 @@ def terms(module: OnlinePairs) -> None:
         raise ConfigError(
             f"algo.split_groups={module.split_groups}: {name} compares completions of one prompt inside a micro-batch, "
             "and learns from two of them however many were drawn. Leave it at 1."
+        )
+    if isinstance(module.groups, BestOfGroup):
+        raise ConfigError(
+            f"algo/groups=best leaves one completion of each prompt, and {name} learns from two that were compared: "
+            "every pair would be without a verdict. Take algo/groups=all, or algo=raft to imitate the best one."
         )
     if isinstance(module.groups, TopOfGroup):
         module.groups.fits(module.group_size)

@@ -117,9 +117,7 @@ class OnlinePairs(OnPolicyModule, ABC):
         ]
         logged["judge/ties"] = float(sum(flat)), len(flat)
         total = scores.total
-        if bool(
-            total.isnan().all()
-        ):  # no reward applies: what the log shows, and what counts as scored, is the judge's
+        if not self.reward_functions.names:  # what the log shows, and what counts as scored, is the judge's
             total = _numbers(wins)
         self._seconds["reward"] += time.perf_counter() - started
         return replace(scores, total=total, metrics=logged, extras={**scores.extras, WIN_RATE: wins})

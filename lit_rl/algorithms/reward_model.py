@@ -16,6 +16,7 @@ from torch import Tensor
 from lit_rl.algorithms.offline import mean_over
 from lit_rl.algorithms.scalar_module import ScalarModule
 from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.data.offline.encode import marks_start
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
 from lit_rl.models.language_model import LanguageModel
@@ -71,4 +72,4 @@ class RewardModeling(ScalarModule):
         return {"chosen_reward": chosen.tolist(), "rejected_reward": rejected.tolist()}
 
     def reads(self) -> dict[str, Any]:
-        return {"ends_with_eos": True}
+        return {"ends_with_eos": True, "prompt_apart": not marks_start(self.tokenizer)}

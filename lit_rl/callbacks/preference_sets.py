@@ -95,6 +95,12 @@ class PreferenceSets(L.Callback):
                 f"callbacks=preference_sets is made of rollouts, and {type(pl_module).__name__} draws none: take "
                 "callbacks=default."
             )
+        if getattr(pl_module, "opponent_writes", False) and set(self.sets) - {"verdicts"}:
+            raise ConfigError(
+                f"callbacks.preference_sets: {type(pl_module).__name__} writes one completion of each prompt itself, "
+                "the other is its opponent's, so there are no pairs of its own. Set "
+                "callbacks.preference_sets.sets=[verdicts]."
+            )
         if pl_module.group_size < 2 and set(self.sets) - {"verdicts"}:
             raise ConfigError(
                 "callbacks.preference_sets: pairs compare completions of one prompt, and algo.group_size=1. Set "

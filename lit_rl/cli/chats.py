@@ -35,7 +35,13 @@ def run(config: DictConfig) -> int:
         named = {key.partition(".")[2] for key in typed if key.startswith("sampling.")}
         sampling = of_run["sampling"] | {key: tree["sampling"][key] for key in named}
     fabric, _ = _fabric(config, of_run["trainer"])
-    return chat(Chat(model, build(sampling), fabric, checkpoint, tree["seed"], **tree["chat"]))
+    # What the policy was trained to read: the command's own setting counts more.
+    data, own = (of_run.get("data") or {}) if config.run_dir else {}, dict(tree["chat"])
+    plain_lines = own["plain"] or not model.tokenizer.chat_template
+    if own["system_prompt"] is None and not plain_lines:
+        own["system_prompt"] = data.get("system_prompt")
+    kwargs = data.get("chat_template_kwargs") or {}
+    return chat(Chat(model, build(sampling), fabric, checkpoint, tree["seed"], template_kwargs=kwargs, **own))
 
 
 def _check_keys(typed: list[str], with_run: bool) -> None:
@@ -54,6 +60,11 @@ def _tree(run_dir: RunDir, own: dict[str, Any], allow: list[str]) -> dict[str, A
     if not (run_dir.path / "config.yaml").exists() and run_dir.hf.is_dir():
         return own
     tree = _config_of(run_dir)
+    if "sampling" not in tree["algo"]:
+        raise ConfigError(
+            f"run_dir={run_dir.path} holds a {str(tree['algo'].get('_target_')).rpartition('.')[2]} run: what it "
+            "trained gives scores and writes no text. Give the folder of a policy's run."
+        )
     allowed = (*ALLOWED, *(f"{name}." for name in allow))
     for key, target in targets({name: tree["algo"][name] for name in ("model", "sampling")}):
         check_target(key, target, allowed)  # the run's own file is a file like any other

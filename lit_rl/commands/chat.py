@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,8 @@ class Chat:
     seed: int = 0
     system_prompt: str | None = None
     """Opens the conversation."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template: those of the training."""
     plain: bool = False
     """Every line is a prompt by itself, also where the tokenizer has a chat template."""
 
@@ -117,7 +119,7 @@ def _lines() -> Iterator[str]:
 def _reply(job: Chat, policy: Any, prompt: Prompt, turn: int) -> str:
     """Write the reply while it is drawn; what was written."""
     tokenizer: Any = job.model.tokenizer
-    ids = encode_prompt(tokenizer, prompt, where="The line")
+    ids = encode_prompt(tokenizer, prompt, where="The line", chat_template_kwargs=job.template_kwargs)
     sampling = _fitting(job, len(ids))
     drawn, said, ended = [], "", False
     try:

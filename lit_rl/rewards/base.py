@@ -64,7 +64,8 @@ class Rewards:
     callable runs in this process: sync ones one after another, with a warning at the limit; nothing can end them.
 
     Args:
-        functions: Reward functions by name, or a list of them, or one; without names they go by their own.
+        functions: Reward functions by name, or a list of them, or one; without names they go by their own. None: no
+            function, so every completion is unscored.
         weights: Weight of each function by name (1 where not given), or in the order of the functions. None: all 1.
         on_error: Score of a completion that a function raised on, hung on or ended its process on; None ends the run.
         timeout: Seconds that one call of a function may take; None is no limit.
@@ -86,7 +87,7 @@ class Rewards:
 
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
-        functions: Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]] | Callable[..., Any],
+        functions: Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]] | Callable[..., Any] | None,
         weights: Mapping[str, float] | Sequence[float] | None = None,
         *,
         on_error: float | None = None,
@@ -98,7 +99,7 @@ class Rewards:
         cache: int = 0,
         constant_limit: int = 0,
     ) -> None:
-        self.functions = functions_by_name(functions)
+        self.functions = {} if functions is None else functions_by_name(functions)
         self.weights = weights_by_name(weights, list(self.functions))
         in_range("reward.constant_limit", constant_limit, low=0)
         self.constant_limit = constant_limit

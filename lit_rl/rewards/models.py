@@ -84,12 +84,23 @@ class RewardModel(Classifier):
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion) -> list[int]:
         if isinstance(prompt, str):
-            ids: Any = tokenizer(prompt + text_of(completion))["input_ids"]
-            return self._ended(tokenizer, ids)
+            return self._ended(tokenizer, self._text_ids(tokenizer, prompt, text_of(completion)))
         self.require_chat_template(tokenizer)
         reply = completion if isinstance(completion, list | tuple) else [{"role": "assistant", "content": completion}]
         text: Any = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False)
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:
+        """As one text; with a model that was trained here as it was trained: a token over the border is two."""
+        begun = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
+        texts: Any = (prompt + completion, prompt)
+        whole, begin = (list(tokenizer(text, add_special_tokens=not begun)["input_ids"]) for text in texts)
+        if begin[-1:] == [tokenizer.eos_token_id] and not prompt.endswith(str(tokenizer.eos_token)):
+            begin.pop()  # some tokenizers add it by themselves
+        if not getattr(self.load()[0].config, "prompt_apart", False) or whole[: len(begin)] == begin:
+            return whole
+        rest: Any = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        return [*begin, *rest]
 
     def _ended(self, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
         model, end = self.load()[0], tokenizer.eos_token_id

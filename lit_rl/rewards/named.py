@@ -16,7 +16,7 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
     """One function, a list or a mapping as a mapping.
 
     Raises:
-        ConfigError: two share a name.
+        ConfigError: there is none, or two share a name.
         RewardError: one cannot be called.
     """
     if isinstance(functions, str):
@@ -27,6 +27,8 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
         named = [(name_of(function), function) for function in functions]
     else:
         named = [(name_of(functions), functions)]
+    if not named:
+        raise ConfigError("functions is empty: there is nothing to learn from without a reward function.")
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         raise ConfigError(f"two reward functions are called {twice[0]!r}. Name them: functions={{'a': f, 'b': g}}.")

@@ -23,6 +23,7 @@ from small_rollouts import EachBatch, trainer
 from torch.nn.functional import logsigmoid
 
 from lit_rl.algorithms import Constant, OnlineDPO
+from lit_rl.algorithms.best_of_group import BestOfGroup
 from lit_rl.algorithms.groups import DynamicSampling
 from lit_rl.algorithms.online_pairs import WIN_RATE
 from lit_rl.algorithms.online_preference import best_and_worst, compared
@@ -189,6 +190,7 @@ def test_beta_by_epoch() -> None:
     [
         ({"group_size": 1}, "algo.group_size=1"),
         ({"split_groups": 2}, "algo.split_groups=2"),
+        ({"groups": BestOfGroup()}, "algo/groups=best"),
         ({"beta": 0.0}, "algo.beta=0.0"),
         ({"beta": []}, "algo.beta"),
         ({"beta": [0.1, -1.0]}, "algo.beta=-1.0"),

@@ -5,14 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from small_rollouts import Ranks
 from torch import Tensor
 
-from lit_rl.algorithms import over_ranks
+from lit_rl.algorithms import DPO, over_ranks
 from lit_rl.algorithms.whole_step import WholeStep, share_of
+from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.tasks import AdditionPairs
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
+from lit_rl.ops.preference.ranked import aot
+from lit_rl.rollout import Sampling
 
 VALUES = torch.tensor([3.0, -1.0, 2.0, 0.5, -2.0, 4.0, 1.0, -0.5])
 
@@ -96,3 +101,23 @@ def test_a_column_of_another_type_is_taken_up_in_the_whole_steps() -> None:
     joined = whole.with_gradient(batch, x=live)["x"]
     assert joined.dtype == torch.float32 and joined.requires_grad
     torch.testing.assert_close(joined.detach(), VALUES)
+
+
+def test_the_step_is_looked_at_in_the_precision_that_it_is_taken_in(tmp_path):
+    """Lightning opens autocast for `training_step` only; cut or not, a step must see the same numbers."""
+    seen = []
+
+    class Watched(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            look = pl_module.look
+            pl_module.look = lambda batch: seen.append(torch.is_autocast_enabled("cpu")) or look(batch)
+
+    module = DPO("tiny", preference=aot, sampling=Sampling(max_new_tokens=2))
+    data = PreferenceDataModule(task=AdditionPairs(max_operand=6, val_rows=2), batch_size=4)
+    trainer = L.Trainer(
+        accelerator="cpu", precision="bf16-mixed", max_steps=1, accumulate_grad_batches=2, limit_val_batches=0,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, default_root_dir=tmp_path, callbacks=[Watched()],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    assert seen == [True, True]

@@ -76,7 +76,7 @@ ROWS: list[tuple[str, list[str], list[str]]] = [
     ("word-whitening", ["algo=pass_at_k", "algo.whitening=rows"], ["write algo/whitening=rows (choices: none, rows"]),
     ("word-critic", ["algo=ppo", "algo.critic=shared_trunk"], ["write algo/critic=shared_trunk (choices: adapter"]),
     ("word-advantage", ["algo.advantage=gae"], ["write algo/advantage=gae (choices: batch_normalized"]),
-    ("word-groups", ["algo.groups=dynamic"], ["write algo/groups=dynamic (choices: all, dynamic, top"]),
+    ("word-groups", ["algo.groups=dynamic"], ["write algo/groups=dynamic (choices: all, best, dynamic, top"]),
     ("word-slot", ["algo.reference=ema"], ["algo.reference='ema'", "write reference=ema (choices: adapter_base"]),
     ("word-eval", ["algo.evaluation=default"], ["algo.evaluation='default'", "write eval=default"]),
     ("word-near", ["algo.loss=cipso"], ["algo.loss='cipso'", "Did you mean 'cispo'?", "Write algo/loss=..."]),

@@ -121,7 +121,12 @@ def test_interrupts(chat, monkeypatch):
     monkeypatch.setattr("builtins.input", typed)
     monkeypatch.setattr(sys, "stdin", Terminal())
     job = SimpleNamespace(
-        model=LanguageModel("tiny"), sampling=Sampling(max_new_tokens=6), templated=True, system_prompt=None, seed=0
+        model=LanguageModel("tiny"),
+        sampling=Sampling(max_new_tokens=6),
+        templated=True,
+        system_prompt=None,
+        seed=0,
+        template_kwargs={},
     )
     chatting._talk(job, None)  # the reply ends at the first, the conversation at the second
 
@@ -143,6 +148,23 @@ def test_a_run_is_talked_to_by_its_export_or_a_checkpoint(chat, step, cwd):
     assert outcome.out == wanted
     Path("elsewhere.yaml").rename(Path("run") / "config.yaml")
     assert contents(cwd) == before
+
+
+def test_the_runs_own_rendering_is_kept(chat, step, cwd, monkeypatch):
+    """What the policy was trained to read opens the conversation; a reward model writes nothing."""
+    jobs: list[Any] = []
+    monkeypatch.setattr("lit_rl.cli.chats.chat", lambda job: jobs.append(job) or 0)
+    run = ["run_dir=run", "data.system_prompt=Add.", "data.chat_template_kwargs={mood: kind}"]
+    assert step(*run, "sampling.max_new_tokens=3").code == 0
+    for more in ([], ["chat.system_prompt=Be brief."], ["chat.plain=true"]):
+        assert chat(options=["run_dir=run", *more]).code == 0
+    assert [job.system_prompt for job in jobs] == ["Add.", "Be brief.", None]
+    assert jobs[0].template_kwargs == {"mood": "kind"}
+    (cwd / "scores" / "hf").mkdir(parents=True)
+    (cwd / "scores" / "config.yaml").write_text(
+        "algo: {_target_: a.RewardModeling, model: {}}\nsampling: {}\ntrainer: {}\n"
+    )
+    refused(chat(options=["run_dir=scores"]), 2, "RewardModeling", "writes no text")
 
 
 def test_what_has_no_meaning_is_refused(chat, cwd):

@@ -84,6 +84,18 @@ def test_a_mismatched_row_is_a_prompt_with_the_completion_before_it():
     assert batch.desirable.tolist() == [False, True]
 
 
+def test_a_mismatched_completion_answers_another_prompt():
+    """Two verdicts of one pair stand side by side: neither is compared with the other."""
+    rows = [Example((text([10, i // 2], [20 + i]),), f"row {i}", f"p{i // 2}", desirable=i % 2 == 0) for i in range(6)]
+    data = ExampleSet("verdicts", rows, PAD)
+    assert data.before(range(6)) == [5, 5, 1, 1, 3, 3]
+    assert data.before([0, 1]) == [1, 0]  # there is no other prompt
+    (batch,) = ExampleEvalLoader(data, batch_size=6)
+    assert [int(ids[2]) for ids in batch.mismatched.input_ids] == [25, 25, 21, 21, 23, 23]
+    ones = list(ExampleEvalLoader(data, batch_size=1))
+    assert [int(b.mismatched.input_ids[0, 2]) for b in ones] == [25, 25, 21, 21, 23, 23]  # however they are cut
+
+
 # ---------------------------------------------------------------------------------------------------------- loaders
 
 

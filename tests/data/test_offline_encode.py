@@ -15,10 +15,11 @@ from transformers import ByT5Tokenizer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
-from lit_rl.data.offline.encode import Encoder
+from lit_rl.data.offline.encode import Encoder, marks_start
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.models.hub import TINY
+from lit_rl.rewards import RewardModel
 
 MERGING: Any = make_merging_tokenizer()
 METASPACE: Any = make_merging_tokenizer(metaspace=True)
@@ -254,3 +255,18 @@ def test_the_shipped_tokenizer_learns_the_turns_end_and_not_the_line_break():
     text = Encoder(tokenizer).encode([user("1+1=")], [assistant("2")], "f")
     assert learned(text, tokenizer) == "2<|im_end|>" and tokenizer.decode(text.ids).endswith("2<|im_end|>\n")
     assert text.ids[: text.prompt_tokens] == encode_prompt(tokenizer, [user("1+1=")])
+
+
+@pytest.mark.parametrize("metaspace", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [("ab", "c d"), ("the c", "at sat"), ("hel", "lo"), ("hello ", "world"), ("1", "234")],
+)
+def test_a_reward_model_that_was_trained_on_these_tokens_reads_them_again(parts, metaspace, monkeypatch):
+    """Also where a token would straddle the border of prompt and completion."""
+    tokenizer = make_merging_tokenizer(metaspace=metaspace)
+    config = SimpleNamespace(ends_with_eos=True, prompt_apart=not marks_start(tokenizer))
+    scorer = RewardModel("tiny")
+    monkeypatch.setattr(scorer, "load", lambda: (SimpleNamespace(config=config), tokenizer))
+    trained = Encoder(tokenizer, {}, "completion").encode(parts[0], parts[1], "row")
+    assert scorer._ids(tokenizer, *parts) == trained.ids

@@ -14,12 +14,12 @@ from trl.rewards.format_rewards import think_format_reward
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from lit_rl.cli import schemas
-from lit_rl.cli.build import build
+from lit_rl.cli.build import build, prune
 from lit_rl.errors import ConfigError
-from lit_rl.rewards import RegexFormat, RemoteReward, RewardModel, Rewards
+from lit_rl.rewards import ProcessRewardModel, RegexFormat, RemoteReward, RewardModel, Rewards
 
 FOLDER = Path(__file__).parents[2] / "conf" / "reward"
-SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
+SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "none")
 GOOD = r"<think>20 + 22</think><answer>\boxed{42}</answer>"
 EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with room for ten
     "exact_match": [1.0, 0.0],
@@ -37,11 +37,12 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "code": [0.0, 0.0],
     "recipes": [1.0, 1.1],
 }
-ASKS_ELSEWHERE = {"reward_model": RewardModel, "remote": RemoteReward}
+ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
 VALUES = {
     "function": ["reward.fn=[lit_rl.rewards:math_answer,lit_rl.rewards:contains]", "reward.weights=[0.75,0.25]"],
     "code": ["reward.functions.code_execution.allow_execution=true"],
     "reward_model": ["reward.functions.reward_model.name=owner/model"],
+    "process_reward_model": ["reward.functions.process_reward_model.name=owner/model"],
     "remote": ["reward.functions.remote.urls=[https://rewards.example/score]"],
 }
 COLUMNS = {"answer": ["42", "42"], "source": ["sums", "word_problems"], "tests": ["assert True", "assert True"]}
@@ -84,6 +85,10 @@ def test_every_setting_of_rewards_is_a_key_of_every_shipped_reward(reward, name)
     assert {key: getattr(made.settings, key) for key in asked} == asked
     with pytest.raises(ConfigCompositionException, match="tiemout"):
         reward(name, *VALUES.get(name, []), "reward.tiemout=20")
+
+
+def test_no_reward_is_none():
+    assert prune(OmegaConf.to_container(OmegaConf.load(FOLDER / "none.yaml"))) is None
 
 
 def test_code_is_off_until_it_is_allowed(reward):

@@ -236,3 +236,11 @@ def test_the_rows_of_two_processes_are_those_of_one(process, train, tmp_path):
     for name in NAMES:
         one, two = (sorted(map(str, lines(tmp_path / run, name))) for run in ("one", "two"))
         assert one == two
+
+
+def test_pairs_of_a_policy_that_writes_one_completion_a_prompt_are_refused():
+    """XPO's second completion is its opponent's."""
+    module: Any = SimpleNamespace(scored=None, opponent_writes=True, group_size=2)
+    with pytest.raises(ConfigError, match=r"sets=\[verdicts\]"):
+        PreferenceSets().setup(None, module, "fit")  # pyright: ignore
+    PreferenceSets(sets=("verdicts",)).setup(None, module, "fit")  # pyright: ignore

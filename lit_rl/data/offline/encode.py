@@ -59,7 +59,7 @@ class Encoder:
     def __post_init__(self) -> None:
         check_template_kwargs(self.template_kwargs)
         self.control = control_tokens(self.tokenizer)
-        self.marks_start = _marks_start(self.tokenizer)
+        self.marks_start = marks_start(self.tokenizer)
         self.spaces: dict[int, bool] = {}
         self.latest: tuple[str, list[int]] = ("", [])
         """A string prompt and its tokens: those of a pair ask for them twice."""
@@ -228,7 +228,7 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (mine, theirs) in enumerate(zip(one, other)) if mine != theirs), min(len(one), len(other)))
 
 
-def _marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:
+def marks_start(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a text by itself begins with a mark that it does not have inside another one."""
     alone: Any = tokenizer("a", add_special_tokens=False)["input_ids"]
     spaced: Any = tokenizer(" a", add_special_tokens=False)["input_ids"]

@@ -77,6 +77,20 @@ class ExampleSet:
             desirable=sum(bool(self.examples[row].desirable) for row in rows) if self.kind == "verdicts" else 0,
         )
 
+    def before(self, rows: Sequence[int]) -> list[int]:
+        """For each of the rows of a step the nearest one before it that answers another prompt, around the end; the row
+        just before it where all answer the same."""
+        prompts = [self._prompt(row) for row in rows] if self.kind == "verdicts" else []
+        found = []
+        for i in range(len(rows)):
+            others = (i - back for back in range(1, len(prompts)) if prompts[i - back] != prompts[i])
+            found.append(rows[next(others, i - 1)])
+        return found
+
+    def _prompt(self, row: int) -> list[int]:
+        text = self.examples[row].texts[0]
+        return text.ids[: text.prompt_tokens]
+
     def batch(
         self, rows: Sequence[int], before: Sequence[int], totals: Totals, *, step: int, slot: int
     ) -> ExampleBatch:
@@ -84,7 +98,7 @@ class ExampleSet:
 
         Args:
             rows: Of this micro-batch.
-            before: The row before each of them in the step, whose completion verdicts are compared with.
+            before: For each of them a row of the step with another prompt, whose completion verdicts are compared with.
             totals: Of the step.
             step: Its number.
             slot: Number of this micro-batch.

@@ -33,7 +33,7 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
 
     def batches(self, rows: list[int], number: int) -> list[ExampleBatch]:
         totals = self.data.totals(rows, self.slots * self.world_size)
-        before = [rows[-1], *rows[:-1]]
+        before = self.data.before(rows)
         ours, theirs, size = rows[self.ours], before[self.ours], self.share // self.slots
         micro = [
             self.data.batch(
@@ -80,11 +80,12 @@ class ExampleEvalLoader:
         bounds = [count * i // parts for i in range(parts + 1)]
         self._parts = [list(range(bounds[i], bounds[i + 1])) for i in range(rank, parts, world_size)]
         self._totals = data.totals(range(count), parts)
+        self._before = data.before(range(count))
 
     def __len__(self) -> int:
         return len(self._parts)
 
     def __iter__(self) -> Iterator[ExampleBatch]:
         for number, rows in enumerate(self._parts):
-            before = [rows[-1], *rows[:-1]]
+            before = [self._before[row] for row in rows]
             yield self.data.batch(rows, before, self._totals, step=number, slot=0)

@@ -74,6 +74,5 @@ def _check_dropped(name: str, counts: Counter[str], share: float) -> None:
     if dropped > share * counts["rows"]:
         raise DataError(
             f"{name}: {dropped} of {counts['rows']} rows hold nothing to learn from, more than data.max_dropped="
-            f"{share}: {list_counts(counts)}. Look at the columns (a prompt in the wrong one makes every pair "
-            "promptless), or raise data.max_dropped."
+            f"{share}: {list_counts(counts)}. Look at the columns, or raise data.max_dropped."
         )
