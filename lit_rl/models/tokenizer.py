@@ -31,6 +31,8 @@ def load_tokenizer(name: str, path: str, key: str = "model.name", **hub: Any) ->
             f"{key}={name!r} comes without a tokenizer (no tokenizer.json or vocabulary file). Copy the tokenizer of "
             "its base model into the folder."
         )
+    # Lengths are checked against the model's positions where a text is cut, and that names the row and the key.
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
 

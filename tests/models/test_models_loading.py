@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import http.server
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lit_rl.models
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.forward import token_logits
 from lit_rl.models.loading import Float32Head
+from lit_rl.models.tokenizer import load_tokenizer
 
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 
@@ -365,3 +367,13 @@ def test_lora_names_that_match_nothing_or_split_a_tied_weight(make_model, settin
     folder = make_model("smollm2")
     with pytest.raises(ConfigError, match=message):
         LanguageModel(str(folder), lora=Lora(r=2, **settings)).load()
+
+
+def test_a_long_text_is_not_warned_of_by_its_tokenizer(tiny_dir, monkeypatch):
+    """Lengths are checked where the row and the key can be named; transformers' own line would say neither."""
+    said = []
+    monkeypatch.setattr(logging.getLogger("transformers.tokenization_utils_base"), "warning", said.append)
+    ours, theirs = load_tokenizer("tiny", str(tiny_dir)), AutoTokenizer.from_pretrained(tiny_dir)
+    for tokenizer in (ours, theirs):
+        assert len(tokenizer("1+" * tokenizer.model_max_length)["input_ids"]) > tokenizer.model_max_length
+    assert len(said) == 1, "the line that is silenced is still transformers' own"
