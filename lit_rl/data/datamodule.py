@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -21,93 +20,33 @@ if TYPE_CHECKING:
 
 
 class RolloutDataModule(SourcedDataModule):
-    """Prompts and columns for rollouts. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
+    """Prompts and columns for rollouts.
 
     A row needs a prompt, a string or a list of chat messages; its other columns go to the reward functions. Every row
     left out is counted in `report`.
 
     Args:
-        path: A .jsonl, .ndjson, .json, .parquet, .csv or .tsv file, a folder of `datasets`, or a hub id.
-        split: The split of `path`.
-        name: The configuration of `path`, for a hub id that has several.
-        rows: The rows themselves.
-        task: An object whose `train()` and `val()` return rows, such as `lit_rl.data.tasks.Addition`. An empty `val()`
-            means no validation.
-        sources: Several sources, each `{path, split, name, weight}`. An epoch draws as many rows as there are, shared
-            out by weight (1 if left out: equal shares, whatever the sizes).
         prompt_key: The column of the prompt.
-        rename: New names of columns, old to new.
-        map_row: A function from row to row, applied first, such as `lit_rl.data.recipes.gsm8k`.
-        system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
-        chat_template_kwargs: Further arguments of the chat template.
         prompts_per_rollout: Prompts of one rollout, all ranks together.
-        shuffle: A new order of the rows in every epoch.
         max_prompt_tokens: Longest prompt, in tokens.
         overlong: What to do with a longer one: `drop` leaves it out, `truncate_left` keeps its last tokens (rewards
             still see all of it), `error` refuses the data.
-        on_bad_row: What to do with a row that cannot be read or is no sound prompt: `error` refuses the data, `skip`
-            leaves it out.
-        val_path: A validation set, or several by name. Read like `path`.
-        val_split: The split of `val_path`, or of `path` where no `val_path` came; by name for several.
-        val_fraction: Share of the prompts held out for validation, in [0, 1), where neither a `val_*` source nor a task
-            gives any; 0 holds out none.
-        val_batch_size: Prompts of a validation batch, on each rank.
-        seed: Seed of the order and of the held-out rows.
-        allow_changed: Resume though the data or its order is no longer the checkpoint's.
+        source: What every `SourcedDataModule` takes.
     """
 
     def __init__(
         self,
         *,
-        path: str | None = None,
-        split: str | None = None,
-        name: str | None = None,
-        rows: list[dict[str, Any]] | None = None,
-        task: Any | None = None,
-        sources: list[dict[str, Any]] | None = None,
         prompt_key: str = "prompt",
-        rename: dict[str, str] | None = None,
-        map_row: Callable | None = None,
-        system_prompt: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
         prompts_per_rollout: int = 32,
-        shuffle: bool = True,
         max_prompt_tokens: int = 512,
         overlong: Literal["drop", "truncate_left", "error"] = "drop",
-        on_bad_row: Literal["error", "skip"] = "error",
-        val_path: str | dict[str, str] | None = None,
-        val_split: str | dict[str, str] | None = None,
-        val_fraction: float = 0.05,
-        val_batch_size: int = 64,
-        seed: int = 0,
-        allow_changed: bool = False,
+        **source: Any,
     ) -> None:
-        super().__init__(
-            path=path,
-            split=split,
-            name=name,
-            rows=rows,
-            task=task,
-            sources=sources,
-            on_bad_row=on_bad_row,
-            val_path=val_path,
-            val_split=val_split,
-            val_fraction=val_fraction,
-            val_batch_size=val_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            allow_changed=allow_changed,
-        )
+        super().__init__(**source)
         in_range("data.prompts_per_rollout", prompts_per_rollout, low=1)
         self.options = PromptOptions(
-            prompt_key=prompt_key,
-            rename=rename or {},
-            map_row=map_row,
-            system_prompt=system_prompt,
-            chat_template_kwargs=chat_template_kwargs or {},
-            max_prompt_tokens=max_prompt_tokens,
-            overlong=overlong,
-            on_bad_row=on_bad_row,
+            prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading
         )
         self.prompts_per_rollout = prompts_per_rollout
         self._tokenizer: PreTrainedTokenizerBase | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -14,37 +15,79 @@ from lit_rl.errors import ConfigError, DataError, in_range
 
 
 class SourcedDataModule(L.LightningDataModule):
-    """Rows of exactly one of `path`, `rows`, `task` and `sources`, and of validation sets by name.
+    """Rows and validation sets. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
 
     Args:
-        source: The arguments of the same name of the data modules, by name: `path`, `split`, `name`, `rows`, `task`,
-            `sources`, `on_bad_row`, `val_path`, `val_split`, `val_fraction`, `val_batch_size`, `shuffle`, `seed`,
-            `allow_changed`.
+        path: A .jsonl, .ndjson, .json, .parquet, .csv or .tsv file, a folder of `datasets`, or a hub id.
+        split: The split of `path`.
+        name: The configuration of `path`, for a hub id that has several.
+        rows: The rows themselves.
+        task: An object whose `train()` and `val()` return rows, such as `lit_rl.data.tasks.Addition`. An empty `val()`
+            means no validation.
+        sources: Several sources, each `{path, split, name, weight}`. An epoch draws as many rows as there are, shared
+            out by weight (1 if left out: equal shares, whatever the sizes).
+        rename: New names of columns, old to new.
+        map_row: A function from row to row, applied first, such as `lit_rl.data.recipes.gsm8k`.
+        system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
+        chat_template_kwargs: Further arguments of the chat template.
+        shuffle: A new order of the rows in every epoch.
+        on_bad_row: What to do with a row that cannot be read or is not sound: `error` refuses the data, `skip` leaves
+            it out.
+        val_path: A validation set, or several by name. Read like `path`.
+        val_split: The split of `val_path`, or of `path` where no `val_path` came; by name for several.
+        val_fraction: Share of the prompts held out for validation, in [0, 1), where neither a `val_*` source nor a task
+            gives any; 0 holds out none.
+        val_batch_size: Rows of a validation batch, on each rank.
+        seed: Seed of the order and of the held-out rows.
+        allow_changed: Resume though the data or its order is no longer the checkpoint's.
     """
 
-    def __init__(self, **source: Any) -> None:
+    def __init__(
+        self,
+        *,
+        path: str | None = None,
+        split: str | None = None,
+        name: str | None = None,
+        rows: list[dict[str, Any]] | None = None,
+        task: Any | None = None,
+        sources: list[dict[str, Any]] | None = None,
+        rename: dict[str, str] | None = None,
+        map_row: Callable | None = None,
+        system_prompt: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        shuffle: bool = True,
+        on_bad_row: OnBadRow = "error",
+        val_path: str | dict[str, str] | None = None,
+        val_split: str | dict[str, str] | None = None,
+        val_fraction: float = 0.05,
+        val_batch_size: int = 64,
+        seed: int = 0,
+        allow_changed: bool = False,
+    ) -> None:
         super().__init__()
-        path, split, name = source["path"], source["split"], source["name"]
-        sources, val_fraction = source["sources"], source["val_fraction"]
-        exactly_one(path=path, rows=source["rows"], task=source["task"], sources=sources)
+        exactly_one(path=path, rows=rows, task=task, sources=sources)
         if path is None and (split is not None or name is not None):
             raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
-        in_range("data.val_batch_size", source["val_batch_size"], low=1)
-        in_range("data.seed", source["seed"], low=0)
+        in_range("data.val_batch_size", val_batch_size, low=1)
+        in_range("data.seed", seed, low=0)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction={val_fraction} is out of range: allowed is [0, 1).")
         one = Source(path, split, name) if path is not None else None
         self.sources = parse_sources(sources) if sources is not None else [one] if one else []
         self.weights = tuple(s.weight for s in self.sources) if sources is not None else None
-        self.val_sources = val_sources(one, source["val_path"], source["val_split"])
-        self.rows: list[dict[str, Any]] | None = source["rows"]
-        self.task = source["task"]
-        self.on_bad_row: OnBadRow = source["on_bad_row"]
-        self.val_fraction: float = val_fraction
-        self.val_batch_size: int = source["val_batch_size"]
-        self.shuffle: bool = source["shuffle"]
-        self.seed: int = source["seed"]
-        self.allow_changed: bool = source["allow_changed"]
+        self.val_sources = val_sources(one, val_path, val_split)
+        self.reading: dict[str, Any] = {
+            "rename": rename or {},
+            "map_row": map_row,
+            "system_prompt": system_prompt,
+            "chat_template_kwargs": chat_template_kwargs or {},
+            "on_bad_row": on_bad_row,
+        }
+        """How every kind of row is read: fields of `PromptOptions` and of `ExampleOptions`."""
+        self.on_bad_row: OnBadRow = on_bad_row
+        self.rows, self.task = rows, task
+        self.val_fraction, self.val_batch_size = val_fraction, val_batch_size
+        self.shuffle, self.seed, self.allow_changed = shuffle, seed, allow_changed
 
     def train_rows(self) -> list[Rows]:
         """The rows of each source."""

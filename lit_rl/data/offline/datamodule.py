@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, final
 
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -28,7 +29,8 @@ class SupervisedDataModule(ExampleDataModule):
         packing: Literal["none", "best_fit", "wrapped"] = "none",
         **shared: Any,
     ) -> None:
-        super().__init__(learn=learn, packing=packing, **shared)
+        super().__init__(**shared)
+        self.options = replace(self.options, learn=learn, packing=packing)
 
 
 @final
@@ -36,17 +38,9 @@ class PreferenceDataModule(ExampleDataModule):
     """Pairs of a chosen and a rejected completion, or single completions with a verdict.
 
     Methods that learn from verdicts take pairs too: each gives two.
-
-    Args:
-        max_dropped: Share of the rows that may be dropped because both sides are equal or one is empty, in [0, 1];
-            beyond it the data is refused.
-        shared: What every `ExampleDataModule` takes.
     """
 
     serves = ("pairs", "verdicts")
-
-    def __init__(self, *, max_dropped: float = 0.1, **shared: Any) -> None:
-        super().__init__(max_dropped=max_dropped, **shared)
 
 
 @final
@@ -62,4 +56,5 @@ class StepwiseDataModule(ExampleDataModule):
     serves = ("stepwise",)
 
     def __init__(self, *, separator: str = "\n", last_step_only: bool = False, **shared: Any) -> None:
-        super().__init__(separator=separator, last_step_only=last_step_only, **shared)
+        super().__init__(**shared)
+        self.options = replace(self.options, separator=separator, last_step_only=last_step_only)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -22,36 +21,19 @@ if TYPE_CHECKING:
 
 
 class ExampleDataModule(SourcedDataModule):
-    """What the three share. Exactly one of `path`, `rows`, `task` and `sources` says where rows come from.
-
-    The format of the rows is recognised from their columns; every row left out is counted in `report`.
+    """What the three share. The format of the rows is recognised from their columns; every row left out is counted in
+    `report`.
 
     Args:
-        path: A .jsonl, .ndjson, .json, .parquet, .csv or .tsv file, a folder of `datasets`, or a hub id.
-        split: The split of `path`.
-        name: The configuration of `path`, for a hub id that has several.
-        rows: The rows themselves.
-        task: An object whose `train()` and `val()` return rows. An empty `val()` means no validation.
-        sources: Several sources, each `{path, split, name, weight}`. An epoch draws as many rows as there are, shared
-            out by weight (1 if left out: equal shares, whatever the sizes).
-        rename: New names of columns, old to new.
-        map_row: A function from row to row, applied first.
-        system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
-        chat_template_kwargs: Further arguments of the chat template.
         batch_size: Rows of one optimizer step, over all its micro-batches and ranks.
-        shuffle: A new order of the rows in every epoch.
         max_length: Longest text, prompt included, in tokens; null is no limit.
         max_completion_tokens: Longest completion, in tokens; null is no limit of its own.
         keep: Which end of a too long text stays: `start` cuts the end of the completion, `end` the start of the prompt.
         overlong: What to do with a too long row: `truncate`, `drop` (and count it), or `error`.
-        on_bad_row: What to do with a row that cannot be read: `error` refuses the data, `skip` leaves it out.
-        val_path: A validation set, or several by name. Read like `path`.
-        val_split: The split of `val_path`, or of `path` where no `val_path` came; by name for several.
-        val_fraction: Share of the prompts held out for validation, in [0, 1), where neither a `val_*` source nor a task
-            gives any; 0 holds out none.
+        max_dropped: Share of the rows that may be dropped because there is nothing to learn from (a side is empty, both
+            are equal), in [0, 1]; beyond it the data is refused.
         val_batch_size: Rows of a validation batch, on each rank.
-        seed: Seed of the order and of the held-out rows.
-        allow_changed: Resume though the data or its order is no longer the checkpoint's.
+        source: What every `SourcedDataModule` takes.
     """
 
     serves: ClassVar[tuple[Kind, ...]] = ()
@@ -60,60 +42,25 @@ class ExampleDataModule(SourcedDataModule):
     def __init__(
         self,
         *,
-        path: str | None = None,
-        split: str | None = None,
-        name: str | None = None,
-        rows: list[dict[str, Any]] | None = None,
-        task: Any | None = None,
-        sources: list[dict[str, Any]] | None = None,
-        rename: dict[str, str] | None = None,
-        map_row: Callable | None = None,
-        system_prompt: str | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
         batch_size: int = 32,
-        shuffle: bool = True,
         max_length: int | None = 1024,
         max_completion_tokens: int | None = None,
         keep: Literal["start", "end"] = "start",
         overlong: Literal["truncate", "drop", "error"] = "truncate",
-        on_bad_row: Literal["error", "skip"] = "error",
-        val_path: str | dict[str, str] | None = None,
-        val_split: str | dict[str, str] | None = None,
-        val_fraction: float = 0.05,
+        max_dropped: float = 0.1,
         val_batch_size: int = 32,
-        seed: int = 0,
-        allow_changed: bool = False,
-        **own: Any,
+        **source: Any,
     ) -> None:
-        super().__init__(
-            path=path,
-            split=split,
-            name=name,
-            rows=rows,
-            task=task,
-            sources=sources,
-            on_bad_row=on_bad_row,
-            val_path=val_path,
-            val_split=val_split,
-            val_fraction=val_fraction,
-            val_batch_size=val_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            allow_changed=allow_changed,
-        )
+        super().__init__(val_batch_size=val_batch_size, **source)
         in_range("data.batch_size", batch_size, low=1)
         self.batch_size = batch_size
         self.options = ExampleOptions(
-            rename=rename or {},
-            map_row=map_row,
-            system_prompt=system_prompt,
-            chat_template_kwargs=chat_template_kwargs or {},
             max_length=max_length,
             max_completion_tokens=max_completion_tokens,
             keep=keep,
             overlong=overlong,
-            on_bad_row=on_bad_row,
-            **own,
+            max_dropped=max_dropped,
+            **self.reading,
         )
         self._read_for: tuple[Any, Kind] | None = None
         self._corpus: ExampleCorpus | None = None
