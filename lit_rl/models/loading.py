@@ -61,7 +61,7 @@ def load_base(model: LanguageModel) -> PreTrainedModel:
     if model.attn_implementation is not None:
         kwargs = {**kwargs, "attn_implementation": model.attn_implementation}
     if model.quantization is not None:
-        kwargs = {**kwargs, "quantization_config": _quantization(model.quantization)}
+        kwargs = {**kwargs, "quantization_config": quantization_config(model.quantization)}
     with hub.reading("model.name", model.name, model.path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             model.path,
@@ -144,7 +144,7 @@ def use_float32_head(base: PreTrainedModel) -> None:
     base.set_output_embeddings(exact)
 
 
-def _quantization(kind: str) -> Any:
+def quantization_config(kind: str) -> Any:
     from transformers import BitsAndBytesConfig
 
     if importlib.util.find_spec("bitsandbytes") is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import hub
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.loading import _quantization, check_causal, continue_adapter, disable_dropout
+from lit_rl.models.loading import check_causal, continue_adapter, disable_dropout, quantization_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -109,7 +109,7 @@ def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel
     if model.attn_implementation is not None:
         kwargs = {**kwargs, "attn_implementation": model.attn_implementation}
     if model.quantization is not None:
-        quantized = _quantization(model.quantization)
+        quantized = quantization_config(model.quantization)
         quantized.llm_int8_skip_modules = list(HEADS)  # for 4 bits too, whatever the name says
         kwargs = {**kwargs, "quantization_config": quantized}
     with hub.reading("model.name", model.name, model.path), _without_report():
