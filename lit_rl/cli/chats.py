@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
-from lit_rl.cli.replays import _checkpoint, _config_of, _fabric
+from lit_rl.cli.replays import checkpoint_of, config_of, fabric_of
 from lit_rl.commands.chat import Chat, chat
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError, did_you_mean
@@ -34,7 +34,7 @@ def run(config: DictConfig) -> int:
         model, checkpoint = _model(config, run_dir, of_run)
         named = {key.partition(".")[2] for key in typed if key.startswith("sampling.")}
         sampling = of_run["sampling"] | {key: tree["sampling"][key] for key in named}
-    fabric, _ = _fabric(config, of_run["trainer"])
+    fabric, _ = fabric_of(config, of_run["trainer"])
     # What the policy was trained to read: the command's own setting counts more.
     data, own = (of_run.get("data") or {}) if config.run_dir else {}, dict(tree["chat"])
     plain_lines = own["plain"] or not model.tokenizer.chat_template
@@ -59,7 +59,7 @@ def _tree(run_dir: RunDir, own: dict[str, Any], allow: list[str]) -> dict[str, A
     """The run's settings; this command's where an export stands alone."""
     if not (run_dir.path / "config.yaml").exists() and run_dir.hf.is_dir():
         return own
-    tree = _config_of(run_dir)
+    tree = config_of(run_dir)
     if "sampling" not in tree["algo"]:
         raise ConfigError(
             f"run_dir={run_dir.path} holds a {str(tree['algo'].get('_target_')).rpartition('.')[2]} run: what it "
@@ -75,6 +75,6 @@ def _model(config: DictConfig, run_dir: RunDir, tree: dict[str, Any]) -> tuple[L
     """The run's export, or its model with the weights of a checkpoint where one was named or nothing is exported."""
     settings = tree["algo"]["model"]
     if config.ckpt_path is not None or not run_dir.hf.is_dir():
-        return build(settings), _checkpoint(config, run_dir)
+        return build(settings), checkpoint_of(config, run_dir)
     kept = {key: settings[key] for key in ("dtype", "attn_implementation", "trust_remote_code") if key in settings}
     return LanguageModel(str(run_dir.hf), **kept), None

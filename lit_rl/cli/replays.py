@@ -51,15 +51,15 @@ def run(config: DictConfig) -> int:
     if not config.run_dir:
         raise ConfigError("lit-rl replay needs the folder of a run: run_dir=runs/...")
     run_dir = RunDir(Path(str(config.run_dir)).expanduser())
-    tree = _config_of(run_dir)
+    tree = config_of(run_dir)
     path = _rollout(config, run_dir)
     rollout = SavedRollout.read(path)
     allow = list(config.allow_targets)
     presets = {name: tree["algo"] if name == RUN else _preset(name, tree, allow) for name in dict.fromkeys(names)}
     parts = _shared(tree["algo"], rollout, allow)
     modules = [(name, _module(name, presets[name], parts, rollout)) for name in names]
-    fabric, notes = _fabric(config, tree["trainer"])
-    checkpoint = _checkpoint(config, run_dir)
+    fabric, notes = fabric_of(config, tree["trainer"])
+    checkpoint = checkpoint_of(config, run_dir)
     return replay(Replay(modules, rollout, path, checkpoint, run_dir.path, fabric, notes))
 
 
@@ -112,7 +112,7 @@ def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
     return plain(OmegaConf.create(elsewhere | {"algo": algo}))["algo"]
 
 
-def _config_of(run_dir: RunDir) -> dict[str, Any]:
+def config_of(run_dir: RunDir) -> dict[str, Any]:
     path = run_dir.path / "config.yaml"
     try:
         tree = yaml.safe_load(path.read_text())
@@ -140,7 +140,7 @@ def _rollout(config: DictConfig, run_dir: RunDir) -> Path:
     return found[-1]
 
 
-def _checkpoint(config: DictConfig, run_dir: RunDir) -> Path:
+def checkpoint_of(config: DictConfig, run_dir: RunDir) -> Path:
     """The file whose weights are the policy."""
     if config.ckpt_path not in (None, "last"):
         path = Path(str(config.ckpt_path)).expanduser()
@@ -201,7 +201,7 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
     return module
 
 
-def _fabric(config: DictConfig, trainer: dict[str, Any]) -> tuple[L.Fabric, list[str]]:
+def fabric_of(config: DictConfig, trainer: dict[str, Any]) -> tuple[L.Fabric, list[str]]:
     """One device in the run's precision, and a note where that is another one."""
     typed = [override.partition("=")[0] for override in HydraConfig.get().overrides.task]
     chosen = {

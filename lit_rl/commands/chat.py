@@ -18,7 +18,7 @@ from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError, NumericError, StorageError
 from lit_rl.generation.base import rollout_mode
 from lit_rl.generation.batches import decode_batches
-from lit_rl.generation.native import _Steps
+from lit_rl.generation.native import DecodingSteps
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.transforms import EndDetector, TokenSampler
 from lit_rl.models.language_model import LanguageModel
@@ -158,7 +158,7 @@ def stream(job: Chat, policy: Any, ids: list[int], sampling: Sampling, turn: int
     device = next(policy.parameters()).device
     (batch,) = decode_batches(prompts, None, device)
     with rollout_mode(policy), job.fabric.autocast():
-        steps = _Steps(policy, batch, sampling.max_new_tokens)
+        steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
         prompt_ids, mask = batch.repeated()
         sampler = TokenSampler(sampling, batch.keys, prompt_ids=prompt_ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
         ends = EndDetector(prompts, sampling, device)

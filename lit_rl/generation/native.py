@@ -36,7 +36,7 @@ class NativeGenerator(InProcessGenerator):
     def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         device = batch.keys.device
         ids, mask = batch.repeated()
-        steps = _Steps(policy, batch, sampling.max_new_tokens)
+        steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
         sampler = TokenSampler(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
         ends = EndDetector(prompts, sampling, device)
         out = _Responses(len(batch.keys), sampling, device)
@@ -92,7 +92,7 @@ class _Responses:
         return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, ended, mass)
 
 
-class _Steps:
+class DecodingSteps:
     """The model side: prefill a group's prompt once, repeat its cache, then one token a row a step.
 
     ``logits`` are float32 ``(b, v)``: of the next token of every row.

@@ -15,7 +15,7 @@ from lit_rl.errors import ConfigError, RewardError, in_range
 from lit_rl.rewards.asynchronous import FUNCTIONS
 from lit_rl.rewards.calling import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, averaged, check_columns
-from lit_rl.rewards.remote import RemoteReward, _Refused
+from lit_rl.rewards.remote import Refused, RemoteReward
 from lit_rl.rewards.text import Completion, text_of
 from lit_rl.rollout import Prompt
 
@@ -177,8 +177,8 @@ class LLMJudge:
                 await asyncio.sleep(wait * random.uniform(0.5, 1))
             async with gate:
                 try:
-                    return _content(await asyncio.to_thread(self._server._post, self.url, request))
-                except (OSError, HTTPException, ValueError, _Refused) as error:  # ValueError: no JSON, no UTF-8
+                    return _content(await asyncio.to_thread(self._server.post, self.url, request))
+                except (OSError, HTTPException, ValueError, Refused) as error:  # ValueError: no JSON, no UTF-8
                     failure = error
         return failure
 
@@ -202,11 +202,11 @@ def _content(answer: bytes) -> str:
     """The text of a chat completion.
 
     Raises:
-        _Refused: the answer is none.
+        Refused: the answer is none.
     """
     decoded = json.loads(answer)
     try:
         content = decoded["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError) as error:
-        raise _Refused(f"answered {answer[:120]!r}, which is no chat completion") from error
+        raise Refused(f"answered {answer[:120]!r}, which is no chat completion") from error
     return content if isinstance(content, str) else ""  # a model that only thought, or called a tool, said nothing

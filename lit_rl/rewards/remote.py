@@ -115,9 +115,9 @@ class RemoteReward:
                 await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
             async with limit:
                 try:
-                    return _rewards(await asyncio.to_thread(self._post, url, body), count)
-                except (OSError, HTTPException, ValueError, _Refused) as error:  # ValueError: no JSON, no UTF-8
-                    kind = "" if isinstance(error, _Refused) else f"{type(error).__name__}: "
+                    return _rewards(await asyncio.to_thread(self.post, url, body), count)
+                except (OSError, HTTPException, ValueError, Refused) as error:  # ValueError: no JSON, no UTF-8
+                    kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
                     failure = f"{url}: {kind}{error}"
         raise RewardError(
             f"no server gave the rewards of {count} completions in {tries} attempts. The last one, {failure}. Servers: "
@@ -125,7 +125,13 @@ class RemoteReward:
             "request in seconds, attempts the number of rounds."
         )
 
-    def _post(self, url: str, body: bytes) -> bytes:
+    def post(self, url: str, body: bytes) -> bytes:
+        """The answer to a JSON body, read within the limits of this reward.
+
+        Raises:
+            Refused: the server refuses, or answers too much.
+            OSError: it cannot be reached.
+        """
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if self.token_env is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '').strip()}"
@@ -138,7 +144,7 @@ class RemoteReward:
             response = urllib.request.build_opener(*handlers).open(request, timeout=self.timeout)
         except HTTPError as error:
             with error:
-                raise _Refused(
+                raise Refused(
                     f"answered {error.code} {error.reason} {error.read(200).decode(errors='replace')}"
                 ) from error
         with response:
@@ -148,12 +154,12 @@ class RemoteReward:
                 if time.monotonic() > until:
                     raise TimeoutError(f"the answer took longer than {self.timeout:g} seconds")
                 if len(answer) > _LARGEST_ANSWER:
-                    raise _Refused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB")
+                    raise Refused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB")
         return bytes(answer)
 
 
-class _Refused(Exception):
-    """A server answered, and not with rewards."""
+class Refused(Exception):
+    """A server answered, and not with what it was asked for."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -203,16 +209,16 @@ def _rewards(answer: bytes, count: int) -> list[float | None]:
     """The rewards in an answer.
 
     Raises:
-        _Refused: it holds anything but as many finite numbers or nulls as were asked for.
+        Refused: it holds anything but as many finite numbers or nulls as were asked for.
     """
     decoded = json.loads(answer)
     rewards = decoded.get("rewards") if isinstance(decoded, dict) else None
     if not isinstance(rewards, list):
-        raise _Refused(f'answered {answer[:120]!r}, expected {{"rewards": [...]}}')
+        raise Refused(f'answered {answer[:120]!r}, expected {{"rewards": [...]}}')
     if len(rewards) != count:
-        raise _Refused(f"gave {len(rewards)} rewards for {count} completions")
+        raise Refused(f"gave {len(rewards)} rewards for {count} completions")
     for index, value in enumerate(rewards):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and abs(value) < math.inf):
-            raise _Refused(f"gave {value!r:.80} for completion {index}, which is neither a finite number nor null")
+            raise Refused(f"gave {value!r:.80} for completion {index}, which is neither a finite number nor null")
     return rewards
