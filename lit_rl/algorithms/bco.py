@@ -74,7 +74,7 @@ class BCO(VerdictModule):
         ratios = self.ratios(batch, scores)
         delta = self._delta(self.beta * ratios.detach() if whole is None else whole.columns["rewards"])
         rows = bco(ratios, batch.desirable, delta, self.beta, self._weights(batch))  # pyright: ignore
-        loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores, batch.totals)
+        loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores.aux_loss, batch.totals)
         return loss, self.verdict_metrics(batch, scores, ratios) | {"delta": (delta, torch.ones_like(delta))} | aux
 
     # ------------------------------------------------------------------ the reward shift

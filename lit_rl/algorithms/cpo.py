@@ -12,7 +12,6 @@ sigmoid is - log sigma(beta (l_c - l_r)), eq. 4 of the paper. SimPO (2405.14734)
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, final
@@ -20,8 +19,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.offline import mean_over
-from lit_rl.algorithms.pairs import Columns, PairModule, Preference, policy_columns
+from lit_rl.algorithms.over_ranks import inner, setting
+from lit_rl.algorithms.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
 from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
@@ -80,32 +79,26 @@ class CPO(PairModule):
         nll, tokens = columns["nll"].sum(), columns["chosen_tokens"].sum()
         if self.nll_coef:
             loss = loss + self.nll_coef * nll / max(1, batch.totals.tokens)
-        loss, aux = self.with_aux(loss, scores, batch.totals)
-        return loss, self._metrics(batch, columns, scores) | {"nll_loss": (nll.detach(), tokens)} | aux
+        loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
+        metrics = pair_metrics(*self._rewards_and_logps(columns), batch, scores)
+        return loss, metrics | {"nll_loss": (nll.detach(), tokens)} | aux
 
-    @torch.no_grad()
-    def _metrics(self, batch: PairBatch, columns: Columns, scores: TextScores) -> Metrics:
-        """TRL's: log-probs and rewards are per token where every loss is of log-probs per token."""
+    def _rewards_and_logps(self, columns: Columns) -> tuple[Sides, Sides]:
+        """As TRL logs them: per token where every loss is of log-probs per token."""
+        logps = Sides(columns["chosen"], columns["rejected"])
         if self.reward_of is None:
-            return self.pair_metrics(batch, columns, scores)
-        means = {side: columns[side] / columns[f"{side}_tokens"].clamp(min=1) for side in ("chosen", "rejected")}
-        chosen, rejected = (self.beta * self.reward_of(means[side]) for side in ("chosen", "rejected"))
-        every = torch.ones_like(chosen, dtype=torch.bool)
-        return self.pair_metrics(batch, columns | means, scores) | {
-            "rewards/chosen": mean_over(chosen, every),
-            "rewards/rejected": mean_over(rejected, every),
-            "rewards/margins": mean_over(chosen - rejected, every),
-        }
+            return Sides(*(self.beta * logp for logp in logps)), logps
+        lengths = columns["chosen_tokens"], columns["rejected_tokens"]
+        means = Sides(*(logp / length.clamp(min=1) for logp, length in zip(logps, lengths)))
+        return Sides(*(self.beta * self.reward_of(mean) for mean in means)), means
 
 
-def _reward_of(preferences: list[Preference]) -> Callable[[Tensor], Tensor] | None:
+def _reward_of(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
     """What these losses make of a log-prob per token, without beta; None where one is of the sum over tokens."""
-    functions = [getattr(function, "func", function) for function in preferences]
+    functions = [inner(function) for function in preferences]
     if not all(function in PER_TOKEN for function in functions):
         return None
-    if functions != [alphapo]:
-        return _itself
-    return partial(alpha_reward, alpha=inspect.signature(preferences[0]).parameters["alpha"].default)
+    return partial(alpha_reward, alpha=setting(preferences[0], "alpha")) if functions == [alphapo] else _itself
 
 
 def _itself(mean: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms import pair_checks
-from lit_rl.algorithms.pairs import Columns, PairModule, policy_columns
+from lit_rl.algorithms.over_ranks import inner
+from lit_rl.algorithms.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
 from lit_rl.algorithms.precomputed import PrecomputedReference
 from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.errors import in_range
@@ -30,7 +31,7 @@ from lit_rl.models.text_forward import TextScores
 from lit_rl.ops.masking import masked_mean
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.losses import sigmoid
-from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
+from lit_rl.ops.preference.pairs import sums_of_pairs
 from lit_rl.ops.step import Metrics
 
 
@@ -81,7 +82,8 @@ class DPO(PairModule):
 
     @property
     def needs_reference(self) -> bool:
-        return not isinstance(self.reference, ReferenceFree)
+        read = not all(getattr(inner(function), "policy_only", False) for function in self.preference.values())
+        return read and not isinstance(self.reference, ReferenceFree)
 
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
         columns = policy_columns(batch, scores, tail_weight=self.tail_weight)
@@ -91,22 +93,15 @@ class DPO(PairModule):
             ref = sums_of_pairs(logprobs, batch.tokens.learned, tail_weight=self.tail_weight).chunk(2)
         return columns | {"ref_chosen": ref[0], "ref_rejected": ref[1]}
 
-    def pairs(self, columns: Columns, batch: PairBatch) -> Pairs:
-        totals = batch.totals
-        return Pairs(
-            **columns,  # pyright: ignore
-            divergence=self.divergence,
-            nll_tokens=float(totals.tokens),
-            step_rows=float(totals.rows),
-        )
-
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         scores = self.text_scores(batch.tokens, stats=True)
         columns = self.columns(batch, scores)
         weights = self._likelihoods(batch, scores) if self.likelihood_weights else None
         loss = self.preference_loss(batch, columns, whole, weights)
-        loss, aux = self.with_aux(loss, scores, batch.totals)
-        return loss, self.pair_metrics(batch, columns, scores) | aux
+        loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
+        pairs = self.pairs(columns, batch)
+        rewards = Sides(self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio)
+        return loss, pair_metrics(rewards, Sides(pairs.chosen, pairs.rejected), batch, scores) | aux
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -105,6 +105,10 @@ class GeneratingModule(PolicyModule):
         self._seconds["reward"] += time.perf_counter() - started
         return scores
 
+    def judged(self, batch: PromptBatch, completions: Completions, scores: Scores) -> Scores:
+        """What is known of training completions once those of a prompt were compared; most algorithms compare none."""
+        return scores
+
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
         """`(b,)`: the reward of the likeliest completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)

@@ -100,11 +100,10 @@ class GKD(OfflineModule):
             if self.on_policy_fraction > 0 or self.teacher_completions:
                 check_prompts(self, self.trainer.datamodule)  # pyright: ignore
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
-            with self.rollout_context():
-                refuse_leaks(self.policy)
+    def refuse_leaks(self) -> None:
+        super().refuse_leaks()
+        with self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
+            refuse_leaks(teacher)  # pyright: ignore
 
     # ------------------------------------------------------------------ who writes
 
@@ -149,8 +148,5 @@ class GKD(OfflineModule):
             "teacher/entropy": mean_over(logprobs_and_entropy(theirs, ids)[1], mask),
             "mean_token_accuracy": mean_over(stats.correct, mask),
         }
-        if aux_loss is None:
-            return loss, metrics
-        one = torch.ones((), device=loss.device)
-        loss = loss + self.router_aux_loss_coef * aux_loss / batch.totals.shares
-        return loss, {**metrics, "aux_loss": (aux_loss, one)}
+        loss, aux = self.with_aux(loss, aux_loss, batch.totals)
+        return loss, metrics | aux

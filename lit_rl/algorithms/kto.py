@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms import checks
+from lit_rl.algorithms.over_ranks import inner, setting
 from lit_rl.algorithms.verdicts import VerdictModule
 from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.errors import ConfigError
@@ -65,8 +66,7 @@ class KTO(VerdictModule):
 
     @property
     def couples_rows(self) -> bool:
-        inner = getattr(self.verdict, "func", self.verdict)
-        return not getattr(inner, "without_baseline", False)
+        return not getattr(inner(self.verdict), "without_baseline", False)
 
     def look(self, batch: VerdictBatch) -> dict[str, Tensor]:
         return {"mismatched": self._mismatched(batch)}
@@ -80,7 +80,7 @@ class KTO(VerdictModule):
             baseline = mismatched.mean().clamp(min=0)
             found = {"kl": (baseline, torch.ones_like(baseline))}
         rows = self.verdict(ratios, batch.desirable, baseline, self.beta)
-        loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores, batch.totals)
+        loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores.aux_loss, batch.totals)
         return loss, self.verdict_metrics(batch, scores, ratios) | found | aux
 
     @torch.no_grad()
@@ -110,10 +110,10 @@ class KTO(VerdictModule):
 
     def _balance(self, good: int, bad: int) -> None:
         """Say so where the classes weigh other than the paper recommends."""
-        known = inspect.signature(self.verdict).parameters
-        if not {"desirable_weight", "undesirable_weight"} <= known.keys():
+        names = ("desirable_weight", "undesirable_weight")
+        if not set(names) <= inspect.signature(self.verdict).parameters.keys():
             return
-        of_good, of_bad = (known[f"{name}_weight"].default for name in ("desirable", "undesirable"))
+        of_good, of_bad = (setting(self.verdict, name) for name in names)
         left, right = of_good * good, of_bad * bad
         if BALANCE[0] * right <= left * (1 + 1e-6) and left <= BALANCE[1] * right * (1 + 1e-6) and left:
             return

@@ -24,7 +24,7 @@ from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.data.offline.example import Kind
 from lit_rl.errors import in_range
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
-from lit_rl.models.text_forward import TextScores, score_texts
+from lit_rl.models.text_forward import TextScores, refuse_leaks, score_texts
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
 from lit_rl.rollout import PromptBatch
@@ -105,25 +105,34 @@ class OfflineModule(GeneratingModule, ABC):
         if tokens is None and batch.ref_logprobs is not None:
             return batch.ref_logprobs
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
-            was_training = scorer.training
-            scorer.eval()
-            try:
-                return score_texts(scorer, batch.tokens if tokens is None else tokens).logprobs  # pyright: ignore
-            finally:
-                scorer.train(was_training)
+            return score_texts(scorer, batch.tokens if tokens is None else tokens).logprobs  # pyright: ignore
 
-    def with_aux(self, loss: Tensor, scores: TextScores, totals: Totals) -> tuple[Tensor, Metrics]:
+    def with_aux(self, loss: Tensor, aux_loss: Tensor | None, totals: Totals) -> tuple[Tensor, Metrics]:
         """The loss with the micro-batch's part of the router's load-balancing term, and that term's metric."""
-        if scores.aux_loss is None:
+        if aux_loss is None:
             return loss, {}
         one = torch.ones((), device=loss.device)
-        return loss + self.router_aux_loss_coef * scores.aux_loss / totals.shares, {"aux_loss": (scores.aux_loss, one)}
+        return loss + self.router_aux_loss_coef * aux_loss / totals.shares, {"aux_loss": (aux_loss, one)}
 
     # ------------------------------------------------------------------ the steps
 
     def setup(self, stage: str) -> None:
         """Check everything that can be known before weights are loaded."""
         self.plan = offline_checks.against_data(self, stage)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
+            with self.rollout_context():
+                self.refuse_leaks()
+
+    def refuse_leaks(self) -> None:
+        """Refuse models in which packed texts see each other, before the first step.
+
+        Raises:
+            ConfigError: one does.
+        """
+        refuse_leaks(self.policy)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         if batch.slot == 0:

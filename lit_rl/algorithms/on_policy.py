@@ -127,6 +127,7 @@ class OnPolicyModule(GeneratingModule, ABC):
                 kept = None
                 if self.groups is not None:
                     batch, completions, scores, kept = self.groups(self, batch, completions, scores)
+                scores = self.judged(batch, completions, scores)
                 greedy_rewards = self.greedy_rewards(batch) if self.needs_greedy_rewards else None
                 drawn = self.advantages(completions, scores, kept=kept, greedy_rewards=greedy_rewards)
             self._open(Scored(batch, completions, scores, greedy_rewards), drawn)

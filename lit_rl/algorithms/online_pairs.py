@@ -70,20 +70,6 @@ class OnlinePairs(OnPolicyModule, ABC):
             self.judge.bind(getattr(data, "columns", []))
         super().setup(stage)
 
-    def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
-        if batch.slot == 0:
-            self._seconds, self._sampled = {"generate": 0.0, "reward": 0.0}, 0
-            with self.rollout_context():
-                completions = self.generate(batch)
-                scores = self.reward(batch, completions)
-                kept = None
-                if self.groups is not None:
-                    batch, completions, scores, kept = self.groups(self, batch, completions, scores)
-                scores = self.judged(batch, completions, scores)
-                drawn = self.advantages(completions, scores, kept=kept)
-            self._open(Scored(batch, completions, scores, None), drawn)
-        self._slot = batch.slot
-
     def judged(self, batch: PromptBatch, completions: Completions, scores: Scores) -> Scores:
         """The scores with the win rates that the judge gives the completions, and what it logged."""
         started = time.perf_counter()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -212,12 +211,8 @@ def compared(better: Tensor, group_id: Tensor) -> Tensor:
 
 
 def _no_sorting(functions: Mapping[str, Any]) -> None:
-    for name, function in functions.items():
-        inner = function
-        while isinstance(inner, partial):
-            inner = inner.func
-        if getattr(inner, "over_step", False):
-            raise ConfigError(
-                f"algo.preference.{name} sorts completions over all pairs of a step, and pairs that a policy has just "
-                "written are looked at one micro-batch at a time. Take another loss, such as sigmoid or ipo."
-            )
+    for name in pair_checks.over_step(functions):
+        raise ConfigError(
+            f"algo.preference.{name} sorts completions over all pairs of a step, and pairs that a policy has just "
+            "written are looked at one micro-batch at a time. Take another loss, such as sigmoid or ipo."
+        )

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.offline import OfflineModule, mean_over
+from lit_rl.algorithms.pairs import Sides, pair_metrics
 from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch, TokenBatch
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.text_forward import TextScores
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.preference.odds import odds_ratio
 from lit_rl.ops.step import Metrics
@@ -57,35 +57,15 @@ class ORPO(OfflineModule):
         nll = -masked_sum(scores.logprobs, chosen)
         loss = nll / max(1, totals.chosen_attended - totals.rows)
         loss = loss + self.beta * losses.sum() / self.denominator(totals)
-        loss, aux = self.with_aux(loss, scores, totals)
+        loss, aux = self.with_aux(loss, scores.aux_loss, totals)
         every = torch.ones_like(losses, dtype=torch.bool)
         own: Metrics = {
             "nll_loss": (nll.detach(), chosen.sum()),
             "log_odds_ratio": mean_over(-losses, every),
             "log_odds_chosen": mean_over(log_odds, every),
         }
-        return loss, own | self._pair_metrics(scores, mask, means.detach()) | aux
-
-    @torch.no_grad()
-    def _pair_metrics(self, scores: TextScores, mask: Tensor, means: Tensor) -> Metrics:
-        """TRL's: log-probs are means over tokens, rewards beta times these."""
-        assert scores.stats is not None
-        chosen, rejected = means.chunk(2)
-        every = torch.ones_like(chosen, dtype=torch.bool)
-        of_chosen, of_rejected = mask.chunk(2)
-        logits = scores.stats.mean_logit.chunk(2)
-        return {
-            "rewards/chosen": mean_over(self.beta * chosen, every),
-            "rewards/rejected": mean_over(self.beta * rejected, every),
-            "rewards/accuracies": mean_over((chosen > rejected).float(), every),
-            "rewards/margins": mean_over(self.beta * (chosen - rejected), every),
-            "logps/chosen": mean_over(chosen, every),
-            "logps/rejected": mean_over(rejected, every),
-            "logits/chosen": mean_over(logits[0], of_chosen),
-            "logits/rejected": mean_over(logits[1], of_rejected),
-            "entropy": mean_over(scores.entropy, mask),
-            "mean_token_accuracy": mean_over(scores.stats.correct.chunk(2)[0], of_chosen),
-        }
+        logps = Sides(*means.chunk(2))  # rewards and log-probs are means over tokens, as TRL logs them
+        return loss, own | pair_metrics(Sides(*(self.beta * logp for logp in logps)), logps, batch, scores) | aux
 
 
 def _all_of_chosen(batch: PairBatch) -> TokenBatch:

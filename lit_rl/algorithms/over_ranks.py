@@ -25,6 +25,17 @@ def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(function).parameters if name not in taken)
 
 
+def inner(function: Any) -> Any:
+    """The function that settings were given to: under a `functools.partial`, or LightningCLI's `WithKeywords`."""
+    return inner(function.func) if hasattr(function, "func") else function
+
+
+def setting(function: Callable[..., Any], name: str) -> Any:
+    """What a keyword of a function is set to: as it was given, or its default."""
+    given = getattr(function, "keywords", {})
+    return given[name] if name in given else inspect.signature(function).parameters[name].default
+
+
 def everyones(module: LightningModule, column: Tensor) -> Tensor:
     """`(n, ...)`: the rows of every rank, in the order of ranks, from our `(b, ...)`.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.checks import settings
+from lit_rl.algorithms.over_ranks import inner
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.pairs import Pairs
@@ -53,9 +54,9 @@ def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tenso
         ConfigError: a divergence was chosen that a loss does not read.
     """
     settings("divergence", partial(divergence, torch.zeros(1)))
-    if getattr(divergence, "func", divergence) is reverse_kl:
+    if inner(divergence) is reverse_kl:
         return
-    deaf = [name for name, function in functions.items() if getattr(_inner(function), "ratios_only", False)]
+    deaf = [name for name, function in functions.items() if getattr(inner(function), "ratios_only", False)]
     if deaf:
         raise ConfigError(
             f"algo/divergence: {', '.join(deaf)} reads the log ratios as they are, so the divergence would change "
@@ -63,13 +64,17 @@ def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tenso
         )
 
 
+def over_step(functions: Mapping[str, Any]) -> list[str]:
+    """Those that sort over all pairs of an optimizer step."""
+    return [name for name, function in functions.items() if getattr(inner(function), "over_step", False)]
+
+
 def weighs_pairs(functions: Mapping[str, Any]) -> None:
     """
     Raises:
         ConfigError: a loss compares quantiles over pairs, which no weight of a pair fits.
     """
-    sorted_over = [name for name, function in functions.items() if getattr(_inner(function), "over_step", False)]
-    if sorted_over:
+    if sorted_over := over_step(functions):
         raise ConfigError(
             f"algo.likelihood_weights=true weighs each pair, and {', '.join(sorted_over)} sorts completions over all "
             "pairs of a step: what it compares are no pairs of the data. Take one of the two."
@@ -89,11 +94,7 @@ def cache_is_read(precompute: bool, folder: str | None) -> None:
 
 
 def name_of(function: Any) -> str:
-    return getattr(_inner(function), "__name__", type(function).__name__)
-
-
-def _inner(function: Any) -> Any:
-    return _inner(function.func) if isinstance(function, partial) else function
+    return getattr(inner(function), "__name__", type(function).__name__)
 
 
 def _probe() -> Pairs:

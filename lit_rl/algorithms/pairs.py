@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
 from lit_rl.models.text_forward import TextScores
 from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
 from lit_rl.ops.step import Metrics
@@ -63,13 +64,17 @@ class PairModule(OfflineModule, ABC):
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
         """The columns of `Pairs`, with gradient where the policy is in them."""
 
+    divergence: Callable[[Tensor], Tensor] = staticmethod(reverse_kl)
+    """What turns a log ratio into a score."""
+
     def pairs(self, columns: Columns, batch: PairBatch) -> Pairs:
         """The columns as what a loss reads."""
-        return Pairs(**columns, nll_tokens=float(batch.totals.tokens), step_rows=float(batch.totals.rows))  # pyright: ignore
+        counts: Any = {"nll_tokens": float(batch.totals.tokens), "step_rows": float(batch.totals.rows)}
+        return Pairs(**columns, **counts, divergence=self.divergence)
 
     @property
     def couples_rows(self) -> bool:
-        return any(getattr(function, "over_step", False) for function in map(_inner, self.preference.values()))
+        return bool(pair_checks.over_step(self.preference))
 
     def look(self, batch: PairBatch) -> Columns:
         return self.columns(batch, self.text_scores(batch.tokens))
@@ -85,11 +90,10 @@ class PairModule(OfflineModule, ABC):
             whole: Those of the whole step, where a loss couples rows.
             weights: `(b,)`: what each pair's loss is multiplied by. None: 1.
         """
-        total = torch.zeros((), device=self.device)
+        total, coupled = torch.zeros((), device=self.device), pair_checks.over_step(self.preference)
         for name, function in self.preference.items():
             compared = partial(self._compare, function, batch)
-            joint = whole if getattr(_inner(function), "over_step", False) else None
-            rows = share_of(compared, batch, joint, **columns)
+            rows = share_of(compared, batch, whole if name in coupled else None, **columns)
             if weights is not None:
                 rows = rows * weights
             total = total + self.preference_weights[name] * rows.sum() / self.denominator(batch.totals)
@@ -98,28 +102,40 @@ class PairModule(OfflineModule, ABC):
     def _compare(self, function: Preference, batch: PairBatch, **columns: Tensor) -> Tensor:
         return function(self.pairs(columns, batch), self.beta)
 
-    @torch.no_grad()
-    def pair_metrics(self, batch: PairBatch, columns: Columns, scores: TextScores) -> Metrics:
-        """TRL's metrics of a micro-batch."""
-        pairs, mask = self.pairs(columns, batch), batch.tokens.learned
-        chosen, rejected = self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio
-        every = torch.ones(len(batch), dtype=torch.bool, device=mask.device)
-        metrics: Metrics = {
-            "rewards/chosen": mean_over(chosen, every),
-            "rewards/rejected": mean_over(rejected, every),
-            "rewards/accuracies": mean_over((chosen > rejected).float(), every),
-            "rewards/margins": mean_over(chosen - rejected, every),
-            "logps/chosen": mean_over(pairs.chosen, every),
-            "logps/rejected": mean_over(pairs.rejected, every),
-            "entropy": mean_over(scores.entropy, mask),
-        }
-        if scores.stats is not None:
-            of_chosen, of_rejected = mask.chunk(2)
-            mean_logits = scores.stats.mean_logit.chunk(2)
-            metrics["logits/chosen"] = mean_over(mean_logits[0], of_chosen)
-            metrics["logits/rejected"] = mean_over(mean_logits[1], of_rejected)
-            metrics["mean_token_accuracy"] = mean_over(scores.stats.correct.chunk(2)[0], of_chosen)
-        return metrics
+
+class Sides(NamedTuple):
+    """One value `(b,)` of the chosen completions, and one of the rejected ones."""
+
+    chosen: Tensor
+    rejected: Tensor
+
+
+@torch.no_grad()
+def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextScores) -> Metrics:
+    """TRL's metrics of a micro-batch.
+
+    Args:
+        rewards: What the method takes for the reward of a completion.
+        logps: Log-probs of the completions.
+        batch: The micro-batch.
+        scores: Of its texts, with their statistics.
+    """
+    assert scores.stats is not None
+    mask, every = batch.tokens.learned, torch.ones_like(rewards.chosen, dtype=torch.bool)
+    of_chosen, of_rejected = mask.chunk(2)
+    logits = scores.stats.mean_logit.chunk(2)
+    return {
+        "rewards/chosen": mean_over(rewards.chosen, every),
+        "rewards/rejected": mean_over(rewards.rejected, every),
+        "rewards/accuracies": mean_over((rewards.chosen > rewards.rejected).float(), every),
+        "rewards/margins": mean_over(rewards.chosen - rewards.rejected, every),
+        "logps/chosen": mean_over(logps.chosen, every),
+        "logps/rejected": mean_over(logps.rejected, every),
+        "logits/chosen": mean_over(logits[0], of_chosen),
+        "logits/rejected": mean_over(logits[1], of_rejected),
+        "entropy": mean_over(scores.entropy, mask),
+        "mean_token_accuracy": mean_over(scores.stats.correct.chunk(2)[0], of_chosen),
+    }
 
 
 def policy_columns(batch: PairBatch, scores: TextScores, *, tail_weight: float = 1.0) -> Columns:
@@ -135,8 +151,3 @@ def policy_columns(batch: PairBatch, scores: TextScores, *, tail_weight: float =
         "rejected_tokens": lengths[1],
         "nll": nll,
     }
-
-
-def _inner(function: Any) -> Any:
-    """The function under a `functools.partial`."""
-    return _inner(function.func) if isinstance(function, partial) else function

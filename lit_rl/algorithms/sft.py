@@ -22,7 +22,6 @@ from lit_rl.errors import in_range
 from lit_rl.examples import TextBatch, Totals
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.neftune import noisy_embeddings
-from lit_rl.models.text_forward import refuse_leaks
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
@@ -67,7 +66,7 @@ class SFT(OfflineModule):
         mask = batch.tokens.learned
         assert scores.stats is not None
         loss = masked_sum(self.imitation(scores.logprobs), mask) / self.denominator(batch.totals)
-        loss, aux = self.with_aux(loss, scores, batch.totals)
+        loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
         metrics = {
             "entropy": mean_over(scores.entropy, mask),
             "mean_token_accuracy": mean_over(scores.stats.correct, mask),
@@ -80,9 +79,3 @@ class SFT(OfflineModule):
             return nullcontext()
         keys = [mix(self.seed, batch.step, row) for row in batch.rows]
         return noisy_embeddings(self.policy, batch.tokens, self.neftune_alpha, keys)
-
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
-            with self.rollout_context():
-                refuse_leaks(self.policy)

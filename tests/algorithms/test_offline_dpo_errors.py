@@ -15,6 +15,7 @@ from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataM
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionText
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.ops import preference
+from lit_rl.ops.preference import losses, reference_free
 from lit_rl.rollout import Sampling
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -106,3 +107,10 @@ def test_rows_without_a_rejected_side_are_refused(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i}", "chosen": "a"} for i in range(8)]
     with pytest.raises(LitRLError, match="rejected"):
         fit(tmp_path, PreferenceDataModule(rows=rows, batch_size=4))
+
+
+def test_a_reference_that_no_loss_reads_is_not_loaded() -> None:
+    """`sft` and `simpo` are of the policy's log-probs alone; beside a loss that compares, the reference is needed."""
+    assert not DPO("tiny", preference=losses.sft).needs_reference
+    assert not DPO("tiny", preference=partial(reference_free.simpo, gamma=1.0)).needs_reference
+    assert DPO("tiny", preference={"a": losses.sft, "b": losses.sigmoid}).needs_reference

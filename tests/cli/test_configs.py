@@ -280,6 +280,7 @@ def test_a_tokenizer_alone_is_enough_to_look_at_the_data(composed, tmp_path):
         (["algo=dpo", "model=qwen0.5b"], 1e-6),
         (["algo=sft"], 5e-4),  # the tiny policy's own recommendation
         (["algo=sft", "optimizer.lr=3e-3"], 3e-3),
+        (["algo=sft", "data.max_dropped=0.5"], 5e-4),  # what an error of any data module advises is a key of it
     ],
 )
 def test_supervised_methods_have_a_learning_rate_of_their_own(composed, overrides, lr):

@@ -7,16 +7,21 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 import yaml
 
 import lit_rl.cli
-from lit_rl.algorithms import DPO, AdamW, Linear
-from lit_rl.cli.lightning_app import CONFIG_NAME
+from lit_rl.algorithms import CPO, DPO, KTO, AdamW, Linear
+from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.data.tasks import AdditionPairs
+from lit_rl.errors import ConfigError
 from lit_rl.ops.preference.losses import ipo
+from lit_rl.ops.preference.ranked import aot
+from lit_rl.ops.preference.reference_free import alphapo
+from lit_rl.ops.preference.verdicts import apo_zero_unpaired, kto
 from lit_rl.rollout import Sampling
 
 METHODS = {
@@ -91,3 +96,17 @@ def test_a_key_of_another_data_module_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["lit-rl"])
     assert lit_rl.cli.run(["fit", *arguments("DPO"), "--data.prompts_per_rollout=4"]) == 2
     assert "prompts_per_rollout" in capsys.readouterr().err
+
+
+def test_settings_of_a_config_hide_nothing_of_a_loss():
+    """`WithKeywords` stands for `functools.partial`: what a loss says of itself is seen through it."""
+    smoothed = WithKeywords(aot, {"label_smoothing": 0.1})
+    assert DPO("tiny", preference=smoothed).couples_rows
+    with pytest.raises(ConfigError, match="likelihood_weights"):
+        DPO("tiny", preference=smoothed, likelihood_weights=True)
+    assert not KTO("tiny", verdict=WithKeywords(apo_zero_unpaired, {"desirable_weight": 2.0})).couples_rows
+    module = KTO("tiny", verdict=WithKeywords(kto, {"desirable_weight": 2.0}))
+    with pytest.warns(UserWarning, match="weigh 2 to 1"):
+        module._balance(10, 10)
+    reward = CPO("tiny", preference=WithKeywords(alphapo, {"alpha": 0.5})).reward_of
+    assert reward is not None and float(reward(torch.tensor([0.25]).log())) == pytest.approx((1 - 2) / 0.5)

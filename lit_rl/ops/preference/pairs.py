@@ -31,6 +31,12 @@ def ratios_only(loss: _Loss) -> _Loss:
     return loss
 
 
+def policy_only(loss: _Loss) -> _Loss:
+    """Marks a loss that reads no log-prob of the reference: ``loss.policy_only`` is True."""
+    vars(loss)["policy_only"] = True
+    return loss
+
+
 @dataclass(frozen=True)
 class Pairs:
     """Pairs of a chosen and a rejected completion of one prompt: log-probs in nats, summed over completion tokens."""
