@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,22 +29,22 @@ VERDICTS = [
 ]
 
 PAIRS = [
-    {"prompt": "1+2=", "chosen": "3", "rejected": "12"},
-    {"prompt": "11+22=", "chosen": "33", "rejected": "3"},
-    {"prompt": "5+5=", "chosen": "10", "rejected": "55"},
-    {"prompt": "40+2=", "chosen": "42", "rejected": "402"},
-    {"prompt": "7+1=", "chosen": "8", "rejected": "7"},
-    {"prompt": "60+60=", "chosen": "120", "rejected": "12"},
-    {"prompt": "9+9=", "chosen": "18", "rejected": "1"},
-    {"prompt": "3+4=", "chosen": "7", "rejected": "34"},
+    {"prompt": "1+1=", "chosen": "2", "rejected": "333"},
+    {"prompt": "17+25=", "chosen": "42", "rejected": "32"},
+    {"prompt": "5+5=", "chosen": "10", "rejected": "9"},
+    {"prompt": "99+1=", "chosen": "100", "rejected": "0"},
+    {"prompt": "2+7=", "chosen": "9 is right", "rejected": "8"},
+    {"prompt": "30+3=", "chosen": "33", "rejected": "34 perhaps"},
+    {"prompt": "4+4=", "chosen": "8", "rejected": "7"},
+    {"prompt": "60+6=", "chosen": "66", "rejected": "67"},
 ]
+SWAPPED = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
 
 CUTS = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2)]
 """Micro-batches on each rank, and ranks."""
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """What an optimizer step is made of."""
 
     loss: float
@@ -62,32 +62,32 @@ def loaded(module: Any, *, moved: float = 0.02) -> Any:
     return module
 
 
-def data_of(rows: list[dict[str, Any]], kind: Any) -> PreferenceDataModule:
-    data = PreferenceDataModule(rows=rows, batch_size=len(rows), shuffle=False, val_fraction=0.0)
+def data_of(rows: Sequence[dict[str, Any]], kind: Any) -> PreferenceDataModule:
+    data = PreferenceDataModule(rows=list(rows), batch_size=len(rows), shuffle=False, val_fraction=0.0)
     data.prepare(MODEL.tokenizer, kind)
     return data
 
 
-def micro_batches(data: PreferenceDataModule, accumulate: int = 1, ranks: int = 1) -> list[list[Any]]:
-    """The micro-batches of the one step, for each rank."""
-    order, rows = data._order(False), list(range(data.batch_size))
+def micro_batches(
+    data: PreferenceDataModule, accumulate: int = 1, ranks: int = 1, *, rows: Sequence[int] | None = None
+) -> list[list[Any]]:
+    """The micro-batches of the one step, for each rank: of all rows, or of these in this order."""
+    order, taken = data._order(False), list(range(data.batch_size) if rows is None else rows)
     return [
-        ExampleLoader(data.corpus.train, order, accumulate=accumulate, rank=rank, world_size=ranks).batches(rows, 0)
+        ExampleLoader(data.corpus.train, order, accumulate=accumulate, rank=rank, world_size=ranks).batches(taken, 0)
         for rank in range(ranks)
     ]
 
 
 def step_of(module: OfflineModule, data: PreferenceDataModule, accumulate: int = 1, ranks: int = 1) -> Step:
     """Loss, gradient by every trained parameter, and metrics, all summed over micro-batches and ranks."""
-    parts, averages = micro_batches(data, accumulate, ranks), Averages()
-    wholes: list[Any] = [None] * ranks
-    if module.couples_rows and accumulate * ranks > 1:
-        module.everyones = lambda column: column  # pyright: ignore
-        alone = [WholeStep.of(module, mine[0]) for mine in parts]
-        joined = {name: torch.cat([one.columns[name] for one in alone]) for name in alone[0].columns}
-        wholes = [WholeStep(joined, rank * len(data.corpus.train) // ranks) for rank in range(ranks)]
-    losses = []
-    for mine, whole in zip(parts, wholes):
+    return step_by_parts(module, micro_batches(data, accumulate, ranks))
+
+
+def step_by_parts(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> Step:
+    """The same of the micro-batches of each rank."""
+    averages, losses = Averages(), []
+    for mine, whole in zip(parts, whole_of(module, parts), strict=True):
         for batch in mine:
             loss, metrics = module.loss(batch, whole)
             losses.append(loss)
@@ -99,10 +99,21 @@ def step_of(module: OfflineModule, data: PreferenceDataModule, accumulate: int =
     return Step(float(total.detach()), flat, averages.reduce(torch.device("cpu")))
 
 
+def whole_of(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> list[Any]:
+    """What each rank knows of the whole step before it learns: None of a loss that couples no rows, or of one batch."""
+    if not module.couples_rows or sum(map(len, parts)) == 1:
+        return [None] * len(parts)
+    module.everyones = lambda column: column  # pyright: ignore
+    alone = [WholeStep.of(module, mine[0]) for mine in parts]
+    joined = {name: torch.cat([one.columns[name] for one in alone]) for name in alone[0].columns}
+    rows = sum(len(batch) for batch in parts[0])
+    return [WholeStep(joined, rank * rows) for rank in range(len(parts))]
+
+
 def assert_same_step(found: Step, expected: Step) -> None:
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert expected.gradient.norm() > 1e-3, "nothing to compare"
     assert (found.gradient - expected.gradient).norm() <= 2e-5 * expected.gradient.norm()
     assert found.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
-        torch.testing.assert_close(found.metrics[name], value, rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
+        torch.testing.assert_close(found.metrics[name], value, rtol=5e-6, atol=5e-6, equal_nan=True, msg=name)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import lightning as L
+import dist_equal
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -29,6 +29,7 @@ SHAPES: dict[str, list[str]] = {
     "simpo": ["algo=simpo"],
     "orpo": ["algo=orpo"],
     "reward-model": ["algo=reward_model"],
+    "process-reward-model": ["algo=process_reward_model", "data.task.max_operand=30"],  # of one step or two
 }
 CUT = {"kto": ["val/kl", "val/loss"], "aot": ["val/loss"], "aot-unpaired": ["val/loss"]}
 """Validation metrics that belong to a batch: KTO's baseline is that of the batch at hand, AOT sorts over it."""
@@ -51,37 +52,20 @@ def parts(name: str) -> tuple[Any, Any]:
     schemas.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        tree = plain(compose("config", [*SHAPES[name], *COMMON]))
+        tree = plain(compose("config", [*COMMON, *SHAPES[name]]))
     return build(tree["algo"]), build(tree["data"])
 
 
-def run(name: str, folder: Path, devices: int, accumulate: int = 1, strategy: Any = "auto") -> None:
+def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
     """Train, validate, and leave `name.pt` there: the weights and what was logged."""
     module, data = parts(name)
     module.sampling = type(module.sampling)(max_new_tokens=2)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        max_steps=STEPS,
-        max_epochs=-1,
-        accumulate_grad_batches=accumulate,
-        log_every_n_steps=1,
-        gradient_clip_val=None,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        default_root_dir=folder,
-    )
+    trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
     trainer.fit(module, datamodule=data)
-    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    metrics = dist_equal.logged(trainer)
     trainer.limit_val_batches = 1.0
     trainer.validate(module, datamodule=data, verbose=False)
-    metrics |= {key: float(value) for key, value in trainer.callback_metrics.items() if "reward_" not in key}
+    metrics |= dist_equal.logged(trainer)
     weights = full_state_dict(module.policy)
     if trainer.is_global_zero:
         cut = CUT.get(name, [])
@@ -91,7 +75,7 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 1, strategy: An
 
 def main(folder: Path) -> None:
     for name in SHAPES:
-        run(name, folder, 2, strategy="ddp")
+        run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
     for name in ("dpo", "aot"):
         run(name, folder / "fsdp", 2, accumulate=2, strategy=FSDP2Strategy())

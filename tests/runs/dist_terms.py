@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import dist_equal
 import lightning as L
 import torch
 
@@ -92,7 +93,7 @@ class Widths(L.Callback):
         self.seen.append(int(pl_module.rollout.completions.lengths.max()))
 
 
-def run(name: str, folder: Path, devices: int, strategy: Any = "auto") -> None:
+def run(name: str, folder: Path, devices: int, **more: Any) -> None:
     """Train and leave `name.pt` there: how weights changed (of plain SGD, so: the gradients), and what was logged."""
     algorithm, settings = shapes()[name]
     settings = {"group_size": 4, "lr": 0.1, "sampling": Sampling(max_new_tokens=6), **settings}
@@ -101,16 +102,12 @@ def run(name: str, folder: Path, devices: int, strategy: Any = "auto") -> None:
         optimizer=ByPath("torch.optim.SGD", lr=settings.pop("lr")), **settings,
     )  # fmt: skip
     widths = Widths()
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_steps=STEPS, max_epochs=-1,
-        default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0, callbacks=[widths], gradient_clip_val=1.0,
-    )  # fmt: skip
+    trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, callbacks=[widths], gradient_clip_val=1.0, **more)
     data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
     trainer.fit(module, datamodule=data)
     parts = {part: full_state_dict(getattr(module, part)) for part in ("policy", *module.trained_beside)}
     weights = {f"{part}.{key}": value for part, state in parts.items() for key, value in state.items()}
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics = dist_equal.logged(trainer)
     everyones = module.everyones(torch.tensor([widths.seen])).tolist()
     if trainer.is_global_zero:
         torch.save({"weights": weights, "metrics": metrics, "widths": everyones}, folder / f"{name}.pt")
@@ -119,9 +116,9 @@ def run(name: str, folder: Path, devices: int, strategy: Any = "auto") -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     for name in shapes():
-        run(name, folder, 2, "ddp")
+        run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
-    run("ppo", folder / "fsdp", 2, FSDP2Strategy())
+    run("ppo", folder / "fsdp", 2, strategy=FSDP2Strategy())
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""Short DPO runs, of losses over the step and a precomputed reference: `python offline_dpo_ranks.py FOLDER DEVICES`."""
+"""Short DPO runs, of losses over the step and a precomputed reference: `python dist_precomputed.py FOLDER`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
-import lightning as L
+import dist_equal
 import torch
 
 from lit_rl.algorithms import DPO, Constant
@@ -15,7 +16,7 @@ from lit_rl.data.tasks import AdditionPairs
 from lit_rl.ops import preference
 from lit_rl.rollout import Sampling
 
-RUNS = {
+RUNS: dict[str, dict[str, Any]] = {
     "precomputed": {"preference": {"sigmoid": preference.sigmoid, "sft": preference.sft}, "precompute_reference": True},
     "aot": {"preference": preference.aot, "precompute_reference": True},
     "live": {"preference": {"aot_unpaired": preference.aot_unpaired, "sft": preference.sft}},
@@ -23,19 +24,17 @@ RUNS = {
 
 
 def run(name: str, folder: Path, devices: int) -> None:
-    """Leaves the trained weights and the validation's metrics in `NAME.pt`."""
+    """Leaves the trained weights, and what training and validation logged, in `NAME.pt`."""
     module = DPO("tiny", optimizer=ByPath("torch.optim.SGD", lr=0.1), scheduler=Constant(),
                  sampling=Sampling(max_new_tokens=6), **RUNS[name])  # fmt: skip
     data = PreferenceDataModule(task=AdditionPairs(max_operand=6, val_rows=6), batch_size=8, val_batch_size=4)
-    trainer = L.Trainer(
-        accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto", max_steps=3,
-        default_root_dir=folder, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, accumulate_grad_batches=2, log_every_n_steps=3,
-    )  # fmt: skip
+    trainer = dist_equal.trainer(
+        folder, devices, max_steps=3, accumulate_grad_batches=2, log_every_n_steps=3, limit_val_batches=1.0
+    )
     trainer.fit(module, datamodule=data)
-    metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    metrics = dist_equal.logged(trainer)
     trainer.validate(module, datamodule=data, verbose=False)
-    metrics |= {key: float(value) for key, value in trainer.callback_metrics.items()}
+    metrics |= dist_equal.logged(trainer)
     if trainer.is_global_zero:
         torch.save({"weights": module.policy.state_dict(), "metrics": metrics}, folder / f"{name}.pt")
 
@@ -43,4 +42,4 @@ def run(name: str, folder: Path, devices: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for each in RUNS:
-        run(each, Path(sys.argv[1]), int(sys.argv[2]))
+        run(each, Path(sys.argv[1]), 2)

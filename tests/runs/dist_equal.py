@@ -1,0 +1,118 @@
+"""Short runs in one process and in several: how they are started, what they leave, and that they did the same."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from lit_rl.models.language_model import LanguageModel
+
+
+def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
+    """A quiet Trainer on the CPU that writes nothing and validates only when told to."""
+    settings = {
+        "strategy": "ddp" if devices > 1 else "auto",
+        "max_epochs": -1,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+        "limit_val_batches": 0,
+        "use_distributed_sampler": False,
+    }
+    return L.Trainer(
+        accelerator="cpu", devices=devices, default_root_dir=folder, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **{**settings, **more},
+    )  # fmt: skip
+
+
+def logged(runner: L.Trainer) -> dict[str, float]:
+    """What callbacks see now."""
+    return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+def in_processes(script: str, folder: Path) -> Path:
+    """Run `python script folder` to its end, in a session of its own, and return the folder. It starts the others."""
+    child = subprocess.Popen(
+        [sys.executable, script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = child.communicate(timeout=900)
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, 9)
+            child.wait()
+    assert child.returncode == 0, output[-6000:]
+    return folder
+
+
+def left(folder: Path, name: str) -> Any:
+    """What a run left in `name.pt`."""
+    return torch.load(folder / f"{name}.pt", weights_only=True)
+
+
+class Ones:
+    """`ones(name, accumulate)`: what one process does, made when it is first asked for.
+
+    Args:
+        run: `run(name, folder, devices)`, or with the number of micro-batches of a step as a fourth, leaves `name.pt`.
+        folder: An empty one.
+    """
+
+    def __init__(self, run: Callable[..., None], folder: Path) -> None:
+        self.run, self.folder = run, folder
+        self._made: dict[tuple[str, int], Any] = {}
+
+    def __call__(self, name: str, accumulate: int = 1) -> Any:
+        if (name, accumulate) not in self._made:
+            folder = self.folder / str(accumulate)
+            folder.mkdir(exist_ok=True)
+            self.run(name, folder, 1, *([accumulate] if accumulate > 1 else []))
+            self._made[name, accumulate] = left(folder, name)
+        return self._made[name, accumulate]
+
+
+def assert_equal_runs(first: Any, second: Any, *, share: float, beyond: float, moved: float) -> None:
+    """The same weights, and the same metrics less those of time and those that the run says belong to a batch.
+
+    Args:
+        first: What a run left: `weights`, `metrics`, and `cut`, the names of metrics that are not compared.
+        second: What another left.
+        share: How far weights may differ, as a share of how far they came from where they began (new ones: of them).
+        beyond: The same as a number, for what did not move.
+        moved: How far a weight must have come at least, else nothing was compared.
+    """
+    assert_same_weights(first["weights"], second["weights"], share=share, beyond=beyond, moved=moved)
+    assert_same_metrics(first["metrics"], second["metrics"], first.get("cut", ()))
+
+
+def assert_same_weights(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, share: float, beyond: float, moved: float
+) -> None:
+    assert first.keys() == second.keys()
+    start, furthest = LanguageModel("tiny").load().state_dict(), 0.0
+    for name, weight in first.items():
+        before = start.get(name.removeprefix("policy."))
+        change = (weight if before is None else weight - before).norm().item()
+        furthest = max(furthest, change)
+        difference = (weight - second[name]).norm().item()
+        assert difference <= share * change + beyond, (name, difference, change)
+    assert furthest > moved, "nothing was learned, so nothing was compared"
+
+
+def assert_same_metrics(first: Mapping[str, float], second: Mapping[str, float], cut: Any = ()) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        if "time/" in name or name.endswith("tokens_per_second") or name in cut:
+            continue
+        other = second[name]
+        same = math.isclose(value, other, rel_tol=1e-3, abs_tol=1e-5) or (math.isnan(value) and math.isnan(other))
+        assert same, (name, value, other)

@@ -1,0 +1,132 @@
+"""Runs whose rows are read as they are needed: exact to resume, with a length of their own, refused before weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs_helpers import assert_same, assert_same_run, newest, rows
+
+from lit_rl.models.language_model import LanguageModel
+
+QUICK = [
+    "trainer.max_steps=9",
+    "trainer.accumulate_grad_batches=2",
+    "trainer.log_every_n_steps=1",
+    "data.batch_size=8",
+    "data.stream_buffer=20",
+    "data.max_length=32",
+    "data.val_fraction=0",
+    "logger=none",
+    "callbacks.checkpoint.every_n_train_steps=1",
+    "callbacks.checkpoint.save_top_k=-1",
+]
+"""Windows of two steps (four where a pair is two verdicts), so steps 2, 4, 6 and 8 are a window's last."""
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """50 rows of every format: the run's 9 steps begin them again."""
+    sums = [(i, j) for i in range(10) for j in range(5)]
+    lines = {
+        "texts": [{"prompt": f"{i}+{j}=", "completion": str(i + j)} for i, j in sums],
+        "pairs": [{"prompt": f"{i}+{j}=", "chosen": str(i + j), "rejected": str(i)} for i, j in sums if j],
+    }
+    lines["val"] = [{"prompt": "20+3=", "completion": "23", "chosen": "23", "rejected": "3", "answer": "23"}]
+    for name, found in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    return tmp_path
+
+
+def shapes(folder: Path) -> dict[str, list[str]]:
+    val = [f"data.val_path={folder / 'val.jsonl'}", "eval.limit=1", "reward=exact_match"]
+    pairs = ["data=preferences", f"data.path={folder / 'pairs.jsonl'}", *val]
+    texts = ["algo=sft", "data=texts", *val]
+    both = f"[{{path: {folder / 'texts.jsonl'}, weight: 2}}, {{path: {folder / 'texts.jsonl'}}}]"
+    return {
+        "sft": [*texts, f"data.path={folder / 'texts.jsonl'}", "scheduler=cosine"],
+        "sft-packed-sources": [*texts, f"data.sources={both}", "data.packing=best_fit", "data.batch_size=2"],
+        "kto": ["algo=kto", *pairs],
+    }
+
+
+def interrupted(whole: Path, again: Path, step: int) -> None:
+    """The run as it was after `step`, killed at any time after that."""
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "hf")
+    for path in (again / "checkpoints").glob("*.ckpt"):
+        if int(path.stem[5:]) > step:
+            path.unlink()
+    summary = json.loads((again / "summary.json").read_text())
+    kept = {name: summary[name] for name in ("before", "losses")}
+    (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))
+
+
+@pytest.mark.parametrize("shape", ["sft", "sft-packed-sources", "kto"])
+def test_a_streamed_run_resumes_bit_for_bit(shape, train, data, tmp_path):
+    """From inside a window, and from its last step; the counts go on too."""
+    whole, overrides = tmp_path / "whole", [*QUICK, *shapes(data)[shape]]
+    assert train(*overrides, f"run_dir={whole}") == 0
+    counted = json.loads((whole / "summary.json").read_text())["data"]
+    for step in (3, 4):
+        again = tmp_path / f"from_{step}"
+        interrupted(whole, again, step)
+        assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+        assert_same_run(whole, again)
+        assert_same(newest(whole)["lit_rl"][0]["module"], newest(again)["lit_rl"][0]["module"])
+        assert json.loads((again / "summary.json").read_text())["data"] == counted
+
+
+def test_a_longer_run_begins_as_a_shorter_one_and_goes_on(train, data, tmp_path):
+    """`max_steps` raised after the run: the steps are those of a run that was meant to be so long."""
+    overrides = [*QUICK, *shapes(data)["sft"], "scheduler=constant"]
+    assert train(*overrides, f"run_dir={tmp_path / 'whole'}") == 0
+    assert train(*overrides, "trainer.max_steps=5", f"run_dir={tmp_path / 'part'}") == 0
+    last = tmp_path / "part" / "checkpoints" / "step_00000005.ckpt"
+    assert train(*overrides, f"run_dir={tmp_path / 'longer'}", f"ckpt_path={last}") == 0
+    first, second = newest(tmp_path / "whole"), newest(tmp_path / "longer")
+    assert first["global_step"] == second["global_step"] == 9
+    assert_same(first["state_dict"], second["state_dict"])
+
+
+def test_the_run_is_one_epoch_whose_shares_mean_what_they_say(train, data, tmp_path):
+    """Half of it is half of `max_steps`; a cosine ends with the last step; batches to overfit are the same again."""
+    validated = ["trainer.val_check_interval=0.5", "trainer.max_steps=8", "scheduler.warmup_steps=0"]
+    assert train(*QUICK, *shapes(data)["sft"], *validated, f"run_dir={tmp_path / 'run'}") == 0
+    found = rows(tmp_path / "run")
+    assert [row["step"] for row in found if "val/loss" in row and row["step"]][:2] == [4, 8]
+    rates = [row["train/lr"] for row in found if "train/lr" in row]
+    assert len(rates) == 8 and rates == sorted(rates, reverse=True) and rates[-1] < 0.1 * rates[0]
+    again = ["trainer.overfit_batches=4", "trainer.max_steps=6", "optimizer.lr=1e-12", "trainer.max_epochs=9"]
+    assert train(*QUICK, *shapes(data)["sft"], *again, f"run_dir={tmp_path / 'same'}") == 0
+    losses = [row["train/loss"] for row in rows(tmp_path / "same") if "train/loss" in row]
+    assert losses == pytest.approx(losses[:2] * 3, rel=1e-5) and losses[0] != pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["algo=sft", "data=texts", "trainer.max_steps=-1"], ["trainer.max_steps", "trainer.max_epochs", "no end"]),
+        (["algo=sft", "data=texts", "trainer.reload_dataloaders_every_n_epochs=1"], ["reload_dataloaders"]),
+        (["algo=dpo", "algo.precompute_reference=true"], ["algo.precompute_reference=true", "data.stream_buffer"]),
+        (["algo=bco", "algo/prompt_weights=density_ratio"], ["algo/prompt_weights=none", "data.stream_buffer"]),
+        (["algo=gkd", "data=texts", "algo.on_policy_fraction=0.5"], ["algo.on_policy_fraction=0"]),
+    ],
+    ids=["max_steps", "reload", "precompute", "density_ratio", "gkd"],
+)
+def test_what_a_stream_cannot_do_ends_with_exit_code_2_before_weights(
+    overrides, words, train, data, tmp_path, monkeypatch, capsys
+):
+    loaded: list[Any] = []
+    monkeypatch.setattr(LanguageModel, "load", lambda self, *args, **kwargs: loaded.append(self))
+    kind = "texts" if "data=texts" in overrides else "pairs"
+    teacher = ["algo.teacher.name=tiny"] if "algo=gkd" in overrides else []
+    chosen = overrides if kind == "texts" else ["data=preferences", *overrides]
+    path = f"data.path={data / kind}.jsonl"
+    assert train(*QUICK, *chosen, *teacher, path, f"run_dir={tmp_path / 'run'}") == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
+    assert loaded == []
