@@ -16,7 +16,9 @@ class OfflinePlan:
     accumulate: int
     world_size: int
     rows: int
-    """Training rows that are left."""
+    """Training rows that are left; of a stream, in its first window."""
+    stream_buffer: int | None = None
+    """Rows that a stream has in memory at a time; None where all are."""
 
     def __post_init__(self) -> None:
         in_range("trainer.accumulate_grad_batches", self.accumulate, low=1)
@@ -33,9 +35,17 @@ class OfflinePlan:
     def table(self) -> list[tuple[str, str]]:
         """What the run will do, as rows of a table."""
         steps, left = divmod(self.rows, self.batch_size)
-        return [
-            ("training rows", f"{self.rows:,}"),
+        per_step = [
             ("rows per optimizer step", f"{self.batch_size}"),
             ("rows per micro-batch and rank", f"{self.batch_size // self.accumulate // self.world_size}"),
+        ]
+        if self.stream_buffer is not None:
+            return [
+                ("rows in memory at a time", f"{self.stream_buffer:,} ({self.rows:,} left of the first)"),
+                *per_step,
+            ]
+        return [
+            ("training rows", f"{self.rows:,}"),
+            *per_step,
             ("optimizer steps per epoch", f"{steps:,}" + (f" ({left} rows are left for other epochs)" if left else "")),
         ]

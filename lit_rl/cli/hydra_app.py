@@ -25,6 +25,7 @@ from lit_rl.cli.messages import reported
 from lit_rl.commands import best_of_n, evaluate, reward_test, train
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
+from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
 
 TASKS = {
@@ -47,10 +48,13 @@ def main() -> int:
     schemas.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
+    sys.argv, note = data_choice.chosen_before(sys.argv)
 
     @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
     def job(config: DictConfig) -> None:
         with _one_job():
+            if note and _is_main():
+                sys.stdout.write(f"{note}\n")
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
             codes.append(reported(lambda: run(config)))
 
@@ -123,6 +127,8 @@ def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
     dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] == "reward_test"
     module, data = build(tree["algo"]), build(tree["data"])
     trainer = _trainer(tree, run_dir, dry)
+    if tree["task"] == "fit" and isinstance(data, ExampleDataModule):
+        data.check_trainer(trainer)
     if not dry:
         run_dir.open(resume=resume)
         if trainer.is_global_zero:

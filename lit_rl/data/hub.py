@@ -13,7 +13,18 @@ from lit_rl.errors import BackendError, ConfigError, DataError, did_you_mean
 
 
 def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """Rows of a folder: one written by `datasets.save_to_disk`, or one that holds data files.
+    """All rows of what `open_saved` opens."""
+    return open_saved(path, split=split, name=name).to_list()
+
+
+def open_saved(path: Path, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
+    """A folder as a data set: one written by `datasets.save_to_disk`, or one that holds data files.
+
+    Args:
+        path: The folder.
+        split: The split, for what has several.
+        name: The configuration, for a folder of data files that has several.
+        how: Further arguments of `datasets.load_dataset`; a saved folder is mapped into memory without any.
 
     Raises:
         DataError: the folder holds no data set, or not this split.
@@ -25,16 +36,30 @@ def from_saved(path: Path, *, split: str | None = None, name: str | None = None)
     if saved and name is not None:
         raise ConfigError(f"data.name={name!r} came with the saved folder {path}, which has none: remove data.name.")
     try:
-        data = datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), name, split=split)
+        if saved:
+            data = datasets.load_from_disk(str(path))
+        else:
+            data = datasets.load_dataset(str(path), name, split=split, **how)
     except Exception as error:  # the library raises of many kinds: a bad folder is bad data whatever it was
         raise DataError(f"data.path={path}: cannot be read as a data set: {excerpt(str(error), 300)}") from error
     if saved and isinstance(data, datasets.Dataset) and split is not None:
         raise ConfigError(f"data.split={split!r} came with {path}, one saved data set without splits: remove it.")
-    return _rows(data, str(path), split)
+    return _the_split(data, str(path), split)
 
 
 def from_hub(path: str, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
-    """Rows of a data set on the hub, or of its copy in the local cache.
+    """All rows of what `open_hub` opens."""
+    return open_hub(path, split=split, name=name).to_list()
+
+
+def open_hub(path: str, *, split: str | None = None, name: str | None = None, **how: Any) -> Any:
+    """A data set on the hub, or its copy in the local cache.
+
+    Args:
+        path: Its id.
+        split: The split, for what has several.
+        name: The configuration, for what has several.
+        how: Further arguments of `datasets.load_dataset`.
 
     Raises:
         BackendError: the hub cannot be reached, has no such data set, or refuses it.
@@ -44,7 +69,7 @@ def from_hub(path: str, *, split: str | None = None, name: str | None = None) ->
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        data = datasets.load_dataset(path, name, split=split)
+        data = datasets.load_dataset(path, name, split=split, **how)
     except DatasetNotFoundError as error:
         raise BackendError(
             f"data.path={path}: no file or folder of this name here, and the hub has no such data set or keeps it "
@@ -58,18 +83,18 @@ def from_hub(path: str, *, split: str | None = None, name: str | None = None) ->
         ) from error
     except ValueError as error:
         raise DataError(f"data.path={path} data.name={name} data.split={split}: {excerpt(str(error), 300)}") from error
-    return _rows(data, path, split)
+    return _the_split(data, path, split)
 
 
-def _rows(data: Any, path: str, split: str | None) -> list[dict[str, Any]]:
-    """Rows of a `Dataset`, or of the one split of a `DatasetDict` that is meant."""
+def _the_split(data: Any, path: str, split: str | None) -> Any:
+    """A `Dataset`, or the one split of a `DatasetDict` that is meant."""
     if not isinstance(data, dict):
-        return data.to_list()
+        return data
     splits = list(data)
     if split is None and len(splits) == 1:
-        return data[splits[0]].to_list()
+        return data[splits[0]]
     if split not in data:
         came = "no data.split came" if split is None else f"data.split={split!r} is none of them"
         hint = did_you_mean(split, splits) if split else ""
         raise DataError(f"data.path={path} has the splits {', '.join(splits)} and {came}.{hint}")
-    return data[split].to_list()
+    return data[split]

@@ -41,34 +41,51 @@ class JsonlReader:
             DataError: the file cannot be read, or a line is bad and `on_bad_row` is `error`.
         """
         self.skipped = 0
-        try:
-            with open(self.path, "rb") as lines:
-                yield from self._rows(lines)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read: {error.strerror or error}") from error
-
-    def _rows(self, lines: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, line in enumerate(lines, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
-                continue
+        for number, line in numbered_lines(self.path):
             try:
-                row = parse_object(line)
-            except ValueError as error:
-                if self.on_bad_row == "skip":
-                    self.skipped += 1
-                    continue
-                shown = excerpt(line[:400].decode("utf-8", "replace").rstrip("\r\n"))
-                raise DataError(
-                    f"{self.path}:{number}: {error}; data.on_bad_row=skip leaves out and counts such lines: {shown}"
-                ) from error
+                row = row_of_line(self.path, number, line)
+            except DataError:
+                if self.on_bad_row == "error":
+                    raise
+                self.skipped += 1
+                continue
             yield number, row
 
 
 def read_jsonl(path: str | Path, *, on_bad_row: OnBadRow = "error") -> JsonlReader:
     """The `(line number, row)` pairs of a file; `.skipped` of the result counts the bad lines left out."""
     return JsonlReader(path, on_bad_row=on_bad_row)
+
+
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, with their numbers from 1, not parsed; the byte order mark is left out.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def row_of_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    """The row of a line.
+
+    Raises:
+        DataError: the line is bad. The message names file and line.
+    """
+    try:
+        return parse_object(line)
+    except ValueError as error:
+        shown = excerpt(line[:400].decode("utf-8", "replace").rstrip("\r\n"))
+        raise DataError(
+            f"{path}:{number}: {error}; data.on_bad_row=skip leaves out and counts such lines: {shown}"
+        ) from error
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

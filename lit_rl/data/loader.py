@@ -113,6 +113,11 @@ class SlottedLoader(ABC, Generic[Batch]):
         Raises:
             DataError: the state belongs to other data, and `allow_changed` is off.
         """
+        if "epoch" not in state:
+            raise DataError(
+                "The checkpoint's run read its rows as it needed them, and this one has them all: set "
+                "data.stream_buffer as it was."
+            )
         if state["fingerprint"] != self.fingerprint and not self.allow_changed:
             raise DataError(
                 "The data is not the checkpoint's: the rows, their order (data.seed, data.shuffle, weights, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,13 +55,7 @@ class RolloutOrder:
     @property
     def quotas(self) -> list[int]:
         """Rows that an epoch draws of each source: largest remainders, so they sum to all rows."""
-        weights = self.sizes if self.weights is None else self.weights
-        exact = [sum(self.sizes) * weight / sum(weights) for weight in weights]
-        quotas = [int(share) for share in exact]
-        by_remainder = sorted(range(len(exact)), key=lambda i: quotas[i] - exact[i])
-        for i in by_remainder[: sum(self.sizes) - sum(quotas)]:
-            quotas[i] += 1
-        return quotas
+        return shared_out(sum(self.sizes), self.sizes if self.weights is None else self.weights)
 
     def epoch(self, epoch: int) -> list[int]:
         """Row indices of an epoch, whole rollouts only."""
@@ -86,6 +81,16 @@ class RolloutOrder:
 
     def _random(self, *key: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, *key])
+
+
+def shared_out(count: int, weights: Sequence[float]) -> list[int]:
+    """`count` things shared out by weight: largest remainders, so the parts sum to `count`."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    parts = [int(share) for share in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: parts[i] - exact[i])
+    for i in by_remainder[: count - sum(parts)]:
+        parts[i] += 1
+    return parts
 
 
 def count_occurrences(rows: list[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -10,6 +9,7 @@ from typing import Any, overload
 from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.hub import from_hub, from_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, JsonlReader, OnBadRow, parse_json
+from lit_rl.data.raw_rows import rows_of_cells
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
@@ -22,20 +22,30 @@ class Rows(Sequence[dict[str, Any]]):
         name: What messages call the source.
         rows: The rows.
         lines: Line number of each row, where the source is a file of lines.
+        indices: Number of each row in the source, from 0, where these are not all of its rows.
         skipped: How many bad rows the reader left out.
     """
 
     def __init__(
-        self, name: str, rows: Sequence[dict[str, Any]], *, lines: Sequence[int] | None = None, skipped: int = 0
+        self,
+        name: str,
+        rows: Sequence[dict[str, Any]],
+        *,
+        lines: Sequence[int] | None = None,
+        indices: Sequence[int] | None = None,
+        skipped: int = 0,
     ) -> None:
         self.name = name
         self.skipped = skipped
         self._rows = rows
         self._lines = lines
+        self._indices = range(len(rows)) if indices is None else indices
 
     def where(self, index: int) -> str:
         """The place of a row for a message: `file:line`, or `source[index]` counted from 0."""
-        return f"{self.name}[{index}]" if self._lines is None else f"{self.name}:{self._lines[index]}"
+        if self._lines is None:
+            return f"{self.name}[{self._indices[index]}]"
+        return f"{self.name}:{self._lines[index]}"
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -66,35 +76,62 @@ def load_rows(
         ConfigError: `split` or `name` came with what has none.
     """
     one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
-    local = Path(path).expanduser()
-    if local.is_file():
-        rows = _read_file(local, split, name, on_bad_row)
+    local = local_path(path)
+    if local is None:
+        rows = Rows(hub_name(path, split), from_hub(str(path), split=split, name=name))
     elif local.is_dir():
         rows = Rows(str(local), from_saved(local, split=split, name=name))
-    elif _looks_like_a_path(str(path)):
-        raise DataError(f"data.path={path}: no such file or folder.{_nearest(local)}")
     else:
-        rows = Rows(f"{path}[{split}]" if split else str(path), from_hub(str(path), split=split, name=name))
+        rows = _read_file(local, split, name, on_bad_row)
     if not len(rows):
         left_out = f" ({rows.skipped} bad rows were left out)" if rows.skipped else ""
         raise DataError(f"data.path={path}: no rows{left_out}.")
     return rows
 
 
-def _read_file(path: Path, split: str | None, name: str | None, on_bad_row: OnBadRow) -> Rows:
+def local_path(path: str | Path) -> Path | None:
+    """The file or folder that is meant; None where it is a hub id.
+
+    Raises:
+        DataError: it looks like a path, and nothing is there.
+    """
+    local = Path(path).expanduser()
+    if local.is_file() or local.is_dir():
+        return local
+    if _looks_like_a_path(str(path)):
+        raise DataError(f"data.path={path}: no such file or folder.{_nearest(local)}")
+    return None
+
+
+def hub_name(path: str | Path, split: str | None) -> str:
+    """What messages call a data set of the hub."""
+    return f"{path}[{split}]" if split else str(path)
+
+
+def suffix_of(path: Path, split: str | None, name: str | None) -> str:
+    """Which kind of file it is: one of `SUFFIXES`.
+
+    Raises:
+        ConfigError: `split` or `name` came, which a file does not have.
+        DataError: another kind of file.
+    """
     for key, value in (("split", split), ("name", name)):
         if value is not None:
             raise ConfigError(f"data.{key}={value!r} came with the file {path}, which has none: remove data.{key}.")
-    suffix = path.suffix.lower()
+    if (suffix := path.suffix.lower()) not in SUFFIXES:
+        raise DataError(f"data.path={path}: unknown kind of file {suffix!r}; allowed are {', '.join(SUFFIXES)}.")
+    return suffix
+
+
+def _read_file(path: Path, split: str | None, name: str | None, on_bad_row: OnBadRow) -> Rows:
+    suffix = suffix_of(path, split, name)
     if suffix in (".jsonl", ".ndjson"):
         return _read_lines(path, on_bad_row)
     if suffix == ".json":
         return _read_json(path, on_bad_row)
     if suffix == ".parquet":
         return Rows(str(path), _read_parquet(path))
-    if suffix in (".csv", ".tsv"):
-        return _read_csv(path, on_bad_row, "," if suffix == ".csv" else "\t")
-    raise DataError(f"data.path={path}: unknown kind of file {suffix!r}; allowed are {', '.join(SUFFIXES)}.")
+    return _read_csv(path, on_bad_row, "," if suffix == ".csv" else "\t")
 
 
 def _read_lines(path: Path, on_bad_row: OnBadRow) -> Rows:
@@ -133,25 +170,14 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
 
 def _read_csv(path: Path, on_bad_row: OnBadRow, delimiter: str) -> Rows:
     lines, rows, skipped = [], [], 0
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            header = next(reader, [])
-            if len(set(header)) < len(header):
-                raise DataError(f"{path}:1: a column name stands twice: {', '.join(header)}")
-            for cells in reader:
-                if not cells:
-                    continue
-                if len(cells) == len(header):
-                    lines.append(reader.line_num)
-                    rows.append(dict(zip(header, cells)))
-                elif on_bad_row == "skip":
-                    skipped += 1
-                else:
-                    what = f"{len(cells)} cells under {len(header)} column names"
-                    raise DataError(f"{path}:{reader.line_num}: {what}: {excerpt(delimiter.join(cells))}")
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; UTF-8 .jsonl has no such limits.") from error
+    for line, row in rows_of_cells(path, delimiter):
+        if isinstance(row, DataError):
+            if on_bad_row == "error":
+                raise row
+            skipped += 1
+        else:
+            lines.append(line)
+            rows.append(row)
     return Rows(str(path), rows, lines=lines, skipped=skipped)
 
 

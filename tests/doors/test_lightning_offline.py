@@ -12,7 +12,7 @@ import yaml
 
 import lit_rl.cli
 from lit_rl.algorithms import CPO, DPO, KTO, AdamW, Linear
-from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords
+from lit_rl.cli.lightning_app import CONFIG_NAME, WithKeywords, command_line
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
@@ -22,6 +22,7 @@ from lit_rl.ops.preference.losses import ipo
 from lit_rl.ops.preference.ranked import aot
 from lit_rl.ops.preference.reference_free import alphapo
 from lit_rl.ops.preference.verdicts import apo_zero_unpaired, kto
+from lit_rl.rewards import RewardJudge
 from lit_rl.rollout import Sampling
 
 METHODS = {
@@ -65,8 +66,6 @@ def test_a_method_fits(method, monkeypatch, tmp_path, capsys):
 def test_it_trains_as_the_plain_constructors_do(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lit-rl"])
-    from lit_rl.cli.lightning_app import command_line
-
     line = command_line(["fit", *arguments("DPO"), "--optimizer=AdamW", "--optimizer.lr=1e-3"])
     module = DPO(
         "tiny", preference=ipo, optimizer=AdamW(lr=1e-3), scheduler=Linear(), sampling=Sampling(max_new_tokens=4)
@@ -80,6 +79,18 @@ def test_it_trains_as_the_plain_constructors_do(monkeypatch, tmp_path):
     trainer.fit(module, datamodule=data)
     ours = line.model.policy.state_dict()
     assert all(bool((weight == ours[name]).all()) for name, weight in module.policy.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["SFT", "KTO", "OnlineDPO"])
+def test_a_judge_is_a_class_with_settings(method):
+    data = "AdditionText" if method == "SFT" else "AdditionPairs" if method == "KTO" else "Addition"
+    reward = ["--model.reward=lit_rl.rewards.exact_match"] if method == "OnlineDPO" else []
+    line = command_line(
+        [f"--model={method}", "--model.model=tiny", "--model.judge=lit_rl.rewards.RewardJudge",
+         "--model.judge.soft=true", f"--data.task=lit_rl.data.tasks.{data}", *reward],
+        run=False,
+    )  # fmt: skip
+    assert isinstance(line.model.judge, RewardJudge) and line.model.judge.soft
 
 
 def test_the_data_module_is_that_of_the_last_algorithm_named(tmp_path):
@@ -110,3 +121,19 @@ def test_settings_of_a_config_hide_nothing_of_a_loss():
         module._balance(10, 10)
     reward = CPO("tiny", preference=WithKeywords(alphapo, {"alpha": 0.5})).reward_of
     assert reward is not None and float(reward(torch.tensor([0.25]).log())) == pytest.approx((1 - 2) / 0.5)
+
+
+def test_a_stream_is_a_key_here_too(monkeypatch, tmp_path, capsys):
+    rows = "".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1}"}}\n' for i in range(9))
+    (tmp_path / "a.jsonl").write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    own = ["--data.path=a.jsonl", "--data.stream_buffer=4", "--data.max_length=32", "--data.val_fraction=0"]
+    quick = [argument for argument in QUICK if not argument.startswith("--data.task")]
+
+    def fit(*more: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["lit-rl"])
+        return lit_rl.cli.run(["fit", "--model=SFT", "--model.model=tiny", *own, *quick, *more])
+
+    assert fit() == 0
+    assert fit("--trainer.max_steps=-1", "--trainer.max_epochs=1") == 2
+    assert "a stream has no end" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ from lit_rl.data.corpus import Report, list_counts, set_key
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.packing import packed
-from lit_rl.data.offline.read import ExampleOptions, read_examples
+from lit_rl.data.offline.read import ExampleOptions, add_counts, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import hold_out, prompt_key
 from lit_rl.errors import DataError
@@ -67,11 +67,55 @@ def read_example_corpus(
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] = sum(map(len, sources))
         report["val"] = {"rows": len(held), "kept": len(held)}
+    train_set, sizes = training_set(sources, kind, pad_id(tokenizer), options)
+    return _corpus(train_set, sizes, held_out, report, tuple(formats), options)
+
+
+def streamed_corpus(
+    train: ExampleSet,
+    sizes: tuple[int, ...],
+    formats: tuple[str, ...],
+    val: Mapping[str, Rows],
+    tokenizer: PreTrainedTokenizerBase,
+    options: ExampleOptions,
+) -> ExampleCorpus:
+    """As `read_example_corpus` where the training rows are a stream: `train` is its beginning, which is packed already.
+
+    The report has no counts of the training rows: they grow as the stream is read.
+
+    Raises:
+        DataError: a row or a whole set cannot be used; a validation set has no rows left.
+    """
+    report: Report = {"train": {}}
+    held_out = {
+        name: _examples(rows, tokenizer, train.kind, options, report, set_key(name))[0] for name, rows in val.items()
+    }
+    return _corpus(train, sizes, held_out, report, formats, options)
+
+
+def training_set(
+    sources: Sequence[Sequence[Example]], kind: Kind, pad: int, options: ExampleOptions
+) -> tuple[ExampleSet, tuple[int, ...]]:
+    """The rows of all sources, each packed by itself where rows are packed, and how many each has."""
+    parts = [_set(examples, kind, pad, options) for examples in sources]
+    return _joined(parts), tuple(map(len, parts))
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What batches are padded with."""
     assert isinstance(tokenizer.pad_token_id, int)
-    make = _set_maker(kind, tokenizer.pad_token_id, options)
-    parts = [make(examples) for examples in sources]
-    sets = {name: make(examples) for name, examples in held_out.items()}
-    train_set = _joined(parts)
+    return tokenizer.pad_token_id
+
+
+def _corpus(
+    train_set: ExampleSet,
+    sizes: tuple[int, ...],
+    held_out: Mapping[str, Sequence[Example]],
+    report: Report,
+    formats: tuple[str, ...],
+    options: ExampleOptions,
+) -> ExampleCorpus:
+    sets = {name: _set(rows, train_set.kind, train_set.pad_id, options) for name, rows in held_out.items()}
     for name, examples in sets.items():
         counts = report[set_key(name)]
         if not len(examples):
@@ -81,17 +125,14 @@ def read_example_corpus(
     if options.packing != "none":
         for key, examples in {"train": train_set, **{set_key(name): s for name, s in sets.items()}}.items():
             report[key]["packed_rows"] = len(examples)
-    return ExampleCorpus(train_set, tuple(map(len, parts)), sets, report, tuple(formats))
+    return ExampleCorpus(train_set, sizes, sets, report, formats)
 
 
-def _set_maker(kind: Kind, pad_id: int, options: ExampleOptions) -> Callable[[Sequence[Example]], ExampleSet]:
-    def make(examples: Sequence[Example]) -> ExampleSet:
-        if options.packing == "none":
-            return ExampleSet(kind, examples, pad_id)
-        assert options.max_length is not None
-        return ExampleSet(kind, examples, pad_id, packed(examples, options.max_length, options.packing))
-
-    return make
+def _set(examples: Sequence[Example], kind: Kind, pad: int, options: ExampleOptions) -> ExampleSet:
+    if options.packing == "none":
+        return ExampleSet(kind, examples, pad)
+    assert options.max_length is not None
+    return ExampleSet(kind, examples, pad, packed(examples, options.max_length, options.packing))
 
 
 def _joined(parts: Sequence[ExampleSet]) -> ExampleSet:
@@ -105,10 +146,7 @@ def _examples(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, kind: Kind, options: ExampleOptions, report: Report, key: str
 ) -> tuple[list[Example], str]:
     examples, counts, found = read_examples(rows, tokenizer, kind, options)
-    total = report.setdefault(key, {})
-    for name, count in counts.items():
-        before = total.get(name, 0)
-        total[name] = max(before, count) if name.startswith("longest") else before + count
+    report[key] = dict(add_counts(report.get(key, {}), counts))
     return examples, found
 
 

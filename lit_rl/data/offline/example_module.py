@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import list_counts, set_key
 from lit_rl.data.loader import EvalLoader
+from lit_rl.data.offline import streaming
 from lit_rl.data.offline.corpus import ExampleCorpus, read_example_corpus
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.loader import ExampleEvalLoader, ExampleLoader
 from lit_rl.data.offline.read import ExampleOptions
+from lit_rl.data.offline.stream import Windows
+from lit_rl.data.offline.stream_loader import StreamLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.errors import ConfigError, in_range
@@ -32,6 +37,8 @@ class ExampleDataModule(SourcedDataModule):
         overlong: What to do with a too long row: `truncate`, `drop` (and count it), or `error`.
         max_dropped: Share of the rows that may be dropped because there is nothing to learn from (a side is empty, both
             are equal), in [0, 1]; beyond it the data is refused.
+        stream_buffer: Rows in memory at a time, of sources that are read as the run needs them, at least `batch_size`;
+            null reads everything before the first step.
         val_batch_size: Rows of a validation batch, on each rank.
         source: What every `SourcedDataModule` takes.
     """
@@ -48,6 +55,7 @@ class ExampleDataModule(SourcedDataModule):
         keep: Literal["start", "end"] = "start",
         overlong: Literal["truncate", "drop", "error"] = "truncate",
         max_dropped: float = 0.1,
+        stream_buffer: int | None = None,
         val_batch_size: int = 32,
         **source: Any,
     ) -> None:
@@ -62,7 +70,11 @@ class ExampleDataModule(SourcedDataModule):
             max_dropped=max_dropped,
             **self.reading,
         )
+        self.stream_buffer = stream_buffer
+        if stream_buffer is not None:
+            streaming.check_settings(self, stream_buffer)
         self._read_for: tuple[Any, Kind] | None = None
+        self._windows: Windows | None = None
         self._corpus: ExampleCorpus | None = None
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, kind: Kind | None = None, *, stage: str = "fit") -> None:
@@ -87,33 +99,55 @@ class ExampleDataModule(SourcedDataModule):
             self._corpus = self._read(tokenizer, kind)
             self._read_for = (tokenizer, kind)
         if stage == "fit":
-            self._order(self.shuffle)
+            if self._windows is None:
+                self._order(self.shuffle)
+            else:
+                streaming.check_first(self._sets.sizes, self.batch_size, self.report["train"])
 
     def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.check_trainer(self.trainer_of_run())
         self.prepare(self.module_attribute("tokenizer"), self.module_attribute("learns_from"), stage=stage)
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
         """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_example_corpus`."""
-        return self.corpus.report
+        report = self._sets.report
+        return report if self._windows is None else {**report, "train": self._windows.counts}
 
     @property
     def corpus(self) -> ExampleCorpus:
-        """Everything that was read.
+        """Everything that was read; of a stream its first window, which is read again where another one came since.
 
         Raises:
             ConfigError: nothing was, yet.
         """
+        if self._windows is None:
+            return self._sets
+        return replace(self._sets, train=self._windows.at(self._windows.start).data)
+
+    @property
+    def _sets(self) -> ExampleCorpus:
+        """Everything that was read; without the training rows, where they are a stream."""
         if self._corpus is None:
             raise ConfigError("The data is not loaded yet: call `prepare(tokenizer)`; a Trainer does it by itself.")
         return self._corpus
+
+    def check_trainer(self, trainer: L.Trainer) -> None:
+        """Refuse Trainer settings that no stream can be learned with. Needs no data.
+
+        Raises:
+            ConfigError: `max_steps` is missing, or loaders are to be made anew.
+        """
+        if self.stream_buffer is not None:
+            streaming.check_trainer(trainer)
 
     @property
     def val_names(self) -> list[str]:
         """Names of the validation sets that have prompts to generate from, in the order of the first loaders."""
         if not self._generates:
             return []
-        return [name for name, examples in self.corpus.val.items() if len(examples.prompts)]
+        return [name for name, examples in self._sets.val.items() if len(examples.prompts)]
 
     @property
     def _generates(self) -> bool:
@@ -124,36 +158,44 @@ class ExampleDataModule(SourcedDataModule):
     @property
     def val_columns(self) -> dict[str, list[str]]:
         """Columns of the validation sets that have prompts, by name."""
-        return {name: list(self.corpus.val[name].prompts.columns) for name in self.val_names}
+        return {name: list(self._sets.val[name].prompts.columns) for name in self.val_names}
 
     @property
     def loss_names(self) -> list[str]:
         """Names of all validation sets, in the order of the loaders after those of prompts."""
-        return list(self.corpus.val)
+        return list(self._sets.val)
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest row of any set."""
-        sets = (self.corpus.train, *self.corpus.val.values())
-        return max(examples.longest for examples in sets)
+        """Tokens of the longest row of any set; of a stream, whose rows are not known yet, the limit `max_length`."""
+        train = self._sets.train.longest if self._windows is None else self.options.max_length or 0
+        return max(train, *(examples.longest for examples in self._sets.val.values()), 0)
 
     @property
     def longest_val_prompt(self) -> int:
         """Tokens of the longest validation prompt of any set; 0 where there is none."""
-        sets = (self.corpus.val[name].prompts for name in self.val_names)
+        sets = (self._sets.val[name].prompts for name in self.val_names)
         return max((len(ids) for prompts in sets for ids in prompts.prompt_ids), default=0)
 
-    def train_dataloader(self) -> ExampleLoader:
+    def train_dataloader(self) -> ExampleLoader | StreamLoader:
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
-        return ExampleLoader(
-            self.corpus.train,
-            self._order(self.shuffles()),
-            accumulate=trainer.accumulate_grad_batches,
-            rank=rank,
-            world_size=world_size,
-            epoch=trainer.current_epoch,
-            limit=trainer.limit_train_batches,
-            allow_changed=self.allow_changed,
+        place: dict[str, Any] = {
+            "accumulate": trainer.accumulate_grad_batches,
+            "rank": rank,
+            "world_size": world_size,
+            "limit": trainer.limit_train_batches,
+            "allow_changed": self.allow_changed,
+        }
+        if self._windows is None:
+            return ExampleLoader(self.corpus.train, self._order(self.shuffles()), epoch=trainer.current_epoch, **place)
+        self.check_trainer(trainer)
+        return StreamLoader(
+            self._windows,
+            length=trainer.max_steps * trainer.accumulate_grad_batches,
+            seed=self.seed,
+            shuffle=self.shuffles(),
+            overfit=bool(getattr(trainer, "overfit_batches", 0)),
+            **place,
         )
 
     def val_dataloader(self) -> list[EvalLoader | ExampleEvalLoader]:
@@ -168,12 +210,12 @@ class ExampleDataModule(SourcedDataModule):
         (rank, world_size), size = self.rank(), self.val_batch_size
         return [
             ExampleEvalLoader(examples, batch_size=size, rank=rank, world_size=world_size)
-            for examples in self.corpus.val.values()
+            for examples in self._sets.val.values()
         ]
 
     def _prompt_loaders(self) -> list[EvalLoader]:
         limit, (rank, world_size) = self.module_attribute("evaluation").limit, self.rank()
-        sets = (self.corpus.val[name].prompts for name in self.val_names)
+        sets = (self._sets.val[name].prompts for name in self.val_names)
         return [
             EvalLoader(prompts, batch_size=self.val_batch_size, limit=limit, rank=rank, world_size=world_size)
             for prompts in sets
@@ -181,9 +223,13 @@ class ExampleDataModule(SourcedDataModule):
 
     def _read(self, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> ExampleCorpus:
         val = self.val_rows()
-        corpus = read_example_corpus(
-            self.train_rows(), val, tokenizer, kind, self.options, val_fraction=self.held_out(val), seed=self.seed
-        )
+        if self.stream_buffer is None:
+            corpus = read_example_corpus(
+                self.train_rows(), val, tokenizer, kind, self.options, val_fraction=self.held_out(val), seed=self.seed
+            )
+        else:
+            self._windows = None  # its rows go before others come
+            corpus, self._windows = streaming.begin(self, self.stream_buffer, val, tokenizer, kind)
         for name, examples in corpus.val.items():
             if overlap := corpus.report[set_key(name)]["overlap"]:
                 rank_zero_warn(f"{overlap} of {len(examples)} rows of {set_key(name)} have a training prompt.")

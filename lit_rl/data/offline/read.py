@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lit_rl.data.corpus import list_counts
@@ -40,9 +42,27 @@ def read_examples(
         ConfigError: an option that this kind has no use for, or that the chat template does not allow.
     """
     options.check_kind(kind)
+    reader = Reader(tokenizer, kind, options)
+    kept, counts = read_on(rows, reader, {})
+    return kept, counts, next(iter(reader.formats), "")
+
+
+def read_on(rows: Rows, reader: Reader, met: Mapping[str, int]) -> tuple[list[Example], Counter[str]]:
+    """As `read_examples` of the next rows of a source that is read bit by bit.
+
+    What only all rows together can prove wrong is asked of all that were met up to here.
+
+    Args:
+        rows: The next rows.
+        reader: Of the source, for all of its rows.
+        met: The counts of the rows before.
+
+    Returns:
+        The examples, and the counts with those before.
+    """
+    options, known = reader.options, bool(reader.formats)
     counts = Counter(rows=len(rows) + rows.skipped, bad=rows.skipped)
     counts.update(dict.fromkeys((*DROPPED, "overlong", "truncated", "kept", "longest"), 0))
-    reader = Reader(tokenizer, kind, options)
     kept: list[Example] = []
     first_error = None
     for i in range(len(rows)):
@@ -62,11 +82,24 @@ def read_examples(
             fate, examples = reader.examples(record, texts, where)
             kept += examples
         counts.update(fate.split())
-    if first_error and counts["bad"] - rows.skipped == len(rows):
+    if first_error and not known and counts["bad"] - rows.skipped == len(rows):
         raise first_error
-    reader.check_whole()
+    if len(rows):
+        reader.check_whole()
+    counts = add_counts(met, counts)
     _check_dropped(rows.name, counts, options.max_dropped)
-    return kept, counts, next(iter(reader.formats), "")
+    return kept, counts
+
+
+def add_counts(one: Mapping[str, int], other: Mapping[str, int]) -> Counter[str]:
+    """Counts of the rows of both; of what is longest the longer one."""
+    names = {**one, **other}
+    return Counter(
+        {
+            name: (max if name.startswith("longest") else operator.add)(one.get(name, 0), other.get(name, 0))
+            for name in names
+        }
+    )
 
 
 def _check_dropped(name: str, counts: Counter[str], share: float) -> None:

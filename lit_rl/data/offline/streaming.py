@@ -1,0 +1,118 @@
+"""What a data module of examples does where its rows are a stream: where that begins, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import lightning as L
+
+from lit_rl.data.corpus import list_counts
+from lit_rl.data.offline.corpus import ExampleCorpus, streamed_corpus
+from lit_rl.data.offline.example import Kind
+from lit_rl.data.offline.stream import Windows
+from lit_rl.data.sources import Rows
+from lit_rl.data.streams import RowStream
+from lit_rl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lit_rl.data.offline.example_module import ExampleDataModule
+
+
+def begin(
+    data: ExampleDataModule, size: int, val: Mapping[str, Rows], tokenizer: PreTrainedTokenizerBase, kind: Kind
+) -> tuple[ExampleCorpus, Windows]:
+    """The validation sets of a data module, without training rows, and the windows of its stream.
+
+    The first window is read, so that bad data shows at once.
+
+    Args:
+        data: The data module.
+        size: Rows of a window.
+        val: The rows of its validation sets.
+        tokenizer: The policy's.
+        kind: What the rows become.
+
+    Raises:
+        DataError: a set cannot be used.
+        ConfigError: a source cannot be read bit by bit.
+        BackendError: the hub cannot be reached.
+    """
+    sources = [RowStream(source, data.on_bad_row) for source in data.sources]
+    windows = Windows(sources, size, data.weights or (1.0,), tokenizer, kind, data.options, data.batch_size)
+    first = windows.at(windows.start)
+    corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, tokenizer, data.options)
+    return replace(corpus, train=replace(first.data, examples=(), packs=None)), windows
+
+
+def check_settings(data: ExampleDataModule, size: int) -> None:
+    """
+    Raises:
+        ConfigError: a setting of the data does not fit `stream_buffer`, which is `size`.
+    """
+    if size < data.batch_size:
+        raise ConfigError(
+            f"data.stream_buffer={size} is below data.batch_size={data.batch_size}, the rows of one step: raise it; "
+            "some thousands are usual."
+        )
+    if not data.sources:
+        key = "data.rows" if data.rows is not None else "data.task"
+        raise ConfigError(
+            f"data.stream_buffer={size} is for files and the hub; {key} is in memory whole: leave data.stream_buffer "
+            "out, or write the rows to a .jsonl file and set data.path."
+        )
+    if data.options.max_length is None:
+        raise ConfigError(
+            f"data.max_length=null with data.stream_buffer={size}: the longest row is not known before it is read, so "
+            "whether it fits into the model is not either. Set data.max_length."
+        )
+    if data.val_fraction > 0 and not data.val_sources:
+        raise ConfigError(
+            f"data.val_fraction={data.val_fraction} with data.stream_buffer={size}: prompts cannot be held out of rows "
+            "that are never there all at once. Set data.val_fraction=0, or name a validation set (data.val_path, or "
+            "data.val_split)."
+        )
+
+
+def check_trainer(trainer: L.Trainer) -> None:
+    """
+    Raises:
+        ConfigError: nothing says how long the run is, or loaders are to be made anew within it.
+    """
+    if trainer.max_steps in (None, -1):
+        raise ConfigError(
+            f"trainer.max_steps={trainer.max_steps} with data.stream_buffer: a stream has no end, so there is no epoch "
+            f"that trainer.max_epochs={trainer.max_epochs} could count. Set trainer.max_steps, the optimizer steps of "
+            "the run."
+        )
+    if every := trainer.reload_dataloaders_every_n_epochs:  # pyright: ignore
+        raise ConfigError(
+            f"trainer.reload_dataloaders_every_n_epochs={every} with data.stream_buffer: a new loader would begin with "
+            "the first row again. Set it to 0."
+        )
+
+
+def check_first(sizes: tuple[int, ...], batch_size: int, counts: Mapping[str, int]) -> None:
+    """Refuse a first window that cannot be learned from.
+
+    Args:
+        sizes: Rows of each source that are left.
+        batch_size: Rows of a step.
+        counts: What every filter took, for the message.
+
+    Raises:
+        DataError: its rows do not fill one step, or a source has none left.
+    """
+    if sum(sizes) < batch_size:
+        raise DataError(
+            f"data.batch_size={batch_size}, and {sum(sizes)} rows are left of the first window of the stream: "
+            f"{list_counts(counts)}. Raise data.stream_buffer, loosen a filter or lower data.batch_size."
+        )
+    if 0 in sizes:
+        raise DataError(
+            f"data.sources[{sizes.index(0)}]: the filters left no row of it in the first window of the stream; raise "
+            "data.stream_buffer."
+        )

@@ -1,0 +1,107 @@
+"""The rows of a file one at a time, from any row on; what is before it is not parsed.
+
+A bad row is given as its error, not raised: a generator that raises is over, and who leaves bad rows out goes on.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.data.jsonl import numbered_lines, row_of_line
+from lit_rl.errors import DataError
+
+BATCH = 256
+"""Rows that are made of a columnar file at once."""
+
+RawRow = tuple[int, dict[str, Any] | DataError]
+"""The line number of a row (of a file without lines its number from 0), and the row or what is wrong with it."""
+
+
+def rows_of_lines(path: Path, skip: int = 0) -> Iterator[RawRow]:
+    """Rows of JSON Lines; blank lines are none.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    for number, line in itertools.islice(numbered_lines(path), skip, None):
+        row: dict[str, Any] | DataError
+        try:
+            row = row_of_line(path, number, line)
+        except DataError as error:
+            row = error
+        yield number, row
+
+
+def rows_of_cells(path: Path, delimiter: str, skip: int = 0) -> Iterator[RawRow]:
+    """Rows of a table of text cells under a header; blank lines are none.
+
+    Raises:
+        DataError: the file cannot be read, or a column name stands twice.
+    """
+
+    def refusal(error: Exception) -> DataError:
+        return DataError(f"{path}: cannot be read: {error}; UTF-8 .jsonl has no such limits.")
+
+    return _each(_cells(path, delimiter, skip), (csv.Error, UnicodeDecodeError, OSError), refusal)
+
+
+def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
+    """Rows of a parquet file, `BATCH` of them in memory; row groups that are skipped whole are not read.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    import pyarrow
+
+    def refusal(error: Exception) -> DataError:
+        return DataError(f"{path}: cannot be read as parquet: {excerpt(str(error), 200)}")
+
+    return _each(_records(path, skip), (pyarrow.ArrowException, OSError), refusal)
+
+
+def _cells(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        header = next(reader, [])
+        if len(set(header)) < len(header):
+            raise DataError(f"{path}:1: a column name stands twice: {', '.join(header)}")
+        for cells in itertools.islice((cells for cells in reader if cells), skip, None):
+            if len(cells) == len(header):
+                yield reader.line_num, dict(zip(header, cells))
+            else:
+                what = f"{len(cells)} cells under {len(header)} column names"
+                shown = excerpt(delimiter.join(cells))
+                yield reader.line_num, DataError(f"{path}:{reader.line_num}: {what}: {shown}")
+
+
+def _records(path: Path, skip: int) -> Iterator[RawRow]:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+        ends = list(itertools.accumulate(sizes))
+        groups = [i for i, end in enumerate(ends) if end > skip]
+        first = ends[groups[0]] - sizes[groups[0]] if groups else 0
+        for batch in file.iter_batches(batch_size=BATCH, row_groups=groups) if groups else ():
+            rows = batch.slice(max(0, skip - first)).to_pylist()
+            yield from enumerate(rows, first + len(batch) - len(rows))
+            first += len(batch)
+
+
+def _each(
+    rows: Iterator[RawRow], errors: tuple[type[Exception], ...], refusal: Callable[[Exception], DataError]
+) -> Iterator[RawRow]:
+    while True:
+        # No row is given inside of `try`: a generator that is still open when Python ends could not name the errors.
+        try:
+            row = next(rows, None)
+        except errors as error:
+            raise refusal(error) from error
+        if row is None:
+            return
+        yield row
