@@ -53,7 +53,7 @@ OFFLINE = [name for name in PRESETS if issubclass(CLASSES[name], OfflineModule)]
 ONLINE_PAIRS = [name for name in PRESETS if issubclass(CLASSES[name], OnlinePairs)]
 """Presets that write their own pairs, which a judge compares."""
 ON_POLICY = [name for name in PRESETS if name not in (*OFFLINE, *ONLINE_PAIRS)]
-"""Presets that learn from rewards of what they write: those with a learning curve."""
+"""Presets that learn from rewards of what they write."""
 
 FAMILIES: dict[str, Callable[[type], bool]] = {
     "From rewards of what the policy writes": lambda kind: not issubclass(kind, OfflineModule | OnlinePairs),
@@ -125,7 +125,7 @@ def composed(preset: str, *overrides: str) -> tuple[DictConfig, dict[str, str]]:
         config = compose("config", [f"algo={preset}", "run_dir=run", *overrides], return_hydra_config=True)
     found = config.hydra.runtime.choices
     choices = {group: str(choice) for group, choice in found.items() if group[:5] == "algo/"}
-    choices |= {group: str(found[group]) for group in USUAL if _differs(group, found[group], config.algo)}
+    choices |= {group: str(found[group]) for group in USUAL if _differs(preset, group, found[group], config.algo)}
     # Hydra does not report a group of which several choices are taken.
     choices |= {key.replace(".", "/"): "" for key in reference.BY_NAME if OmegaConf.select(config, key) is not None}
     with open_dict(config):
@@ -137,7 +137,9 @@ USUAL = {"judge": None, "reference": "auto", "data": "addition", "reward": "exac
 """Groups at the top that a preset may choose from, and what they are otherwise."""
 
 
-def _differs(group: str, choice: str, algo: DictConfig) -> bool:
+def _differs(preset: str, group: str, choice: str, algo: DictConfig) -> bool:
+    if group == "judge" and not CLASSES[preset].learns_by_judge:
+        return False  # asked for win rates alone, as in every run
     return choice != USUAL[group] and (group in algo or group == "data")
 
 

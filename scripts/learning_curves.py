@@ -1,35 +1,29 @@
-"""Train the shipped policy with the presets that learn from rewards, and draw what they learn: docs/images/algorithms.
+"""Train the shipped policy with the presets that learn from what it writes, and draw it: docs/images/algorithms.
 
     python scripts/learning_curves.py [PRESET ...] [--seeds 0 1 2]
 
 Without a preset: all of those, some ten seconds a run. Every run has the same number of rollouts of the same size, the
 same learning rate and the same prompts, and the preset's own settings else. A reward is that of a rollout's completions
 as they were first sampled; `curves.csv` has one line a rollout, and the lines of other presets and seeds are kept.
+Presets that learn from a data set: `offline_curves.py`.
 """
 
 from __future__ import annotations
 
-import argparse
 import csv
-import sys
-import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import curve_runs
 import lightning as L
-import matplotlib
-import numpy as np
-import torch
-from algorithm_pages import ON_POLICY, PAGES, composed, parts, trainer_of, write
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
+from algorithm_pages import ON_POLICY, ONLINE_PAIRS, PAGES, composed, parts, trainer_of, write
+from curve_runs import BLUE, GREY, IMAGES, INK, band, spread, styled, written
 from matplotlib.axes import Axes
 
-ROOT = Path(__file__).resolve().parents[1]
-IMAGES = ROOT / "docs" / "images" / "algorithms"
+PRESETS = sorted([*ON_POLICY, *ONLINE_PAIRS])
 
 PER_ROLLOUT, ROLLOUTS = 128, 60
 """Completions of a rollout, before fresh draws and greedy baselines, and rollouts of a run."""
@@ -37,10 +31,15 @@ PER_ROLLOUT, ROLLOUTS = 128, 60
 SETTINGS = ["data.task.max_operand=12", "data.task.val_rows=10", "optimizer.lr=2e-4"]
 SETTINGS += ["scheduler=constant", "scheduler.warmup_steps=5"]
 
-OWN = {"high_entropy": ("algo.selection.share=0.5", "a fifth of two or three tokens is less than one")}
+OWN = {
+    "high_entropy": (
+        "algo.selection.share=0.5",
+        "a fifth of two or three tokens is less than one, and with the default the reward does not rise here",
+    ),
+    "iterative_dpo": ("reference.every=15", "with the default the run has one round of 50 steps and a part of another"),
+}
 """What a preset cannot do without here, and why."""
 
-BLUE, GREY, INK = "#2f6db3", "#8a8f98", "#2b2f36"
 WINDOW = 9
 """Rollouts that a point of a drawn curve is the mean of."""
 
@@ -64,7 +63,8 @@ class Watch(L.Callback):
             scores = reward(batch, completions)
             self._completions += len(completions)
             if self._first:
-                self.curve.append((self._completions, float(scores.total.nanmean())))
+                own = scores.total[:: 2 if getattr(pl_module, "opponent_writes", False) else 1]
+                self.curve.append((self._completions, float(own.nanmean())))
                 self._first = False
             return scores
 
@@ -103,15 +103,14 @@ def read(path: Path) -> Curves:
 
 
 def save(path: Path, curves: Curves) -> None:
-    """Write them beside the file first: a run that is ended in the middle leaves the last whole one."""
-    fresh = path.with_suffix(".tmp")
-    with fresh.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["preset", "seed", "completions", "reward"])
-        for preset, seeds in sorted(curves.items()):
-            for seed, curve in sorted(seeds.items()):
-                writer.writerows([preset, seed, completions, f"{reward:.4g}"] for completions, reward in curve)
-    fresh.replace(path)
+    """Write all curves to a file."""
+    rows = (
+        (preset, seed, completions, f"{reward:.4g}")
+        for preset, seeds in sorted(curves.items())
+        for seed, curve in sorted(seeds.items())
+        for completions, reward in curve
+    )
+    written(path, ["preset", "seed", "completions", "reward"], rows)
 
 
 # ---------------------------------------------------------------------------------------------------------- the figures
@@ -131,17 +130,9 @@ def final(curve: Curve) -> float:
 
 
 def draw(axes: Axes, seeds: dict[int, Curve], label: str, color: str, alpha: float = 0.2) -> None:
-    """The mean over seeds, and the band from the lowest to the highest."""
+    """The smoothed rewards of the seeds."""
     rewards = np.stack([smooth(curve) for curve in seeds.values()])
-    at = np.arange(1, rewards.shape[1] + 1)
-    axes.fill_between(at, rewards.min(0), rewards.max(0), color=color, alpha=alpha, linewidth=0)
-    axes.plot(at, rewards.mean(0), color=color, linewidth=2, label=label)
-
-
-def styled(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK)
-    axes.set_axisbelow(True)
+    band(axes, range(1, rewards.shape[1] + 1), rewards, label, color, alpha)
 
 
 def picture(curves: Curves, preset: str, path: Path) -> None:
@@ -153,9 +144,8 @@ def picture(curves: Curves, preset: str, path: Path) -> None:
     axes.set_ylim(0, 0.8)
     axes.set_xlabel(f"rollouts of {PER_ROLLOUT} completions")
     axes.set_ylabel("reward (accuracy)")
-    axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.7)
-    axes.legend(frameon=False, loc="lower right")
-    styled(axes)
+    axes.legend(frameon=False, loc="upper left")
+    styled(axes, "y")
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
@@ -173,15 +163,14 @@ def overview(curves: Curves, path: Path) -> None:
     axes.set_yticks(range(len(order)), order, fontsize=8)
     axes.set_ylim(-0.7, len(order) - 0.3)
     axes.set_xlabel("final reward: a point is a seed, the bar their mean")
-    axes.grid(axis="x", color=GREY, alpha=0.2, linewidth=0.7)
-    styled(axes)
+    styled(axes, "x")
     figure.savefig(path, dpi=100)
     plt.close(figure)
 
 
 def pictures(curves: Curves, presets: Sequence[str], out: Path) -> None:
     """The figures of these presets, and the one of all that there are."""
-    plt.rcParams.update({"font.size": 10, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK})
+    curve_runs.look()
     for preset in presets:
         picture(curves, preset, out / f"{preset}.png")
     overview(curves, out / "overview.png")
@@ -189,15 +178,15 @@ def pictures(curves: Curves, presets: Sequence[str], out: Path) -> None:
 
 def section(curves: Curves, preset: str) -> str:
     """What the page of a preset says: the figure, the command that made it, and what is seen."""
-    numbers = f"Reward in the last tenth of {ROLLOUTS} rollouts: {spread(curves[preset])}"
+    numbers = f"Reward in the last tenth of {ROLLOUTS} rollouts: {ends(curves[preset])}"
     if preset != "grpo" and "grpo" in curves:
-        numbers += f"; [grpo](grpo.md) has {spread(curves['grpo'])}"
+        numbers += f"; [grpo](grpo.md) has {ends(curves['grpo'])}"
     sampled = np.mean([curve[-1][0] for curve in curves[preset].values()]) / ROLLOUTS
     if sampled > 1.1 * PER_ROLLOUT:
         numbers += f". {sampled:.0f} completions were sampled a rollout"
     if preset in OWN:
         setting, reason = OWN[preset]
-        numbers += f". This curve is with `{setting}`: {reason}, and with the default the reward does not rise here"
+        numbers += f". This curve is with `{setting}`: {reason}"
     return f"""![Reward against rollouts, mean and range of the seeds](../images/algorithms/{preset}.png)
 
 ```bash
@@ -207,51 +196,39 @@ python scripts/learning_curves.py {preset}
 {numbers}. The [setting](README.md#learning-curves) is the same for all presets."""
 
 
-def spread(seeds: dict[int, Curve]) -> str:
-    """The mean over seeds, with the lowest and the highest."""
-    ends = [final(curve) for curve in seeds.values()]
-    return f"{np.mean(ends):.2f} (seeds: {min(ends):.2f} to {max(ends):.2f})"
+def ends(seeds: dict[int, Curve]) -> str:
+    """The final reward: the mean over seeds, with the lowest and the highest."""
+    return spread([final(curve) for curve in seeds.values()])
+
+
+def table(curves: Curves) -> str:
+    """The final rewards of the presets whose pairs a judge compares, beside those of GRPO."""
+    rows = [
+        f"| [{preset}]({preset}.md) | {ends(curves[preset])} |"
+        for preset in [*ONLINE_PAIRS, "grpo"]
+        if preset in curves
+    ]
+    return "\n".join(["| `algo=` | final reward |", "|---|---|", *rows])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "presets", nargs="*", metavar="PRESET", help="choices of algo= that learn from rewards; default: all"
+    asked = curve_runs.asked(__doc__, PRESETS, "learn from what the policy writes")
+    presets, path = asked.presets, asked.out / "curves.csv"
+    curves = read(path)
+    curve_runs.train(
+        asked.jobs(curves),
+        curves,
+        run,
+        lambda measured: save(path, measured),
+        lambda curve: f"{curve[0][1]:.2f} -> {final(curve):.2f}",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=IMAGES, help="folder of curves.csv and the figures")
-    parser.add_argument(
-        "--missing", action="store_true", help="train only what curves.csv has not; goes on after a stop"
-    )
-    parser.add_argument("--draw-only", action="store_true", help="train nothing: figures and pages from curves.csv")
-    given = parser.parse_args()
-    if unknown := sorted(set(given.presets) - set(ON_POLICY)):
-        parser.error(
-            f"{', '.join(unknown)}: no choice of algo= that learns from rewards. Those: {', '.join(ON_POLICY)}."
-        )
-    presets, out = given.presets or ON_POLICY, given.out
-    out.mkdir(parents=True, exist_ok=True)
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    curves = read(out / "curves.csv")
-    jobs = [] if given.draw_only else [(preset, seed) for preset in presets for seed in given.seeds]
-    if given.missing:
-        jobs = [(preset, seed) for preset, seed in jobs if seed not in curves.get(preset, {})]
-    for number, (preset, seed) in enumerate(jobs, 1):
-        began = time.perf_counter()
-        curves.setdefault(preset, {})[seed] = curve = run(preset, seed)
-        seconds = time.perf_counter() - began
-        sys.stdout.write(
-            f"{number}/{len(jobs)}  {preset} seed {seed}: {curve[0][1]:.2f} -> {final(curve):.2f} in {seconds:.0f} s\n"
-        )
-        sys.stdout.flush()
-        save(out / "curves.csv", curves)
     if "grpo" in presets:  # it stands in every figure and on every page
-        presets = [preset for preset in ON_POLICY if preset in curves]
-    pictures(curves, presets, out)
-    if out == IMAGES:
+        presets = [preset for preset in PRESETS if preset in curves]
+    pictures(curves, presets, asked.out)
+    if asked.out == IMAGES:
         for preset in presets:
             write(PAGES / f"{preset}.md", {"curve": section(curves, preset)})
+        write(PAGES / "README.md", {"judged": table(curves)})
 
 
 if __name__ == "__main__":
