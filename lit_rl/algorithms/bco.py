@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.density_ratio import DensityRatio, prompt_embeddings
+from lit_rl.algorithms.precomputed import text_key
 from lit_rl.algorithms.verdicts import VerdictModule
 from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.data.offline.example import Encoded, Example
@@ -63,6 +64,7 @@ class BCO(VerdictModule):
                 f"{type(self.reference).__name__} changes during the run. Take reference=auto or reference=frozen_copy."
             )
         self.prompt_weights = prompt_weights
+        self._known_weights: dict[bytes, float] = {}
         self._steps, self._shift = 0, 0.0
         self._step_reward: Tensor | None = None
 
@@ -113,7 +115,9 @@ class BCO(VerdictModule):
             self.match_prompts(self.trainer.datamodule.corpus.train.examples)  # pyright: ignore
         tokens = batch.tokens
         prompts = tokens.attention_mask & (tokens.loss_mask.long().cumsum(1) == 0)
-        ratio = self.prompt_weights.weights(self._embed(tokens, prompts))
+        ratio = self._precomputed_weights(tokens, prompts)
+        if ratio is None:
+            ratio = self.prompt_weights.weights(self._embed(tokens, prompts))
         return torch.where(batch.desirable, 1.0, ratio)  # pyright: ignore
 
     def match_prompts(self, examples: Sequence[Example]) -> None:
@@ -135,6 +139,31 @@ class BCO(VerdictModule):
         if self.trainer_or_none is not None:  # a last digit may differ between machines
             self.prompt_weights.load_state(self.trainer.strategy.broadcast(self.prompt_weights.state()))
 
+    def before_release(self) -> None:
+        """The weight of every prompt of the run, which the reference embeds."""
+        if self.prompt_weights is None:
+            return
+        corpus: Any = self.trainer.datamodule.corpus  # pyright: ignore
+        sets = (corpus.train, *corpus.val.values())
+        prompts = {_key(text.ids): text for examples in sets for text in map(_before_learned, examples.examples)}
+        keys, texts = list(prompts), list(prompts.values())
+        with self.rollout_context():
+            if not self.prompt_weights.fitted:
+                self.match_prompts(corpus.train.examples)
+            for start in range(0, len(texts), EMBEDDED):
+                part = slice(start, start + EMBEDDED)
+                tokens = token_batch([[text] for text in texts[part]], self.model.pad_id).to(self.device)
+                weights = self.prompt_weights.weights(self._embed(tokens, tokens.attention_mask))
+                self._known_weights |= dict(zip(keys[part], weights.tolist()))
+
+    def _precomputed_weights(self, tokens: TokenBatch, prompts: Tensor) -> Tensor | None:
+        """`(b,)`; None while the reference is there to be asked."""
+        if not self._known_weights:
+            return None
+        rows = zip(tokens.input_ids.tolist(), prompts.sum(1).tolist())
+        known = [self._known_weights[_key(ids[:count])] for ids, count in rows]
+        return torch.tensor(known, device=self.device)
+
     @torch.no_grad()
     def _embed(self, tokens: TokenBatch, prompts: Tensor) -> Tensor:
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
@@ -144,3 +173,14 @@ class BCO(VerdictModule):
 def _prompt(example: Example) -> Encoded:
     ids = example.texts[0].ids[: example.texts[0].prompt_tokens]
     return Encoded(ids, [False] * len(ids), len(ids))
+
+
+def _before_learned(example: Example) -> Encoded:
+    """What `BCO._weights` takes for the prompt of a batch's row."""
+    text = example.texts[0]
+    count = text.learned.index(True) if any(text.learned) else len(text)
+    return Encoded(text.ids[:count], [False] * count, count)
+
+
+def _key(prompt: list[int]) -> bytes:
+    return text_key(prompt, [])

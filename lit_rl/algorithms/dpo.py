@@ -77,8 +77,7 @@ class DPO(PairModule):
         if likelihood_weights:
             pair_checks.weighs_pairs(self.preference)
         self.divergence, self.tail_weight, self.likelihood_weights = divergence, tail_weight, likelihood_weights
-        pair_checks.cache_is_read(precompute_reference, reference_cache)
-        self.precomputed = PrecomputedReference(self.reference, reference_cache) if precompute_reference else None
+        self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
 
     @property
     def needs_reference(self) -> bool:
@@ -102,24 +101,6 @@ class DPO(PairModule):
         pairs = self.pairs(columns, batch)
         rewards = Sides(self.beta * pairs.chosen_ratio, self.beta * pairs.rejected_ratio)
         return loss, pair_metrics(rewards, Sides(pairs.chosen, pairs.rejected), batch, scores) | aux
-
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        if self.precomputed is not None:
-            self.precomputed.prepare(self)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._fill(batch, 0)
-        super().on_train_batch_start(batch, batch_idx)
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._fill(batch, dataloader_idx)
-
-    on_test_batch_start = on_validation_batch_start
-
-    def _fill(self, batch: Any, dataloader_idx: int) -> None:
-        if self.precomputed is not None:
-            self.precomputed.fill(self, batch, dataloader_idx)
 
     @torch.no_grad()
     def _likelihoods(self, batch: PairBatch, scores: TextScores) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,6 +22,8 @@ from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, resp
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.sharding import unsharded
 from lit_rl.rewards.base import Rewards, Scores, TrainerState
+from lit_rl.rewards.judge_functions import as_judge
+from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 
@@ -34,6 +36,8 @@ class GeneratingModule(PolicyModule):
         generator: Draws the completions. None is the in-process decode loop.
         sampling: How training completions are drawn.
         evaluation: How validation samples.
+        judge: Says which of two completions is better: a judge of `lit_rl.rewards.judges`, or a function. None compares
+            the summed rewards. Asked by `eval.win_rate_against`.
         shared: What every `PolicyModule` takes.
     """
 
@@ -45,12 +49,14 @@ class GeneratingModule(PolicyModule):
         generator: Generator | None = None,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
         evaluation: Evaluation = Evaluation(),  # noqa: B008 (frozen)
+        judge: Judge | Callable[..., Any] | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(model, **shared)
         self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
         self.generator: Generator = NativeGenerator() if generator is None else generator
         self.sampling, self.evaluation = sampling, evaluation
+        self.judge = as_judge(judge)
         self._seconds = {"generate": 0.0, "reward": 0.0}
         self._sampled = 0
         self._evaluated: list[EvaluationRows] = []
@@ -58,6 +64,9 @@ class GeneratingModule(PolicyModule):
 
     generates = True
     """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
+
+    learns_by_judge = False
+    """Whether the judge decides what is learned; otherwise `eval.win_rate_against` alone asks it."""
 
     group_size = 1
     """Completions a prompt, where nothing else is asked for."""

@@ -14,7 +14,7 @@ The weights w_d and w_u balance the two classes: the paper wants w_d n_d / (w_u 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, final
 
@@ -22,10 +22,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_rl.algorithms import checks
+from lit_rl.algorithms import checks, mismatched
 from lit_rl.algorithms.over_ranks import inner, setting
 from lit_rl.algorithms.verdicts import VerdictModule
 from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
 from lit_rl.examples import VerdictBatch
 from lit_rl.models.language_model import LanguageModel
@@ -76,8 +77,8 @@ class KTO(VerdictModule):
         ratios, found = self.ratios(batch, scores), {}
         baseline = ratios.new_zeros(())
         if self.couples_rows:
-            mismatched = self._mismatched(batch) if whole is None else whole.columns["mismatched"]
-            baseline = mismatched.mean().clamp(min=0)
+            others = self._mismatched(batch) if whole is None else whole.columns["mismatched"]
+            baseline = others.mean().clamp(min=0)
             found = {"kl": (baseline, torch.ones_like(baseline))}
         rows = self.verdict(ratios, batch.desirable, baseline, self.beta)
         loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores.aux_loss, batch.totals)
@@ -95,11 +96,17 @@ class KTO(VerdictModule):
             self.policy.train(was_training)
         return masked_sum(logprobs - self.ref_logprobs(batch, tokens), tokens.learned, dim=1)
 
+    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
+        """The prompts of the run with the completions that they are compared with: other ones in every epoch."""
+        return mismatched.of_run(self) if self.couples_rows else ()
+
     def setup(self, stage: str) -> None:
         super().setup(stage)
         data: Any = self.trainer.datamodule  # pyright: ignore
         if stage != "fit":
             return
+        if self.couples_rows and self.precomputed is not None:
+            mismatched.refuse_endless(self.trainer)
         if self.couples_rows and data.batch_size < 2:
             raise ConfigError(
                 "data.batch_size=1: the baseline of KTO is taken from completions of other rows of the step, so a step "

@@ -7,7 +7,7 @@ counts; so a loss has the step's denominator, however the step is cut. No term o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +19,11 @@ from lit_rl.algorithms.evaluation import prefixed
 from lit_rl.algorithms.generating import GeneratingModule
 from lit_rl.algorithms.offline_plan import OfflinePlan
 from lit_rl.algorithms.offline_records import OfflineRecords
+from lit_rl.algorithms.precomputed import PrecomputedReference
 from lit_rl.algorithms.statistics import Averages
 from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.data.offline.example import Kind
+from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import in_range
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.models.text_forward import TextScores, refuse_leaks, score_texts
@@ -81,6 +83,16 @@ class OfflineModule(GeneratingModule, ABC):
         """What the objective of a step is averaged over: its rows, unless a method says otherwise."""
         return max(1, totals.rows)
 
+    precomputed: PrecomputedReference | None = None
+    """Log-probs of the reference that were computed before the training, by the methods that can do with them."""
+
+    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
+        """Sets of texts, each with a name, whose reference log-probs losses read beside those of the rows."""
+        return ()
+
+    def before_release(self) -> None:
+        """Called before a precomputed reference is let go: what else is to be asked of it, is asked here."""
+
     def after_step(self) -> None:
         """Called after each optimizer step: what changes between steps changes here."""
         if self.needs_reference:
@@ -100,10 +112,14 @@ class OfflineModule(GeneratingModule, ABC):
     def ref_logprobs(self, batch: ExampleBatch, tokens: TokenBatch | None = None) -> Tensor:
         """`(b, s - 1)` under the reference, without gradient: of the batch's texts, or of these.
 
-        Precomputed ones are taken where the batch has them.
+        Precomputed ones are taken where there are any.
         """
         if tokens is None and batch.ref_logprobs is not None:
             return batch.ref_logprobs
+        if tokens is not None and self.precomputed is not None:
+            known = self.precomputed.of_texts(tokens)
+            if known is not None:
+                return known
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
             return score_texts(scorer, batch.tokens if tokens is None else tokens).logprobs  # pyright: ignore
 
@@ -125,6 +141,8 @@ class OfflineModule(GeneratingModule, ABC):
         if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
             with self.rollout_context():
                 self.refuse_leaks()
+        if self.precomputed is not None:
+            self.precomputed.prepare(self)
 
     def refuse_leaks(self) -> None:
         """Refuse models in which packed texts see each other, before the first step.
@@ -135,6 +153,7 @@ class OfflineModule(GeneratingModule, ABC):
         refuse_leaks(self.policy)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
+        self._fill(batch, 0)
         if batch.slot == 0:
             self._records.open(batch.totals)
             self._whole = None
@@ -144,6 +163,8 @@ class OfflineModule(GeneratingModule, ABC):
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
         self._micro, shares = batch, batch.totals.shares
+        if self._whole is not None:
+            self._whole.draw_again(batch)
         loss, metrics = self.loss(batch, self._whole)
         self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
@@ -179,6 +200,15 @@ class OfflineModule(GeneratingModule, ABC):
     everyones = over_ranks.everyones
 
     # ------------------------------------------------------------------ validate, test, predict
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._fill(batch, dataloader_idx)
+
+    on_test_batch_start = on_validation_batch_start
+
+    def _fill(self, batch: Any, dataloader_idx: int) -> None:
+        if self.precomputed is not None:
+            self.precomputed.fill(self, batch, dataloader_idx)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
         """A batch of prompts is written to, as in `predict_step`; of a batch of examples the loss is measured."""

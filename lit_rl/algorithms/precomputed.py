@@ -1,4 +1,5 @@
-"""Log-probs of a reference that stays where it is, computed once: before training, for every row of every set.
+"""Log-probs of a reference that stays where it is, computed once: before training, for every row of every set, and for
+every further text that a method is going to ask about (`OfflineModule.texts_beside`).
 
 They are kept on disk under a hash of all that they depend on, so that the next run on the same data with the same
 reference only reads them; and the reference is let go before the first step, which is what this is for.
@@ -7,32 +8,26 @@ reference only reads them; and the reference is let go before the first step, wh
 from __future__ import annotations
 
 import hashlib
-import json
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
+from lit_rl.algorithms import reference_files
 from lit_rl.algorithms.over_ranks import all_tokens
 from lit_rl.data.offline.example_set import ExampleSet
-from lit_rl.errors import ConfigError, StorageError
-from lit_rl.examples import ExampleBatch
-from lit_rl.models.reference import OnCPU, Reference, ReferenceFree
-from lit_rl.models.trunk import base_of
+from lit_rl.errors import ConfigError
+from lit_rl.examples import ExampleBatch, TokenBatch
+from lit_rl.models.reference import Reference, ReferenceFree
 
 if TYPE_CHECKING:
     from lit_rl.algorithms.offline import OfflineModule
-
-FORMAT = 1
-"""Part of the hash: raise it when the same settings would give other numbers, or another layout."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +57,22 @@ class PrecomputedReference:
         ConfigError: this reference has no log-probs that stay.
     """
 
+    @classmethod
+    def of(cls, reference: Reference, precompute: bool, folder: str | None) -> PrecomputedReference | None:
+        """From the two keys of a method; None where nothing is to be computed beforehand.
+
+        Raises:
+            ConfigError: as the class, or a folder for log-probs that nothing computes.
+        """
+        if precompute:
+            return cls(reference, folder)
+        if folder is not None:
+            raise ConfigError(
+                f"algo.reference_cache={folder!r} is for precomputed log-probs of the reference, and "
+                "algo.precompute_reference is false: set it to true, or leave the folder out."
+            )
+        return None
+
     def __init__(self, reference: Reference, folder: str | None = None) -> None:
         if reference.moves or isinstance(reference, ReferenceFree):
             why = "it follows the policy" if reference.moves else "it has none"
@@ -72,22 +83,25 @@ class PrecomputedReference:
             )
         self.folder = folder
         self._tables: dict[str, Table] = {}
+        self._by_text: dict[bytes, Tensor] = {}
         self._released = False
 
     def prepare(self, module: OfflineModule) -> None:
-        """Read or compute what is missing for the sets of the Trainer's data module; then let the reference go.
+        """Read or compute what is missing for the run; then let the reference go.
 
         A collective. Called where everything is placed, before the first step.
         """
         corpus: Any = module.trainer.datamodule.corpus  # pyright: ignore
         named = {"train": corpus.train, **{f"val/{name}" if name else "val": of for name, of in corpus.val.items()}}
-        missing = {name: data for name, data in named.items() if data.fingerprint not in self._tables}
-        if missing and self._released:
-            raise _released(", ".join(missing))
-        weights = _weights(module) if missing else ""
-        for name, data in missing.items():
-            self._tables[data.fingerprint] = self._table(module, data, weights, name)
+        weights = "" if self._released else reference_files.hash_of_weights(module)
+        for name, data in named.items():
+            self._know(module, data, weights, name)
+        for name, data in module.texts_beside():
+            texts = self._know(module, data, weights, name).texts
+            for example, (values,) in zip(data.examples, texts, strict=True):
+                self._by_text[text_key(example.texts[0].ids, example.texts[0].learned)] = values
         if not self._released:
+            module.before_release()
             _release(module)
             self._released = True
 
@@ -106,22 +120,42 @@ class PrecomputedReference:
             raise _released("these rows")
         # Else it is measured before the training, and the reference is still there.
 
+    def of_texts(self, tokens: TokenBatch) -> Tensor | None:
+        """Float32 ``(b, s - 1)``: those of further texts, 0 where nothing is learned.
+
+        None before the training, where the reference is still there and may be asked.
+
+        Raises:
+            ConfigError: the reference is gone, and was not asked about one of these texts.
+        """
+        kept = zip(tokens.input_ids.tolist(), tokens.loss_mask.tolist(), tokens.attention_mask.sum(1).tolist())
+        found = [self._by_text.get(text_key(ids[:count], learned[:count])) for ids, learned, count in kept]
+        known = [values for values in found if values is not None]
+        if len(known) < len(found):
+            if self._released:
+                raise _released("texts")
+            return None
+        logprobs = torch.zeros(tokens.learned.shape)
+        logprobs[tokens.learned.cpu()] = torch.cat(known)
+        return logprobs.to(tokens.input_ids.device)
+
+    def _know(self, module: OfflineModule, data: ExampleSet, weights: str, name: str) -> Table:
+        if data.fingerprint not in self._tables:
+            if self._released:
+                raise _released(name)
+            self._tables[data.fingerprint] = self._table(module, data, weights, name)
+        return self._tables[data.fingerprint]
+
     def _table(self, module: OfflineModule, data: ExampleSet, weights: str, name: str) -> Table:
-        path = self._path(module, data, weights)
+        path = reference_files.path_of(module, self.folder, data, weights)
         lengths = [sum(text.learned) for example in data.examples for text in example.texts]
-        flat = _read(module, path, sum(lengths))
+        flat = reference_files.read(module, path, sum(lengths))
         if flat is None:
             flat = _score(module, data, f"Reference log-probs of {name}").cpu()
             if module.trainer.is_global_zero and not module.trainer.fast_dev_run:  # pyright: ignore
-                _write(path, flat)
+                reference_files.write(path, flat)
         texts = iter(flat.split(lengths))
         return Table(tuple(tuple(next(texts) for _ in example.texts) for example in data.examples))
-
-    def _path(self, module: OfflineModule, data: ExampleSet, weights: str) -> Path:
-        folder = Path(module.trainer.default_root_dir) / "cache" if self.folder is None else Path(self.folder)
-        key = json.dumps([FORMAT, data.fingerprint, weights, str(module.trainer.precision)])
-        name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-        return folder.expanduser() / f"reference_logprobs_{name}.safetensors"
 
 
 def _set_of(module: OfflineModule, dataloader_idx: int) -> ExampleSet:
@@ -190,55 +224,12 @@ def _release(module: OfflineModule) -> None:
             parameter.data = parameter.data.new_empty(0)
 
 
-# ---------------------------------------------------------------------- files and their names
+# ---------------------------------------------------------------------- names
 
 
-def _weights(module: OfflineModule) -> str:
-    """A hash of the reference: its architecture and its weights, wherever they are, equal on all ranks."""
-    held = module.reference_policy
-    own = held is not None
-    scorer = (held.model if isinstance(held, OnCPU) else held) if own else module.policy
-    digest = hashlib.blake2b(str(base_of(scorer).config.to_json_string()).encode(), digest_size=16)
-    for name, tensor in sorted(scorer.state_dict(keep_vars=True).items()):
-        # Without a module of its own the reference is the policy less what is trained.
-        if isinstance(tensor, Tensor) and (own or not tensor.requires_grad):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            plain = local.detach().cpu().contiguous()
-            digest.update(f"{name} {plain.dtype} {tuple(plain.shape)}".encode())
-            digest.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    mine = torch.tensor(list(digest.digest()), dtype=torch.int64)
-    ranks = module.everyones(mine.unsqueeze(0)).tolist()
-    # Whole copies are the same everywhere, and then the number of ranks is no part of the name.
-    return bytes(ranks[0]).hex() if all(rank == ranks[0] for rank in ranks) else json.dumps(ranks)
-
-
-def _read(module: OfflineModule, path: Path, count: int) -> Tensor | None:
-    """The file's numbers, as rank 0 reads them; None where there is no file."""
-    found: Tensor | None = None
-    problem = ""
-    if module.trainer.is_global_zero and path.is_file():
-        try:
-            found = load_file(path)["logprobs"]
-            problem = "" if len(found) == count else f"it holds {len(found)} numbers for {count} tokens"
-        except (SafetensorError, KeyError, OSError) as error:
-            problem = str(error)
-    found, problem = module.trainer.strategy.broadcast((found, problem))
-    if problem:
-        raise StorageError(f"{path} cannot be used ({problem}): remove it, and it is computed anew.")
-    return found
-
-
-def _write(path: Path, flat: Tensor) -> None:
-    """Whole or not at all."""
-    partial = path.with_suffix(".partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"logprobs": flat}, partial)
-        partial.replace(path)
-    except OSError as error:
-        raise StorageError(
-            f"{path} cannot be written ({error}): set algo.reference_cache to a folder with room."
-        ) from error
+def text_key(ids: Sequence[int], learned: Sequence[bool]) -> bytes:
+    """Equal for texts of equal tokens of which the same are learned."""
+    return hashlib.blake2b(array("q", ids).tobytes() + bytes(learned), digest_size=16).digest()
 
 
 def _released(what: str) -> ConfigError:

@@ -46,15 +46,16 @@ class ProcessRewardModeling(ScalarModule):
 
     def step_logits(self, batch: StepwiseBatch) -> Tensor:
         """`(b, s)`, with gradient: how much more likely right than wrong a step that ends here is, as a logit."""
-        wrong, right = self.logits(batch.tokens).unbind(-1)
-        return right - wrong
+        return _rightness(self.logits(batch.tokens))
 
     def loss(self, batch: StepwiseBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         assert batch.labels is not None
-        logits, mask = self.step_logits(batch), batch.tokens.loss_mask
+        both, aux_loss = self.logits_and_aux(batch.tokens)
+        logits, mask = _rightness(both), batch.tokens.loss_mask
         found = (logits > 0) == (batch.labels > 0.5)
         total = steps(logits, batch.labels, mask).sum()
-        return total / self.denominator(batch.totals), {"accuracy": mean_over(found, mask)}
+        loss, aux = self.with_aux(total / self.denominator(batch.totals), aux_loss, batch.totals)
+        return loss, {"accuracy": mean_over(found, mask)} | aux
 
     def scores(self, batch: StepwiseBatch) -> dict[str, list[Any]]:
         right = self.step_logits(batch).sigmoid()
@@ -63,3 +64,9 @@ class ProcessRewardModeling(ScalarModule):
     def reads(self) -> dict[str, Any]:
         options = getattr(getattr(self.trainer_or_none, "datamodule", None), "options", None)
         return {} if options is None else {"step_separator": options.separator}
+
+
+def _rightness(logits: Tensor) -> Tensor:
+    """`(b, s, 2)` to `(b, s)`."""
+    wrong, right = logits.unbind(-1)
+    return right - wrong

@@ -50,11 +50,11 @@ class RewardModeling(ScalarModule):
 
     def rewards(self, batch: PairBatch) -> tuple[Tensor, Tensor]:
         """`(b,)` each, with gradient: of the chosen and of the rejected completions."""
-        chosen, rejected = self.logits(batch.tokens).squeeze(-1).chunk(2)
-        return chosen, rejected
+        return _sides(self.logits(batch.tokens))
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        chosen, rejected = self.rewards(batch)
+        logits, aux_loss = self.logits_and_aux(batch.tokens)
+        chosen, rejected = _sides(logits)
         rows = bradley_terry(chosen, rejected, batch.margins, center=self.center_coef)
         every = torch.ones(len(batch), dtype=torch.bool, device=rows.device)
         both = torch.cat([chosen, rejected]).detach()
@@ -65,7 +65,8 @@ class RewardModeling(ScalarModule):
             "mean_reward": mean_over(both, every.repeat(2)),
             "max_reward": Highest(both.max()),
         }
-        return rows.sum() / self.denominator(batch.totals), metrics
+        loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), aux_loss, batch.totals)
+        return loss, metrics | aux
 
     def scores(self, batch: PairBatch) -> dict[str, list[Any]]:
         chosen, rejected = self.rewards(batch)
@@ -73,3 +74,9 @@ class RewardModeling(ScalarModule):
 
     def reads(self) -> dict[str, Any]:
         return {"ends_with_eos": True, "prompt_apart": not marks_start(self.tokenizer)}
+
+
+def _sides(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`(2 b, 1)` of pairs to `(b,)` of the chosen and of the rejected completions."""
+    chosen, rejected = logits.squeeze(-1).chunk(2)
+    return chosen, rejected

@@ -16,6 +16,7 @@ from lit_rl.examples import TokenBatch
 from lit_rl.models.export import ExportReport, model_card
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.scoring_export import export_scoring
+from lit_rl.models.scoring_forward import scoring_logits
 from lit_rl.models.scoring_model import Scoring, check_scoring, load_scoring
 
 
@@ -23,7 +24,7 @@ class ScalarModule(OfflineModule, ABC):
     """Abstract: subclasses say what is scored, and what the scores should be.
 
     The policy of a base class is the scoring model here. It writes nothing, so there is no generator, no sampling and
-    no reward; transformers' classifiers return no router logits, so there is no router loss either.
+    no reward.
 
     Args:
         model: The language model whose trunk it starts from, or a scoring model of the same kind to go on with: a
@@ -31,6 +32,8 @@ class ScalarModule(OfflineModule, ABC):
         optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
         scheduler: Makes the learning-rate schedule. None is linear to zero.
         seed: Of the fresh head.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
+            is defined over a micro-batch.
     """
 
     scoring: ClassVar[Scoring]
@@ -43,8 +46,10 @@ class ScalarModule(OfflineModule, ABC):
         optimizer: OptimizerFactory | None = None,
         scheduler: Schedule | None = None,
         seed: int = 0,
+        router_aux_loss_coef: float = 0.0,
     ) -> None:
-        super().__init__(model, optimizer=optimizer, scheduler=scheduler, seed=seed)
+        shared: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "seed": seed}
+        super().__init__(model, router_aux_loss_coef=router_aux_loss_coef, **shared)
 
     @property
     def loaded_by(self) -> str:
@@ -59,8 +64,11 @@ class ScalarModule(OfflineModule, ABC):
 
     def logits(self, tokens: TokenBatch) -> Tensor:
         """What the model itself says, in float32, with gradient: `(b, labels)`, or `(b, s, labels)` for tokens."""
-        mask = tokens.attention_mask.long()
-        return self.policy(input_ids=tokens.input_ids, attention_mask=mask, use_cache=False).logits.float()
+        return scoring_logits(self.policy, tokens)[0]
+
+    def logits_and_aux(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """The same with the router's load-balancing loss, where that has a weight."""
+        return scoring_logits(self.policy, tokens, router_aux=self.router_aux_loss_coef > 0)
 
     @abstractmethod
     def scores(self, batch: Any) -> dict[str, list[Any]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.offline import OfflineModule, mean_over
+from lit_rl.algorithms.precomputed import PrecomputedReference
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import VerdictBatch
 from lit_rl.models.reference import ReferenceFree
@@ -24,6 +25,9 @@ class VerdictModule(OfflineModule, ABC):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions for the completions that validation writes. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
+        precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
+            disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
+        reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
         shared: What every `OfflineModule` takes.
     """
 
@@ -31,7 +35,16 @@ class VerdictModule(OfflineModule, ABC):
     headline = ("loss", "rewards/margins")
     needs_reference = True
 
-    def __init__(self, model: Any, reward: Any = None, *, beta: float = 0.1, **shared: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        reward: Any = None,
+        *,
+        beta: float = 0.1,
+        precompute_reference: bool = False,
+        reference_cache: str | None = None,
+        **shared: Any,
+    ) -> None:
         super().__init__(model, reward, **shared)
         in_range("algo.beta", beta, low=0, open_low=True)
         if isinstance(self.reference, ReferenceFree):
@@ -40,6 +53,7 @@ class VerdictModule(OfflineModule, ABC):
                 "more or less often than a reference does, so there has to be one. Take reference=auto."
             )
         self.beta = beta
+        self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
 
     def ratios(self, batch: VerdictBatch, scores: TextScores) -> Tensor:
         """`(b,)`: log pi - log pi_ref of each completion, summed over its tokens, with gradient."""

@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lit_rl.algorithms.batching import mix
+from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
@@ -64,16 +66,25 @@ class Opponent:
 
         Raises:
             ConfigError: there is nothing to compare by, or no model of that name.
+            RewardError: the judge needs what is no column of a validation set.
         """
         against = module.evaluation.win_rate_against
+        judge = module.judge
         if against is None:
+            if not (module.learns_by_judge or isinstance(judge, RewardJudge)):
+                rank_zero_warn(
+                    f"judge={type(judge).__name__} is never asked: {type(module).__name__} learns from no judge, and "
+                    "eval.win_rate_against is not set."
+                )
             return
-        judge = judge_of(module)
         if judge.reads_rewards and not module.reward_functions.names:
             raise ConfigError(
                 f"eval.win_rate_against={against!r} compares completions by a judge or by the summed reward, and there "
-                "is neither: set reward, such as exact_match."
+                "is neither: set reward, such as exact_match, or take a judge that needs none (judge=llm, "
+                "judge=function, judge=pairwise)."
             )
+        for columns in getattr(_data_of(module), "val_columns", {}).values():
+            judge.bind(columns)
         self._describe(module, against)
 
     @torch.no_grad()
@@ -93,7 +104,7 @@ class Opponent:
         theirs, group = [answer.text for answer in answers], len(texts) // len(batch)
         prompts, ours, columns = as_reward_input(batch, texts, group)
         _, others, _ = as_reward_input(batch, theirs, group)
-        judge = judge_of(module)
+        judge: Any = module.judge
         second: list[float | None] = [None] * len(texts)
         if judge.reads_rewards:
             second = _or_none(module.reward_texts(batch, theirs, [answer.ids for answer in answers]).total)
@@ -166,21 +177,24 @@ class Opponent:
             return LanguageModel(against, dtype=module.model.dtype)
 
 
-def judge_of(module: GeneratingModule) -> Any:
-    """The module's own judge, or the one that compares summed rewards."""
-    return getattr(module, "judge", None) or RewardJudge()
+def _data_of(module: GeneratingModule) -> Any:
+    return getattr(module.trainer_or_none, "datamodule", None)
 
 
 def _prompt_ids(module: GeneratingModule, model: LanguageModel, batch: PromptBatch, against: str) -> list[list[int]]:
     if against == BASE:
         return list(batch.prompt_ids)
-    options = getattr(getattr(module.trainer_or_none, "datamodule", None), "options", None)
-    settings = {
-        "where": f"eval.win_rate_against={against}",
-        "chat_template_kwargs": getattr(options, "chat_template_kwargs", None),
-        "control": control_tokens(model.tokenizer),
-    }
-    return [encode_prompt(model.tokenizer, prompt, **settings) for prompt in batch.prompts]
+    options = getattr(_data_of(module), "options", None)
+    settings: dict[str, Any] = {"where": f"eval.win_rate_against={against}", "control": control_tokens(model.tokenizer)}
+    given = dict(getattr(options, "chat_template_kwargs", None) or {})
+    # The policy reads a row's tools where the data are examples; a column of prompts alone is for rewards only.
+    columns = batch.columns.get("tools") if isinstance(options, ExampleOptions) else None
+    return [
+        encode_prompt(
+            model.tokenizer, prompt, chat_template_kwargs=given | ({"tools": tools} if tools else {}), **settings
+        )
+        for prompt, tools in zip(batch.prompts, columns or [None] * len(batch))
+    ]
 
 
 def _seats(ours: Sequence[Any], theirs: Sequence[Any], turned: Sequence[bool]) -> tuple[list[Any], list[Any]]:

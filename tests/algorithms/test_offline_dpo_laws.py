@@ -9,14 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from offline_dpo_steps import LOSSES, ROWS, assert_same, loaded, micro_batches, step
+from offline_cuts import CUTS, PAIRS, SWAPPED, assert_same_step, data_of, loaded, micro_batches, step_by_parts, step_of
 from torch.nn.functional import pad
 
 from lit_rl.algorithms import DPO
+from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.examples import PairBatch, TokenBatch
 from lit_rl.models.reference import ReferenceFree
+from lit_rl.ops import preference
 from lit_rl.ops.preference import sft, sigmoid
 
+LOSSES: dict[str, Any] = {
+    name: getattr(preference, name)
+    for name in (
+        "sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+        "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft",
+    )
+} | {"cdpo": partial(preference.sigmoid, label_smoothing=0.2)}  # fmt: skip
 CUT = ["sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "sft", "ipo"]
 """One of each kind: of pairs alone, per token, over the step, over its tokens."""
 
@@ -24,22 +33,26 @@ CUT = ["sigmoid", "sigmoid_norm", "aot", "aot_unpaired", "sft", "ipo"]
 @pytest.fixture(scope="module")
 def moved() -> DPO:
     """Its settings are set by each test; loading takes longer than a step."""
-    return loaded()
+    return loaded(DPO("tiny"), moved=0.05)
+
+
+@pytest.fixture(scope="module")
+def pairs() -> PreferenceDataModule:
+    return data_of(PAIRS, "pairs")
 
 
 def with_loss(module: DPO, name: str, **settings: Any) -> DPO:
     made = DPO("tiny", preference=LOSSES[name], **settings)
     made.policy, made.reference_policy, made.reference = module.policy, module.reference_policy, module.reference
-    made.everyones = module.everyones
     return made
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_accumulation_changes_nothing(moved: DPO, name: str) -> None:
+def test_the_cut_changes_nothing(moved: DPO, pairs: PreferenceDataModule, name: str) -> None:
     module = with_loss(moved, name)
-    once = step(module, micro_batches(1))
-    for count in (2, 4, 8) if name in CUT else (4,):
-        assert_same(step(module, micro_batches(count)), once)
+    once = step_of(module, pairs)
+    for cut in CUTS[1:] if name in CUT else [(4, 1)]:
+        assert_same_step(step_of(module, pairs, *cut), once)
 
 
 @pytest.mark.parametrize(
@@ -51,43 +64,46 @@ def test_accumulation_changes_nothing(moved: DPO, name: str) -> None:
     ],
     ids=str,
 )
-def test_accumulation_changes_nothing_with_options(moved: DPO, settings: dict[str, Any]) -> None:
+def test_accumulation_changes_nothing_with_options(
+    moved: DPO, pairs: PreferenceDataModule, settings: dict[str, Any]
+) -> None:
     module = with_loss(moved, "sigmoid", **settings)
-    once = step(module, micro_batches(1))
-    assert_same(step(module, micro_batches(4)), once)
-    plain = step(with_loss(moved, "sigmoid"), micro_batches(1))
+    once = step_of(module, pairs)
+    assert_same_step(step_of(module, pairs, 4), once)
+    plain = step_of(with_loss(moved, "sigmoid"), pairs)
     assert abs(plain[0] - once[0]) > 1e-4, "the option does nothing here"
 
 
-def test_several_losses_are_their_weighted_sum(moved: DPO) -> None:
+def test_several_losses_are_their_weighted_sum(moved: DPO, pairs: PreferenceDataModule) -> None:
     names = {"sigmoid": 0.8, "aot": 0.2, "sft": 1.5}
     module = with_loss(moved, "sigmoid")
     both = DPO("tiny", preference={name: LOSSES[name] for name in names}, preference_weights=names)
     both.policy, both.reference_policy, both.reference = module.policy, module.reference_policy, module.reference
-    both.everyones = module.everyones
-    loss, gradient, _ = step(both, micro_batches(2))
-    each = {name: step(with_loss(moved, name), micro_batches(1)) for name in names}
+    loss, gradient, _ = step_of(both, pairs, 2)
+    each = {name: step_of(with_loss(moved, name), pairs) for name in names}
     assert loss == pytest.approx(sum(weight * each[name][0] for name, weight in names.items()), rel=1e-6)
     summed = torch.stack([weight * each[name][1] for name, weight in names.items()]).sum(0)
     torch.testing.assert_close(gradient, summed, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "sppo_hard"])
-def test_swapped_sides_flip_the_margin(moved: DPO, name: str) -> None:
+def test_swapped_sides_flip_the_margin(moved: DPO, pairs: PreferenceDataModule, name: str) -> None:
     module = with_loss(moved, name)
-    _, _, one = step(module, micro_batches(1))
-    _, _, other = step(module, micro_batches(1, swapped=True))
+    _, _, one = step_of(module, pairs)
+    _, _, other = step_of(module, data_of(SWAPPED, "pairs"))
     assert other["rewards/margins"] == pytest.approx(-one["rewards/margins"], rel=1e-6)
     assert other["rewards/accuracies"] == pytest.approx(1 - one["rewards/accuracies"])
     assert other["rewards/chosen"] == pytest.approx(one["rewards/rejected"], rel=1e-6)
     assert other["logps/rejected"] == pytest.approx(one["logps/chosen"], rel=1e-6)
 
 
-def test_swapped_labels_turn_the_gradient_of_a_smoothing_of_one_half_to_nothing(moved: DPO) -> None:
+def test_swapped_labels_turn_the_gradient_of_a_smoothing_of_one_half_to_nothing(
+    moved: DPO, pairs: PreferenceDataModule
+) -> None:
     """Where half of the labels are wrong, both orders of a pair say the same."""
     half = with_loss(moved, "sigmoid")
     half.preference = {"sigmoid": partial(sigmoid, label_smoothing=0.5)}
-    one, other = step(half, micro_batches(1)), step(half, micro_batches(1, swapped=True))
+    one, other = step_of(half, pairs), step_of(half, data_of(SWAPPED, "pairs"))
     assert one[0] == pytest.approx(other[0], rel=1e-6)
     torch.testing.assert_close(one[1], other[1], rtol=1e-4, atol=1e-7)
 
@@ -112,11 +128,11 @@ AT_REFERENCE = {
 }
 
 
-def test_known_constants_where_the_policy_is_the_reference() -> None:
-    start = loaded(moved=False)
+def test_known_constants_where_the_policy_is_the_reference(pairs: PreferenceDataModule) -> None:
+    start = loaded(DPO("tiny"), moved=0.0)
     for name, value in AT_REFERENCE.items():
         module = with_loss(start, name, beta=BETA)
-        loss, metrics = module.loss(micro_batches(1)[0])
+        loss, metrics = module.loss(micro_batches(pairs)[0][0])
         assert loss.item() == pytest.approx(value, rel=1e-6), name
         margins, accuracies = metrics["rewards/margins"], metrics["rewards/accuracies"]
         assert margins[0] == 0 and accuracies[0] == 0, name  # pyright: ignore  # a tie is no right answer
@@ -132,37 +148,37 @@ def wider(batch: PairBatch, by: int) -> PairBatch:
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_padding_changes_nothing(moved: DPO, name: str) -> None:
-    module, (batch,) = with_loss(moved, name, tail_weight=0.5), micro_batches(1)
-    assert_same(step(module, [wider(batch, 5)]), step(module, [batch]))
+def test_padding_changes_nothing(moved: DPO, pairs: PreferenceDataModule, name: str) -> None:
+    module, ((batch,),) = with_loss(moved, name, tail_weight=0.5), micro_batches(pairs)
+    assert_same_step(step_by_parts(module, [[wider(batch, 5)]]), step_by_parts(module, [[batch]]))
 
 
-def test_the_order_of_the_pairs_changes_nothing(moved: DPO) -> None:
+def test_the_order_of_the_pairs_changes_nothing(moved: DPO, pairs: PreferenceDataModule) -> None:
     for name in ("sigmoid", "aot", "sft"):
         module = with_loss(moved, name)
-        turned = list(reversed(range(len(ROWS))))
-        assert_same(step(module, micro_batches(2, turned)), step(module, micro_batches(1)))
+        turned = list(reversed(range(len(PAIRS))))
+        assert_same_step(step_by_parts(module, micro_batches(pairs, 2, rows=turned)), step_of(module, pairs))
 
 
-def test_a_descent_step_widens_the_margin(moved: DPO) -> None:
-    module = loaded()
-    before = step(module, micro_batches(1))
+def test_a_descent_step_widens_the_margin(moved: DPO, pairs: PreferenceDataModule) -> None:
+    module = loaded(DPO("tiny"), moved=0.05)
+    before = step_of(module, pairs)
     with torch.no_grad():
         place = 0
         for parameter in module.policy.parameters():
             parameter -= 1e-3 * before[1][place : place + parameter.numel()].view_as(parameter)
             place += parameter.numel()
-    after = step(module, micro_batches(1))
+    after = step_of(module, pairs)
     assert after[0] < before[0]
     assert after[2]["rewards/margins"] > before[2]["rewards/margins"]
 
 
-def test_without_a_reference_it_is_cpo_whose_likelihood_is_beside_it() -> None:
+def test_without_a_reference_it_is_cpo_whose_likelihood_is_beside_it(pairs: PreferenceDataModule) -> None:
     """2401.08417 is the logistic loss of log-probs beside the likelihood of what was chosen."""
     free = DPO("tiny", reference=ReferenceFree(), preference={"sigmoid": sigmoid, "sft": sft})
     free.configure_model()
     assert free.reference_policy is None
-    (batch,) = micro_batches(1)
+    ((batch,),) = micro_batches(pairs)
     columns = free.columns(batch, free.text_scores(batch.tokens))
     z = 0.1 * (columns["chosen"] - columns["rejected"])
     expected = -torch.nn.functional.logsigmoid(z).mean() + columns["nll"].sum() / batch.totals.tokens

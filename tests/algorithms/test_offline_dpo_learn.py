@@ -11,11 +11,10 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from offline_dpo_steps import micro_batches, step
+from offline_cuts import PAIRS, data_of, micro_batches, step_by_parts, whole_of
 from small_rollouts import trainer
 
 from lit_rl.algorithms import DPO, AdamW, Constant
-from lit_rl.algorithms.whole_step import WholeStep
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.offline.datamodule import PreferenceDataModule
@@ -45,17 +44,16 @@ def test_every_preset_learns_a_batch(name: str, composed: Any) -> None:
     module = build(composed(f"algo={name}")["algo"])
     assert type(module) is DPO
     module.configure_model()
-    module.everyones = lambda column: column
     optimizer = torch.optim.Adam(module.policy.parameters(), lr=1e-4)
-    parts, seen = micro_batches(2), []
+    (parts,), seen = micro_batches(data_of(PAIRS, "pairs"), 2), []
     for _ in range(6):
-        whole = WholeStep.of(module, parts[0]) if module.couples_rows else None
+        (whole,) = whole_of(module, [parts])
         optimizer.zero_grad()
         for batch in parts:
             loss, _ = module.loss(batch, whole)
             loss.backward()
         optimizer.step()
-        seen.append(step(module, parts))
+        seen.append(step_by_parts(module, [parts]))
     losses, margins = [loss for loss, *_ in seen], [found["rewards/margins"] for *_, found in seen]
     assert losses[-1] < losses[0]
     if name == "apo_down":  # lets both fall, at first the chosen one too

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
+from precomputed_runs import Look, data, files, fit
 from small_rollouts import trainer
 
 from lit_rl.algorithms import DPO, AdamW, Constant
-from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
@@ -22,40 +21,10 @@ from lit_rl.ops.preference import aot
 from lit_rl.rollout import Sampling
 
 
-class Losses(L.Callback):
-    """The loss of every micro-batch."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen.append(float(outputs["loss"]))
-
-
-def data(**settings: Any) -> PreferenceDataModule:
-    task = settings.pop("task", None) or AdditionPairs(max_operand=12, val_rows=7)
-    return PreferenceDataModule(task=task, **{"batch_size": 8, "val_batch_size": 5, **settings})
-
-
 def module(lora: bool = False, **settings: Any) -> DPO:
     model = LanguageModel("tiny", lora=Lora(r=2) if lora else None)
     sampling = Sampling(max_new_tokens=6)
     return DPO(model, optimizer=AdamW(lr=1e-3), scheduler=Constant(), sampling=sampling, **settings)
-
-
-def fit(tmp_path: Path, dpo: DPO, source: PreferenceDataModule | None = None, **settings: Any) -> list[float]:
-    """The losses of four steps of two micro-batches, then those of the validation."""
-    losses = Losses()
-    settings = {"max_steps": 4, "accumulate_grad_batches": 2, "callbacks": [losses], **settings}
-    runner = trainer(tmp_path, limit_val_batches=1.0, num_sanity_val_steps=2, **settings)
-    source = source or data()
-    runner.fit(dpo, datamodule=source)
-    runner.validate(dpo, datamodule=source, verbose=False)
-    return [*losses.seen, float(runner.callback_metrics["val/loss"])]
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -84,17 +53,9 @@ def test_other_losses_read_them_too(tmp_path: Path) -> None:
 
 def test_the_reference_is_gone_and_the_policy_whole(tmp_path: Path) -> None:
     dpo = module(reference=FrozenCopy(), precompute_reference=True)
-    held: list[Any] = []
-
-    class Look(L.Callback):
-        def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            held.append(dpo.reference_policy)
-
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            held.append(dpo.reference_policy)
-
-    fit(tmp_path, dpo, callbacks=[Look(), Losses()])
-    before, after = held
+    look = Look()
+    fit(tmp_path, dpo, callbacks=[look])
+    before, after = look.held
     assert isinstance(before, torch.nn.Module) and after is None
     assert sum(p.numel() for p in before.parameters()) == 0
     assert all(p.numel() for p in dpo.policy.parameters())

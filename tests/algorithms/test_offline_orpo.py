@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from offline_cuts import CUTS, MODEL, PAIRS, assert_same_step, data_of, loaded, micro_batches, step_of
+from offline_cuts import CUTS, MODEL, PAIRS, SWAPPED, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import ORPO
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
-
-SWAPPED = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from offline_cuts import MODEL, PAIRS, loaded
+from offline_cuts import MODEL, PAIRS, SWAPPED, loaded
 
 from lit_rl.algorithms import AdamW, Constant, RewardModeling
 from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule
@@ -68,9 +68,8 @@ def test_the_cut_into_micro_batches_changes_nothing(module: RewardModeling, part
 
 
 def test_two_sides_that_are_swapped_flip_the_margin(module: RewardModeling) -> None:
-    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in PAIRS]
     _, one = module.loss(batch_of(PAIRS))
-    _, other = module.loss(batch_of(swapped))
+    _, other = module.loss(batch_of(SWAPPED))
     assert float(one["margin"][0]) == pytest.approx(-float(other["margin"][0]), rel=1e-5)  # pyright: ignore
     assert float(one["accuracy"][0] + other["accuracy"][0]) == len(PAIRS)  # pyright: ignore
     assert float(one["mean_reward"][0]) == pytest.approx(float(other["mean_reward"][0]), rel=1e-5)  # pyright: ignore

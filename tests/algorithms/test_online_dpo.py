@@ -37,6 +37,13 @@ from lit_rl.rewards import exact_match
 from lit_rl.rewards.judges import RewardJudge
 from lit_rl.rollout import Sampling, select
 
+LOSSES = {
+    name: getattr(preference, name)
+    for name in ("alphapo", "apo_down", "apo_zero", "bco_pair", "discopop", "exo_pair", "hinge", "ipo", "nca_pair",
+                 "robust", "sft", "sigmoid", "sigmoid_norm", "simpo", "sppo_hard")
+}  # fmt: skip
+"""Those that do not sort over a step."""
+
 LENGTHS = (4, 2, 3, 5, 1, 4, 2, 2)
 VERDICTS = (1.0, 0.0, 0.9, 0.3)
 
@@ -114,6 +121,24 @@ class TestLoss:
             rho = [(p - r) / n for p, r, n in zip(pi, ref, length)]
             pairs = [(0, 1), (3, 2), (4, 5), (7, 6)]
             assert loss == pytest.approx(sum(float((rho[c] - rho[r] - 1 / 0.8) ** 2) for c, r in pairs) / 4, rel=1e-4)
+
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_per_token_is_refused_exactly_where_it_would_change_nothing(self, name: str) -> None:
+        drawn, losses, setting = completions(LENGTHS), [], {"preference": LOSSES[name]}
+        module = module_of(**setting)
+        for module.per_token in (False, True):
+            losses.append(step_of(module, rollout_of(module, drawn, VERDICTS))[0])
+        assert (losses[0] != losses[1]) == (name in ("alphapo", "ipo", "sigmoid_norm", "simpo"))
+        if losses[0] != losses[1]:
+            assert module_of(**setting, per_token=True).per_token
+            return
+        with pytest.raises(ConfigError, match=rf"algo\.per_token=true.*\({name}\) reads none"):
+            module_of(**setting, per_token=True)
+
+    def test_one_loss_of_several_that_reads_lengths_is_enough(self) -> None:
+        both = {"sigmoid": preference.sigmoid, "simpo": preference.simpo}
+        assert module_of(preference=both, per_token=True).per_token
+        assert module_of(preference=lambda pairs, beta: pairs.chosen_mean * beta, per_token=True).per_token
 
     def test_sft_is_a_mean_over_the_tokens_of_the_better_ones(self) -> None:
         module, drawn = module_of(preference=preference.sft), completions(LENGTHS)

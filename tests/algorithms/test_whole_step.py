@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from offline_cuts import PAIRS, VERDICTS, data_of, loaded, micro_batches
 from small_rollouts import Ranks
 from torch import Tensor
 
-from lit_rl.algorithms import DPO, over_ranks
+from lit_rl.algorithms import BCO, CPO, DPO, KTO, over_ranks
 from lit_rl.algorithms.whole_step import WholeStep, share_of
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
-from lit_rl.ops.preference.ranked import aot
+from lit_rl.models import LanguageModel
+from lit_rl.ops.preference.ranked import aot, aot_unpaired
 from lit_rl.rollout import Sampling
 
 VALUES = torch.tensor([3.0, -1.0, 2.0, 0.5, -2.0, 4.0, 1.0, -0.5])
@@ -47,7 +50,7 @@ def shares(module: Any, ranks: int, slots: int) -> tuple[Tensor, Tensor]:
     policy = torch.nn.Linear(1, 1)
 
     def look(batch: ExampleBatch) -> dict[str, Tensor]:
-        assert not policy.training and not torch.is_grad_enabled()
+        assert policy.training and not torch.is_grad_enabled()
         return {"x": x[batch.rows]}
 
     module.policy, module.look = policy, look
@@ -121,3 +124,88 @@ def test_the_step_is_looked_at_in_the_precision_that_it_is_taken_in(tmp_path):
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
     assert seen == [True, True]
+
+
+# ---------------------------------------------------------------- dropout
+
+
+def with_dropout(algorithm: Any, **settings: Any) -> Any:
+    model = LanguageModel("tiny", init_kwargs={"attention_dropout": 0.4})
+    return algorithm(model, sampling=Sampling(max_new_tokens=2), **settings)
+
+
+COUPLED: dict[str, tuple[Any, dict[str, Any], Any]] = {
+    "aot": (DPO, {"preference": aot}, PAIRS),
+    "aot_unpaired": (CPO, {"preference": aot_unpaired}, PAIRS),
+    "bco": (BCO, {}, VERDICTS),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_a_row_is_the_same_to_others_and_in_its_own_loss(name: str, tmp_path: Path) -> None:
+    """In a real run, through Lightning: each forward pass with gradient has the dropout of the look before it."""
+    algorithm, settings, rows = COUPLED[name]
+    module, passes = with_dropout(algorithm, **settings), []
+    scores = module.text_scores
+
+    def watched(tokens: Any, **more: Any) -> Any:
+        found = scores(tokens, **more)
+        passes.append((found.logprobs.requires_grad, module.policy.training, found.logprobs.detach().clone()))
+        return found
+
+    module.text_scores = watched
+    data = PreferenceDataModule(rows=rows, batch_size=8, val_fraction=0.0)
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=2, accumulate_grad_batches=4, limit_val_batches=0, max_epochs=2,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    assert [gradient for gradient, _, _ in passes] == 2 * (4 * [False] + 4 * [True])
+    assert all(training for _, training, _ in passes)
+    for first in (0, 8):
+        for looked, learned in zip(passes[first : first + 4], passes[first + 4 : first + 8], strict=True):
+            torch.testing.assert_close(learned[2], looked[2])
+    assert not torch.equal(passes[0][2], passes[8][2])
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_a_cut_step_is_the_whole_one_of_the_same_dropout(accumulate: int) -> None:
+    """The shares of the micro-batches add up to the loss of all rows at once, in value and in gradient."""
+    module = loaded(with_dropout(DPO, preference=aot, beta=0.5))
+    module.policy.train()
+    module.everyones = lambda column: column
+    (batches,) = micro_batches(data_of(PAIRS, "pairs"), accumulate)
+    trained = list(module.policy.parameters())
+    whole = WholeStep.of(module, batches[0])
+    after = torch.get_rng_state()
+    assert not torch.equal(whole.columns["chosen"], WholeStep.of(module, batches[0]).columns["chosen"])  # it acts
+    columns, losses = [], []
+    for batch in batches:
+        whole.draw_again(batch)
+        losses.append(module.loss(batch, whole)[0])
+    assert torch.equal(torch.get_rng_state(), after)  # no draw is wasted, and none comes twice
+    for batch in batches:
+        whole.draw_again(batch)
+        columns.append(module.columns(batch, module.text_scores(batch.tokens)))
+    joined = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+    at_once = aot(module.pairs(joined, batches[0]), 0.5).mean()
+    cut = torch.stack(losses).sum()
+    torch.testing.assert_close(cut, at_once)
+    slopes = [torch.cat([g.flatten() for g in torch.autograd.grad(loss, trained)]) for loss in (cut, at_once)]
+    assert slopes[1].norm() > 0 and (slopes[0] - slopes[1]).norm() <= 1e-5 * slopes[1].norm()
+
+
+def test_a_look_that_draws_nothing_takes_nothing_back() -> None:
+    """KTO's baseline is taken without dropout: its micro-batches must not all draw the same."""
+    module = loaded(with_dropout(KTO))
+    module.policy.train()
+    module.everyones = lambda column: column
+    (batches,) = micro_batches(data_of(VERDICTS, "verdicts"), 4)
+    before = torch.get_rng_state()
+    whole = WholeStep.of(module, batches[0])
+    assert whole.drawn == (None,) * 4 and torch.equal(torch.get_rng_state(), before)
+    module.loss(batches[0], whole)
+    between = torch.get_rng_state()
+    whole.draw_again(batches[1])
+    assert torch.equal(torch.get_rng_state(), between) and not torch.equal(between, before)

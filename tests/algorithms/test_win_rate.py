@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,30 @@ import pytest
 import torch
 from small_rollouts import batch, completions, scores, trainer
 
-from lit_rl.algorithms import GRPO, SFT, AdamW, Constant, Evaluation
+from lit_rl.algorithms import (
+    BCO,
+    CPO,
+    DPO,
+    GKD,
+    GRPO,
+    KTO,
+    ORPO,
+    PPO,
+    RLOO,
+    SFT,
+    XPO,
+    AdamW,
+    Constant,
+    Evaluation,
+    OnlineDPO,
+    win_rate,
+)
 from lit_rl.algorithms.evaluation import EvaluationRows
 from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.offline.datamodule import SupervisedDataModule
-from lit_rl.data.tasks import Addition, AdditionText
-from lit_rl.errors import ConfigError
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.data.tasks import Addition, AdditionPairs, AdditionText
+from lit_rl.errors import ConfigError, RewardError
+from lit_rl.generation.collect import collect
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
 from lit_rl.rewards.judges import RewardJudge
@@ -206,22 +227,148 @@ class Longer:
         return [float(len(one) >= len(two)) for one, two in zip(firsts, seconds, strict=True)]
 
 
-def test_a_modules_own_judge_is_asked_and_seats_change(tmp_path: Path):
+def test_the_judge_is_asked_and_seats_change(tmp_path: Path):
     """Between equal completions a judge that prefers the first seat gives either side half."""
     module = grpo(reward=exact_match)
-    module.judge = Longer()  # pyright: ignore
+    module.judge = Longer()
     found = measured(module, tmp_path, prompts(val_batch_size=24))
     assert found["win_rate"] == pytest.approx(0.5) and found["win_rate_ties"] == 0.0
 
 
 def test_verdicts_that_fail_are_counted(tmp_path: Path):
     module = grpo()
-    module.judge = Longer(fails=True)  # pyright: ignore
+    module.judge = Longer(fails=True)
     found = measured(module, tmp_path)
     assert math.isnan(found["win_rate"]) and found["win_rate_unjudged"] == 1.0
 
 
+METHODS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "sft": (SFT, lambda: SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=12), batch_size=8)),
+    "gkd": (
+        lambda model, **settings: GKD(model, teacher=LanguageModel("tiny"), on_policy_fraction=0.5, **settings),
+        lambda: SupervisedDataModule(task=AdditionText(max_operand=30, val_rows=12), batch_size=8),
+    ),
+    **{
+        method.__name__.lower(): (
+            method,
+            lambda: PreferenceDataModule(task=AdditionPairs(max_operand=30, val_rows=12), batch_size=8),
+        )
+        for method in (DPO, CPO, ORPO, KTO, BCO)
+    },
+    **{
+        method.__name__.lower(): (partial(method, reward=exact_match), lambda: prompts(task=Addition(30, val_rows=12)))
+        for method in (GRPO, RLOO, PPO)
+    },
+    **{
+        method.__name__.lower(): (method, lambda: prompts(task=Addition(30, val_rows=12)))
+        for method in (OnlineDPO, XPO)
+    },
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_judge_compares_in_every_method(name: str, tmp_path: Path):
+    """By itself, where there is no reward; between equal completions a liking for a seat is half a win."""
+    make, data = METHODS[name]
+    asked: list[int] = []
+
+    def judge(prompts: Any, firsts: Any, seconds: Any, answer: Any) -> list[float]:
+        asked.append(len(answer))
+        return [float(len(one) >= len(two)) for one, two in zip(firsts, seconds, strict=True)]
+
+    module = make(
+        LanguageModel("tiny"), judge=judge, sampling=Sampling(max_new_tokens=5), evaluation=Evaluation(
+            win_rate_against="base")
+    )  # fmt: skip
+    found = measured(module, tmp_path, data())
+    assert sum(asked) == 12
+    assert (found["win_rate"], found["win_rate_ties"], found["win_rate_unjudged"]) == (0.5, 0.0, 0.0)
+    assert found["win_rate_low"] < 0.5 < found["win_rate_high"]
+
+
+def test_a_judge_that_nobody_asks_is_named(tmp_path: Path):
+    module = SFT(LanguageModel("tiny"), exact_match, judge=Longer(), sampling=Sampling(max_new_tokens=5))
+    with pytest.warns(UserWarning, match="judge=Longer is never asked.*eval.win_rate_against"):
+        measured(module, tmp_path, METHODS["sft"][1]())
+
+
+# ---------------------------------------------------------------- rows with tools
+
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t['function']['name'] }}]{% endfor %}"
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+ADD = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def spoken(text: str, tools: Any = None) -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt": [{"role": "user", "content": text}]}
+    return row | {"completion": [{"role": "assistant", "content": "42"}]} | ({"tools": tools} if tools else {})
+
+
+class HeldOut:
+    """A task of these rows."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def train(self) -> list[dict[str, Any]]:
+        return [{**self.rows[0], "prompt": spoken("7+8")["prompt"]}]
+
+    def val(self) -> list[dict[str, Any]]:
+        return self.rows
+
+
+def seen_by(opponent: str, module: Any, data: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that the other model reads, as text."""
+    seen: list[str] = []
+
+    def watched(generator: Any, policy: Any, batch: Any, **settings: Any) -> Any:
+        seen.extend(module.tokenizer.batch_decode(batch.prompt_ids))
+        return collect(generator, policy, batch, **settings)
+
+    monkeypatch.setattr(win_rate, "collect", watched)
+    module.evaluation = Evaluation(win_rate_against=opponent)
+    measured(module, folder, data)
+    return seen
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["another", "base"])
+def test_the_other_model_reads_a_rows_tools(named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = LanguageModel("tiny", chat_template=TEMPLATE)
+    model.load().save_pretrained(str(tmp_path / "other"))
+    model.tokenizer.save_pretrained(str(tmp_path / "other"))
+    module = SFT(model, judge=Longer(), sampling=Sampling(max_new_tokens=3))
+    rows = [spoken("1+2", ADD), spoken("3+4"), spoken("5+6", json.dumps(ADD))]
+    data = SupervisedDataModule(task=HeldOut(rows), batch_size=1)
+    read = seen_by(str(tmp_path / "other") if named else "base", module, data, tmp_path, monkeypatch)
+    assert read == ["[add]u:1+2;a:", "u:3+4;a:", "[add]u:5+6;a:"]
+
+
+def test_a_column_of_that_name_beside_prompts_alone_is_for_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The policy does not read it either."""
+    model = LanguageModel("tiny", chat_template=TEMPLATE)
+    model.load().save_pretrained(str(tmp_path / "other"))
+    model.tokenizer.save_pretrained(str(tmp_path / "other"))
+    module = GRPO(model, exact_match, sampling=Sampling(max_new_tokens=3))
+    rows = [{"prompt": spoken("1+2")["prompt"], "answer": "3", "tools": ADD}]
+    data = prompts(task=HeldOut(rows), prompts_per_rollout=1)
+    assert seen_by(str(tmp_path / "other"), module, data, tmp_path, monkeypatch) == ["u:1+2;a:"]
+
+
 # ---------------------------------------------------------------- what is refused
+
+
+def test_a_judge_that_needs_what_is_no_column_is_refused_before_loading(tmp_path: Path):
+    def judge(prompts: Any, firsts: Any, seconds: Any, rubric: Any) -> list[float]:
+        return [0.5] * len(prompts)
+
+    settings = {"sampling": Sampling(max_new_tokens=5), "evaluation": Evaluation(win_rate_against="base")}
+    module = SFT(LanguageModel("tiny"), judge=judge, **settings)
+    with pytest.raises(RewardError, match="rubric"):
+        measured(module, tmp_path, METHODS["sft"][1]())
+    assert module.policy is None
 
 
 def test_without_reward_and_judge_there_is_nothing_to_compare_by(tmp_path: Path):
@@ -231,7 +378,7 @@ def test_without_reward_and_judge_there_is_nothing_to_compare_by(tmp_path: Path)
     with pytest.raises(ConfigError, match=r"eval\.win_rate_against='base'.*set reward"):
         measured(module, tmp_path, data)
     assert module.policy is None
-    module.judge = RewardJudge()  # pyright: ignore
+    module.judge = RewardJudge(soft=True)
     with pytest.raises(ConfigError, match="set reward"):
         measured(module, tmp_path, data)
 
