@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Sequence
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
 from lit_rl.commands.data_check import data_check, kind_of
-from lit_rl.data.formats import rename_columns
+from lit_rl.commands.first_row import first_row
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.formats import COLUMNS
-from lit_rl.data.sources import load_rows
 from lit_rl.errors import DataError, did_you_mean
 from lit_rl.models import LanguageModel
 
@@ -27,6 +29,8 @@ GROUPS: dict[Kind | None, str] = {
     None: "jsonl",
 }
 """The data group of each kind; of prompts to be answered where there is none."""
+
+_HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row")
 
 
 def run(config: DictConfig) -> int:
@@ -57,9 +61,43 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
     elif config.task == "best_of_n" or "data.prompt_key" in typed:
         group, why = "jsonl", "prompts to be answered"
     else:
-        kind, columns = _of_first_row(config)
-        group, why = GROUPS[kind], f"columns {columns}"
+        group, why = _by_columns(config.data, config.allow_targets)
     return _recomposed(f"data={group}"), f"data={group} ({why})"
+
+
+def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """The words of a `data-check` with the data group that fits `data.path`, and a line that says which.
+
+    Before Hydra composes: it knows the keys of a group only, so `data.max_length=64` needs the group first. Left as
+    they are where `with_data_group` chooses without a look at the columns, where the words cannot be read alone (a
+    sweep, a value that stands elsewhere), and where they are another command's.
+
+    Args:
+        arguments: `sys.argv`.
+
+    Raises:
+        DataError: as `with_data_group`.
+    """
+    words, kept = list(arguments), (list(arguments), "")
+    overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
+    if "task=data_check" not in overrides or {"-m", "--multirun"} & set(words):
+        return kept
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides)
+        given = {override.key_or_group: override.value() for override in parsed if not override.is_sweep_override()}
+        elsewhere = {"data", "algo", "experiment", "data.prompt_key"} & given.keys()
+        if elsewhere or not isinstance(given.get("data.path"), str):
+            return kept
+        tree = OmegaConf.create({"allow_targets": []})
+        for key, value in given.items():
+            if key == "allow_targets" or key.startswith("data."):
+                OmegaConf.update(tree, key, value, force_add=True)
+        OmegaConf.resolve(tree)
+    except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong, if anything is
+        return kept
+    group, why = _by_columns(tree.data, tree.allow_targets)
+    at = words.index(overrides[0])  # among the other overrides, which stand in one row
+    return [*words[:at], f"data={group}", *words[at:]], f"data={group} ({why})"
 
 
 def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
@@ -93,18 +131,25 @@ def _learns_from(config: DictConfig) -> Kind | None:
     return getattr(get_object(config.algo["_target_"]), "learns_from", None)
 
 
-def _of_first_row(config: DictConfig) -> tuple[Kind | None, str]:
-    data: Any = config.data
-    rows = load_rows(data.path, split=data.split, name=data.name, on_bad_row=data.on_bad_row)
-    row = rename_columns(rows[0], rows.where(0), dict(data.rename))
+def _by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[str, str]:
+    """The data group of what the first row's columns are for, and the reason in words.
+
+    Args:
+        data: Those settings of `data` that say how a row is read.
+        allow: What `allow_targets` allows.
+    """
+    given = {key: data.get(key) for key in _HOW_ROWS_ARE_READ}
+    tree = plain(OmegaConf.create({"data": given, "allow_targets": list(allow)}))["data"]
+    reading = {key: build(node) if key == "map_row" else node for key, node in tree.items() if node is not None}
+    row, where = first_row(**reading)
     kind = kind_of(row)
     if kind is None and "prompt" not in row:
         known = dict.fromkeys(column for columns in COLUMNS.values() for column in columns)
         near = next((hint for column in row if (hint := did_you_mean(column, known))), "")
         needed = "; ".join(dict.fromkeys(", ".join(columns) for columns in COLUMNS.values()))
         raise DataError(
-            f"{rows.where(0)}: columns found: {', '.join(row) or 'none'}; they are of no format that is known. Known "
+            f"{where}: columns found: {', '.join(row) or 'none'}; they are of no format that is known. Known "
             f"are prompt (to be answered) and {needed}. Name columns with data.rename={{old: new}}, or say data=jsonl "
             f"and data.prompt_key.{near}"
         )
-    return kind, ", ".join(name for name, value in row.items() if value is not None)
+    return GROUPS[kind], f"columns {', '.join(name for name, value in row.items() if value is not None)}"

@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.text import Text
 
 from lit_rl.callbacks.text import printable
+from lit_rl.commands.first_row import as_read, first_row
 from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.formats import rename_columns
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.offline.formats import COLUMNS
-from lit_rl.data.prompt_set import mapped_row
 from lit_rl.data.splits import prompt_key
 from lit_rl.errors import DataError, in_range
 from lit_rl.models.language_model import LanguageModel
@@ -92,6 +91,8 @@ def data_check(
             data.prepare(tokenizer, kind, stage="predict")
             look = _examples(data, kind, rows)
     console.print(Text(look.title))
+    if (size := getattr(data, "stream_buffer", None)) is not None:
+        console.print(Text(f"Of the first {size} rows only (data.stream_buffer).", style="yellow"))
     console.print(Text(f"{_OPEN}...{_CLOSE} is learned.", style="dim"))
     for number, texts in enumerate(look.rows):
         for name, ids, learned in texts:
@@ -115,9 +116,14 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
     """Which of the kinds that the data module makes; the first where the columns do not decide."""
     if len(data.serves) == 1:
         return data.serves[0]
-    rows, options = data.train_rows()[0], data.options
-    row = rows[0] if options.map_row is None else mapped_row(options.map_row, rows[0], rows.where(0))
-    kind = kind_of(rename_columns(row, rows.where(0), options.rename))
+    reading = {"rename": data.options.rename, "map_row": data.options.map_row}
+    if data.sources:  # one row of it: the file is parsed once, by `prepare`
+        source = data.sources[0]
+        row, _ = first_row(source.path, split=source.split, name=source.name, on_bad_row=data.on_bad_row, **reading)
+    else:
+        rows = data.train_rows()[0]
+        row = as_read(rows[0], rows.where(0), **reading)
+    kind = kind_of(row)
     return kind if kind is not None and kind in data.serves else data.serves[0]
 
 

@@ -125,7 +125,8 @@ def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module) -> No
         raise ConfigError(
             f"The longest prompt ({longest} tokens) plus sampling.max_new_tokens={sampling.max_new_tokens} is "
             f"{longest + sampling.max_new_tokens} tokens, but the model's context holds {context}. Lower "
-            f"sampling.max_new_tokens to {max(context - longest, 0)} or less, or set data.max_prompt_tokens."
+            f"sampling.max_new_tokens to {max(context - longest, 0)} or less, or bound the prompts: "
+            "data.max_prompt_tokens, or data.max_length of data that is learned from as it is."
         )
 
 

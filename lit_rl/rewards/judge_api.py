@@ -15,7 +15,7 @@ from lit_rl.errors import ConfigError, RewardError, in_range
 from lit_rl.rewards.asynchronous import FUNCTIONS
 from lit_rl.rewards.calling import TrainerState
 from lit_rl.rewards.judges import LogMetric, Verdict, averaged, check_columns
-from lit_rl.rewards.remote import Refused, RemoteReward
+from lit_rl.rewards.remote import Post, Refused, RemoteReward, posting
 from lit_rl.rewards.text import Completion, text_of
 from lit_rl.rollout import Prompt
 
@@ -55,9 +55,10 @@ class LLMJudge:
         model: The model's name there.
         template: The message that is sent: ``$prompt``, ``$first`` and ``$second`` are put in.
         allow_http: Send texts unencrypted to an http:// address of another machine too.
-        concurrency: Requests under way at once.
+        concurrency: Requests under way at once, each in a thread.
         timeout: Seconds that one request may take.
-        attempts: Times that a request is sent before it counts as unanswered.
+        attempts: Times that a request is sent before it counts as unanswered; once where the server refuses it for
+            good (a status of the 400s other than 408, 409, 425 and 429: no such key, no such model, a text too long).
         backoff: Seconds of the first wait after a failed request; doubled every time up to 30, and shortened by up to
             half at random.
         temperature: Of the judge's own sampling; 0 is greedy.
@@ -165,21 +166,22 @@ class LLMJudge:
         return json.dumps(body).encode()
 
     async def _ask_all(self, requests: Sequence[bytes]) -> list[str | Exception]:
-        gate = asyncio.Semaphore(self.concurrency)
-        return list(await asyncio.gather(*(self._ask(request, gate) for request in requests)))
+        with posting(self._server.post, self.concurrency) as post:
+            return list(await asyncio.gather(*(self._ask(request, post) for request in requests)))
 
-    async def _ask(self, request: bytes, gate: asyncio.Semaphore) -> str | Exception:
-        """The text of the answer, or why there is none after all attempts."""
+    async def _ask(self, request: bytes, post: Post) -> str | Exception:
+        """The text of the answer, or why there is none: after all attempts, or after a refusal that would stay one."""
         failure: Exception = RuntimeError("never sent")
         for attempt in range(self.attempts):
             if attempt:
                 wait = min(_LONGEST_WAIT, self.backoff * 2 ** (attempt - 1))
                 await asyncio.sleep(wait * random.uniform(0.5, 1))
-            async with gate:
-                try:
-                    return _content(await asyncio.to_thread(self._server.post, self.url, request))
-                except (OSError, HTTPException, ValueError, Refused) as error:  # ValueError: no JSON, no UTF-8
-                    failure = error
+            try:
+                return _content(await post(self.url, request))
+            except (OSError, HTTPException, ValueError, Refused) as error:  # ValueError: no JSON, no UTF-8
+                failure = error
+                if isinstance(error, Refused) and error.for_good:
+                    break
         return failure
 
 

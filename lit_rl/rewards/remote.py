@@ -10,7 +10,9 @@ import os
 import random
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -23,6 +25,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _AT_ONCE = 4
 _LONGEST_WAIT = 30.0
 _LARGEST_ANSWER = 64 * 2**20
+_MAY_PASS = (408, 409, 425, 429)
+"""Statuses of the 400s that the same request may not get again: too slow, in conflict, too early, too many."""
 
 
 class RemoteReward:
@@ -91,19 +95,19 @@ class RemoteReward:
         names = [name for name in columns if name not in ARGUMENTS] if self.columns is None else self.columns
         sent = {name: columns[name] for name in names}
         _check_columns(sent)
-        limit = asyncio.Semaphore(_AT_ONCE * len(self.urls))
         starts = range(0, len(completions), self.batch_size)
         parts = [slice(start, start + self.batch_size) for start in starts]
         bodies = [_body(prompts[part], completions[part], {k: v[part] for k, v in sent.items()}) for part in parts]
         counts = [len(completions[part]) for part in parts]
         try:
-            async with asyncio.TaskGroup() as group:  # the first request to fail for good ends the others
-                asked = [group.create_task(self._ask(*job, limit)) for job in zip(bodies, counts)]
+            with posting(self.post, _AT_ONCE * len(self.urls)) as post:
+                async with asyncio.TaskGroup() as group:  # the first request to fail for good ends the others
+                    asked = [group.create_task(self._ask(*job, post)) for job in zip(bodies, counts)]
         except* RewardError as errors:
             raise errors.exceptions[0] from None
         return [value for task in asked for value in task.result()]
 
-    async def _ask(self, body: bytes, count: int, limit: asyncio.Semaphore) -> list[float | None]:
+    async def _ask(self, body: bytes, count: int, post: Post) -> list[float | None]:
         """One request, sent until a server answers it."""
         first, failure = self._sent, ""
         self._sent += 1
@@ -113,12 +117,11 @@ class RemoteReward:
             if attempt and attempt % len(self.urls) == 0:
                 rounds = attempt // len(self.urls) - 1
                 await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
-            async with limit:
-                try:
-                    return _rewards(await asyncio.to_thread(self.post, url, body), count)
-                except (OSError, HTTPException, ValueError, Refused) as error:  # ValueError: no JSON, no UTF-8
-                    kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
-                    failure = f"{url}: {kind}{error}"
+            try:
+                return _rewards(await post(url, body), count)
+            except (OSError, HTTPException, ValueError, Refused) as error:  # ValueError: no JSON, no UTF-8
+                kind = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+                failure = f"{url}: {kind}{error}"
         raise RewardError(
             f"no server gave the rewards of {count} completions in {tries} attempts. The last one, {failure}. Servers: "
             f"{', '.join(self.urls)}. Are they running? timeout={self.timeout:g} is the limit of one "
@@ -145,7 +148,8 @@ class RemoteReward:
         except HTTPError as error:
             with error:
                 raise Refused(
-                    f"answered {error.code} {error.reason} {error.read(200).decode(errors='replace')}"
+                    f"answered {error.code} {error.reason} {error.read(200).decode(errors='replace')}",
+                    for_good=400 <= error.code < 500 and error.code not in _MAY_PASS,
                 ) from error
         with response:
             answer = bytearray()
@@ -158,8 +162,37 @@ class RemoteReward:
         return bytes(answer)
 
 
+Post = Callable[[str, bytes], Awaitable[bytes]]
+
+
+@contextmanager
+def posting(post: Callable[[str, bytes], bytes], at_once: int) -> Iterator[Post]:
+    """`post` to be awaited, so many of its calls at once: each in a thread of its own.
+
+    The event loop's own threads would be another limit, of as many as the machine has processors and four more.
+    """
+    threads = ThreadPoolExecutor(at_once, "lit_rl-request")
+
+    async def posted(url: str, body: bytes) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(threads, post, url, body)
+
+    try:
+        yield posted
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
 class Refused(Exception):
-    """A server answered, and not with what it was asked for."""
+    """A server answered, and not with what it was asked for.
+
+    Args:
+        why: In words.
+        for_good: The same request would be answered the same again.
+    """
+
+    def __init__(self, why: str, *, for_good: bool = False) -> None:
+        super().__init__(why)
+        self.for_good = for_good
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

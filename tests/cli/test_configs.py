@@ -57,7 +57,7 @@ VALUES = {  # what has no default
     "data/texts": ["algo=sft", "data.path=mine.jsonl"],
     "data/steps": ["algo=process_reward_model", "data.path=mine.jsonl"],
     "judge/function": ["algo=online_dpo", "judge.fn=lit_rl.rewards:contains"],
-    "judge/pairwise": ["judge.fn=lit_rl.rewards:contains"],
+    "judge/pairwise": [f"judge.fn='{Path(__file__).with_name('pairwise_judge.py')}:longer'"],
     "judge/llm": ["algo=online_dpo", "judge.base_url=https://h/v1", "judge.model=m"],
     "reward/none": ["algo=dpo"],
     "reward/process_reward_model": ["reward.functions.process_reward_model.name=o/m"],
@@ -113,6 +113,28 @@ def test_every_file_opens_with_a_line_that_says_what_it_is(file):
     first = next(line for line in lines if line != "# @package _global_")
     assert first.startswith("# ") and len(first) > 10
     assert max(map(len, lines)) <= 120
+
+
+class TestJudges:
+    """`judge=` is of every algorithm that writes: what `eval.win_rate_against` asks."""
+
+    WRITES = [path.stem for path in sorted((CONF / "algo").glob("*.yaml")) if "evaluation: ${eval}" in path.read_text()]
+
+    def test_every_algorithm_that_writes_takes_it(self, composed):
+        assert len(self.WRITES) == 14
+        for name in self.WRITES:
+            tree = composed(f"algo={name}", "judge.soft=true")
+            assert tree["algo"]["judge"] == tree["judge"] != {}, name
+
+    @pytest.mark.parametrize("algorithm", ["sft", "kto", "grpo", "online_dpo"])
+    def test_the_module_has_it(self, composed, algorithm):
+        module = build(composed(f"algo={algorithm}", "judge.soft=true")["algo"])
+        assert module.judge.soft is True
+
+    def test_of_a_run_without_rewards(self, composed):
+        fn = VALUES["judge/pairwise"]
+        module = build(composed("algo=sft", "reward=none", "judge=pairwise", *fn)["algo"])
+        assert not module.judge.reads_rewards and not module.reward_functions.names
 
 
 class TestPresets:

@@ -6,10 +6,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
+import lit_rl.data.jsonl
 from lit_rl.commands.data_check import kind_of
+from lit_rl.commands.first_row import first_row
+from lit_rl.data.sources import load_rows
+from lit_rl.errors import DataError
 
 
 @pytest.fixture
@@ -62,6 +67,85 @@ def test_the_group_is_told_from_the_columns(check, tmp_path, rows, group, format
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith(group)
     assert format in outcome.out
+
+
+def longest(outcome: Any, part: str) -> int:
+    return int(re.findall(rf"Tokens of {part}: \d+ to (\d+)", outcome.out)[0])
+
+
+def test_keys_of_the_group_that_is_told_can_be_typed(check, tmp_path):
+    """Hydra knows the keys of a group only once it is chosen, and the plain `data=addition` has none of these."""
+    rows = [{**row, "completion": "so " * 300} for row in sums(40, completion=str)]
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    outcome = check(f"data.path={path}", "data.max_length=64")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.startswith("data=texts (columns prompt, answer, completion)\n")
+    assert longest(outcome, "completions") <= 64 < longest(check(f"data.path={path}"), "completions")
+    # before options and after them, quoted, from the environment, with the columns under other names
+    assert check("--config-dir", str(tmp_path), f"data.path='{path}'", "data.batch_size=4").code == 0
+    odd = write_jsonl(tmp_path / "odd.jsonl", [{"q": row["prompt"], "a": row["answer"]} for row in rows])
+    named = check(f"data.path={odd}", "data.rename={q: prompt, a: completion}", "data.learn=all", "--config-dir=.")
+    assert named.code == 0 and named.out.startswith("data=texts"), named.err
+    verdicts = write_jsonl(tmp_path / "v.jsonl", sums(40, completion=str, label=bool))
+    assert check(f"data.path={verdicts}", "data.max_completion_tokens=4").out.startswith("data=preferences")
+
+
+def test_the_mapped_row_is_what_tells(check, tmp_path):
+    rows = [{"q": row["prompt"], "a": row["answer"], "prompt": "not this one"} for row in sums(40)]
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    words = [f"data.path={path}", "data.max_length=64", "data.map_row={_target_: hydra.utils.get_method, path: NAME}"]
+    outcome = check(*(word.replace("NAME", "lit_rl.data.recipes.gsm8k") for word in words))
+    refused(outcome, 3, "mine.jsonl:1", "'question'")  # called with the first row, which is none of that set
+    refused(check(*(word.replace("NAME", "os.system") for word in words)), 2, "os.system", "allow_targets")
+
+
+def test_a_wrong_key_of_the_group_is_named(check, tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", sums(40, completion=str))
+    refused(check(f"data.path={path}", "data.max_lenght=64"), 2, "data.max_lenght", "'max_length'")
+    refused(check(f"data.path={path}", "data.max_length=[64"), 2, "[64")
+    refused(check(f"data.path={tmp_path / 'none.jsonl'}", "data.max_length=64"), 3, "no such file")
+
+
+@pytest.mark.parametrize(("name", "typed"), [("texts", False), ("verdicts", True)])
+def test_a_file_is_parsed_once(check, tmp_path, monkeypatch, name, typed):
+    rows, group, _ = FILES[name]
+    path, parsed = write_jsonl(tmp_path / "mine.jsonl", rows), []
+    once = lit_rl.data.jsonl.parse_object
+    monkeypatch.setattr("lit_rl.data.jsonl.parse_object", lambda line: parsed.append(line) or once(line))
+    outcome = check(f"data.path={path}", *([group] if typed else []))
+    assert outcome.code == 0, outcome.err
+    assert len(rows) <= len(parsed) <= len(rows) + 2  # and the first line, to tell what it is for
+    assert len(set(parsed)) == len(rows)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv", ".parquet", ".json"])
+def test_the_first_row_is_that_of_the_whole_file_and_the_rest_is_left(tmp_path, monkeypatch, suffix):
+    path = tmp_path / f"mine{suffix}"
+    pandas.DataFrame({"prompt": ["a", "b"], "completion": ["c", "d"]}).pipe(
+        lambda frame: {
+            ".jsonl": lambda: frame.to_json(path, orient="records", lines=True),
+            ".json": lambda: frame.to_json(path, orient="records"),
+            ".parquet": lambda: frame.to_parquet(path),
+            ".csv": lambda: frame.to_csv(path, index=False),
+            ".tsv": lambda: frame.to_csv(path, index=False, sep="\t"),
+        }[suffix]()
+    )
+    rows = load_rows(path)
+    if suffix != ".json":
+        monkeypatch.setattr("lit_rl.commands.first_row.load_rows", lambda *_, **__: pytest.fail("read whole"))
+    row, where = first_row(str(path), rename={"completion": "text"}, map_row=lambda row: {**row, "prompt": "A"})
+    assert row == {"prompt": "A", "text": rows[0]["completion"]} and where == rows.where(0)
+
+
+def test_a_first_row_that_cannot_be_read_is_refused_or_left_out(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": \n{"prompt": "b"}\n')
+    with pytest.raises(DataError, match="mine.jsonl:1"):
+        first_row(str(path))
+    assert first_row(str(path), on_bad_row="skip") == ({"prompt": "b"}, f"{path}:2")
+    path.write_text("")
+    with pytest.raises(DataError, match="no rows"):
+        first_row(str(path))
 
 
 def test_the_algorithm_decides_where_it_is_named(check, tmp_path):

@@ -446,7 +446,9 @@ def test_nothing_to_generate_is_refused(engine: Any, qwen: nn.Module) -> None:
 def test_context_overflow_is_refused_with_the_numbers(engine: Any, policy: nn.Module) -> None:
     prompts = dataclasses.replace(ask(rows=[0], eos_ids=()), token_ids=[[3] * 54])
     assert run(engine, policy, prompts, Sampling(max_new_tokens=10)).response_ids.shape == (3, 10)
-    with pytest.raises(ConfigError, match=r"54 tokens.*max_new_tokens=11.* 65 tokens.* 64\..* to 10 or less"):
+    with pytest.raises(
+        ConfigError, match=r"54 tokens.*max_new_tokens=11.* 65 tokens.* 64\..* to 10 or less.*data\.max_length"
+    ):
         run(engine, policy, prompts, Sampling(max_new_tokens=11))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -148,6 +149,10 @@ class TestPairwise:
 Answer = Callable[[dict[str, Any], int], tuple[int, Any]]
 
 
+class Listening(ThreadingHTTPServer):
+    request_queue_size = 128  # connections that arrive together are not put off
+
+
 class Server:
     """A chat API on this machine: answers as it is told, and keeps what it was asked."""
 
@@ -178,7 +183,7 @@ class Server:
             def log_message(self, *_: Any) -> None:  # pyright: ignore
                 pass
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = Listening(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     @property
@@ -281,6 +286,36 @@ class TestLanguageModel:
         server.answer = lambda body, number: (200, str(wait.wait(0.05)))
         LLMJudge(server.url, "m", concurrency=3)(["p"] * 6, ["a"] * 6, ["b"] * 6)
         assert 1 < server.most <= 3
+
+    def test_concurrency_is_reached_whatever_the_number_of_processors(self, server: Server) -> None:
+        pairs = min(32, (os.cpu_count() or 1) + 4) // 2 + 2  # two requests each: more than an event loop has threads
+        together = threading.Barrier(2 * pairs)
+        server.answer = lambda body, number: (200, f"verdict: A {together.wait(20)}")
+        assert LLMJudge(server.url, "m", concurrency=2 * pairs)(["p"] * pairs, ["a"] * pairs, ["b"] * pairs)
+        assert server.most == 2 * pairs and not together.broken
+
+    @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
+    def test_a_refusal_that_would_stay_one_is_not_asked_for_again(self, server: Server, status: int) -> None:
+        server.answer = lambda body, number: (
+            (status, b"no such model") if texts(body)[0] == "a" else longer(body, number)
+        )
+        logged: dict[str, float] = {}
+        judge = LLMJudge(server.url, "m", attempts=4, backoff=30.0)  # a second attempt would take too long
+        assert judge(*FOUR, log_metric=logged.__setitem__) == [None, 1.0, 0.5, 1.0]
+        assert len(server.asked) == 8 and logged["judge/unanswered"] == 1 / 8
+
+    @pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 503])
+    def test_a_refusal_that_may_pass_is(self, server: Server, status: int) -> None:
+        server.answer = lambda body, number: (status, b"") if number == 1 else longer(body, number)
+        assert LLMJudge(server.url, "m", attempts=2, backoff=0.001)(*FOUR) == [0.0, 1.0, 0.5, 1.0]
+        assert len(server.asked) == 9
+
+    def test_a_refusal_ends_the_run_with_its_words(self, server: Server) -> None:
+        server.answer = lambda body, number: (401, b"no such key")
+        judge = LLMJudge(server.url, "m", backoff=30.0)
+        with pytest.raises(RewardError, match="answered 401 Unauthorized no such key.*judge.key_env"):
+            for _ in range(3):
+                judge(*FOUR)
 
     def test_the_key_comes_from_the_environment_and_stands_nowhere(self, server: Server, monkeypatch) -> None:
         monkeypatch.setenv("MY_KEY", "s3cret")
