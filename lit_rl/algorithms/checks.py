@@ -207,13 +207,13 @@ def context(
     group: str,
     longest: int,
     new_tokens: int,
-    prompt_key: str | None = "data.max_prompt_tokens",
+    prompt_key: str = "data.max_prompt_tokens",
 ) -> None:
     """Refuse prompts and completions that the model's context cannot hold; `prompt_key` is what bounds prompts."""
     holds = module.model.context_length
     if holds is None or longest + new_tokens <= holds:
         return
-    prompts = f", or {prompt_key} to {holds - new_tokens}" if prompt_key and holds > new_tokens else ""
+    prompts = f", or {prompt_key} to {holds - new_tokens}" if holds > new_tokens else ""
     raise ConfigError(
         f"The longest prompt has {longest} tokens; with {group}.max_new_tokens={new_tokens} that is "
         f"{longest + new_tokens}, but the context of {module.model.name} holds {holds}. Lower "

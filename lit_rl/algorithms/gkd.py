@@ -1,6 +1,6 @@
 """GKD: generalised knowledge distillation, arXiv:2306.13649.
 
-For completions y of a step's prompts x, student S and frozen teacher T over one vocabulary:
+For completions y of a step's prompts x, student S and frozen teacher T over the tokens of one tokenizer:
 
     divergence     D_t = beta KL(T || M) + (1 - beta) KL(S || M),  M = beta T + (1 - beta) S,  at each token of y
                    beta 0 is KL(T || S), 1 is KL(S || T)   (eq. 1; both by softmax(logits / temperature))
@@ -47,7 +47,8 @@ class GKD(OfflineModule):
         model: The student: a description, or its name, folder or hub id.
         reward: Reward functions for the completions that validation writes. Nothing is learned from it.
         teacher: Whose distributions are learned: a description, or its name, folder or hub id, which takes the
-            student's type. It must have the student's vocabulary.
+            student's type. It must have the student's tokenizer; where their embeddings are padded to different
+            lengths, the rows after the tokenizer's last token are left out of both distributions.
         teacher_device: "cpu" keeps the teacher on the CPU; None places it like the policy.
         beta: Which divergence, in [0, 1]: 0 the forward KL(T || S), 1 the reverse KL(S || T), 0.5 Jensen-Shannon's.
         temperature: Divides the logits of both in the divergence, above 0. Sampling has its own.
@@ -140,6 +141,7 @@ class GKD(OfflineModule):
         student, aux_loss = text_logits(self.policy, tokens, columns, self.router_aux_loss_coef > 0)
         with torch.no_grad(), self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
             theirs, _ = text_logits(teacher, tokens, columns, False)  # pyright: ignore
+        student, theirs = (logits[..., : self.teacher.shared_tokens] for logits in (student, theirs))
         divergence = generalized_jsd(student, theirs, beta=self.beta, temperature=self.temperature)
         loss = masked_sum(divergence, mask) / self.denominator(batch.totals)
         stats = token_stats(student.detach(), ids)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lit_rl.algorithms import checks
 from lit_rl.algorithms.batching import mix
-from lit_rl.errors import ConfigError, DataError, LitRLError
+from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.generation.collect import Vocabulary, collect
 from lit_rl.models.language_model import LanguageModel
@@ -53,6 +53,9 @@ class Teacher(Held):
                 "algo.teacher.lora makes an adapter to be trained, and a teacher is frozen: leave it out."
             )
         self.model, self.student = model, student
+        self.shared_tokens: int | None = None
+        """Rows of logits that the two have in common, where their embeddings are padded to different lengths. None
+        compares all rows."""
 
     def module(self) -> Scorer:
         """Load it. Raises ConfigError for another vocabulary than the student's, and what loading a model raises."""
@@ -65,25 +68,33 @@ class Teacher(Held):
         return held
 
     def check_vocabulary(self) -> None:
-        """The two are compared token by token: the same tokens under the same ids, and rows of logits as long."""
+        """Raises ConfigError: not the same tokens under the same ids. Rows may follow them that no token has."""
         with _keys_of_the_teacher():
             theirs, rows = self.model.tokenizer.get_vocab(), self.model.config.get_text_config().vocab_size
         ours, needed = self.student.tokenizer.get_vocab(), self.student.config.get_text_config().vocab_size
         different = sorted(t for t in theirs.keys() | ours.keys() if theirs.get(t, -1) != ours.get(t, -1))
-        how = ""
         if different:
             how = (
                 f"{len(different)} tokens are not the same token under the same id "
                 f"({', '.join(map(repr, different[:3]))})"
             )
-        elif rows != needed:
-            how = f"its embedding has {rows} rows, the policy's {needed}"
-        if how:
             raise ConfigError(
                 f"algo.teacher.name={self.model.name!r} has another vocabulary than the policy {self.student.name!r}: "
                 f"{how}. Distributions are compared token by token, so the teacher must be of the policy's own family. "
                 "From any other model, learn its texts: algo=sft."
             )
+        self.shared_tokens = None if rows == needed else max(ours.values()) + 1  # no embedding has fewer rows
+
+    def check_written(self, completions: Completions, writer: str) -> None:
+        """Raises GenerationError: a token was written that the tokenizer does not have, so the other cannot read it."""
+        if self.shared_tokens is None or (highest := int(completions.response_ids.max())) < self.shared_tokens:
+            return
+        raise GenerationError(
+            f"The {writer} wrote the token id {highest}, and the tokenizer has {self.shared_tokens} tokens: the rows "
+            "after them pad an embedding, by another length in the student than in the teacher. A trained model does "
+            "not write them. For a student with random weights set algo.on_policy_fraction=0, or give it an embedding "
+            "as long as the teacher's."
+        )
 
     def check_differs(self) -> None:
         """Raises ConfigError: it has the weights that the policy begins with, so that every gradient would be 0."""
@@ -139,6 +150,7 @@ def rewritten(module: GKD, batch: ExampleBatch, writer: Writer) -> tuple[Example
     prompts = prompts_of(module, micro)
     with module.rollout_context():
         completions = module.generate(prompts) if writer == "student" else _by_teacher(module, prompts)
+    module.teacher.check_written(completions, writer)
     fresh = as_tokens(completions, module.device)
     rows = [len(part) for part in micro]
     parts = [_trimmed(*part) for part in zip(*(field.split(rows) for field in fresh))]
@@ -234,4 +246,4 @@ def check_prompts(module: GKD, data: Any) -> None:
                 "texts alone set algo.on_policy_fraction=0 and algo.teacher_completions=false."
             )
         longest = max(longest, length)
-    checks.context(module, "sampling", longest, module.sampling.max_new_tokens)
+    checks.context(module, "sampling", longest, module.sampling.max_new_tokens, "data.max_length")

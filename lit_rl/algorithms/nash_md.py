@@ -29,6 +29,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.base import Rewards, Scores
+from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select
 
 
@@ -54,7 +55,7 @@ class NashMD(OnlinePairs):
         model: LanguageModel | str,
         reward: Rewards | Callable | None = None,
         *,
-        judge: Any = None,
+        judge: Judge | Callable[..., Any] | None = None,
         beta: float | Sequence[float] = 0.1,
         mixture_coef: float | Sequence[float] = 0.5,
         **shared: Any,

@@ -52,12 +52,38 @@ def against_data(module: OfflineModule, stage: str) -> OfflinePlan | None:
         )
     if stage != "fit":
         return module.plan
+    if data.stream_buffer is not None:  # pyright: ignore
+        _needs_no_whole_set(module)
     return OfflinePlan(
         batch_size=data.batch_size,  # pyright: ignore
         accumulate=trainer.accumulate_grad_batches,
         world_size=trainer.world_size,
         rows=len(data.corpus.train),  # pyright: ignore
+        stream_buffer=data.stream_buffer,  # pyright: ignore
     )
+
+
+def _needs_no_whole_set(module: OfflineModule) -> None:
+    """A stream is never there all at once, so what looks at every row before the first step cannot be."""
+    writes = getattr(module, "on_policy_fraction", 0) > 0 or getattr(module, "teacher_completions", False)
+    for is_set, what, instead in (
+        (module.precomputed, "algo.precompute_reference=true asks the reference about", "set it to false"),
+        (
+            getattr(module, "prompt_weights", None),
+            "algo/prompt_weights=density_ratio is fitted to a sample of",
+            "take algo/prompt_weights=none",
+        ),
+        (
+            writes,
+            "algo.on_policy_fraction above 0 and algo.teacher_completions=true look for the prompt of",
+            "set algo.on_policy_fraction=0 and algo.teacher_completions=false",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"data.stream_buffer: {what} all rows before the first step, and a stream is never there all at once. "
+                f"Leave data.stream_buffer out, or {instead}."
+            )
 
 
 def _context(module: OfflineModule, data) -> None:
@@ -70,4 +96,4 @@ def _context(module: OfflineModule, data) -> None:
     if longest := data.longest_val_prompt:
         own = module.evaluation.max_new_tokens
         group, new_tokens = ("sampling", module.sampling.max_new_tokens) if own is None else ("eval", own)
-        checks.context(module, group, longest, new_tokens, None)
+        checks.context(module, group, longest, new_tokens, "data.max_length")

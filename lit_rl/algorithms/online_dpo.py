@@ -24,6 +24,7 @@ from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Rollout
 
 
@@ -46,7 +47,7 @@ class OnlineDPO(OnlinePreference):
         model: LanguageModel | str,
         reward: Rewards | Callable | None = None,
         *,
-        judge: Any = None,
+        judge: Judge | Callable[..., Any] | None = None,
         beta: float | Sequence[float] = 0.1,
         preference: Callable | dict[str, Callable] = sigmoid,
         group_size: int = 2,

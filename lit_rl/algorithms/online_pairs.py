@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -23,8 +23,7 @@ from lit_rl.algorithms.opponents import policys_own
 from lit_rl.algorithms.records import Scored
 from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.rewards.base import Scores, TrainerState
-from lit_rl.rewards.judge_functions import as_judge
-from lit_rl.rewards.judges import checked
+from lit_rl.rewards.judges import Judge, checked
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 WIN_RATE = "judge/win_rate"
@@ -39,7 +38,8 @@ class OnlinePairs(OnPolicyModule, ABC):
         reward: Reward functions and weights, or one function. What the default judge compares; None where the judge
             needs no rewards.
         judge: Says which of two completions is better: a judge of `lit_rl.rewards.judges`, or a function. None compares
-            the summed rewards. Of more than two completions a prompt it is asked about every pair.
+            the summed rewards. Of more than two completions a prompt it is asked about every pair. Win rates of
+            validation (`eval.win_rate_against`) are by the same one.
         beta: Strength of the KL to the reference, above 0; or a list, one for each epoch, the last for all after it.
         missing_eos_penalty: Taken off the reward of a completion that `max_new_tokens` cut, before it is judged. None:
             nothing is.
@@ -52,14 +52,13 @@ class OnlinePairs(OnPolicyModule, ABC):
         model: Any,
         reward: Any = None,
         *,
-        judge: Any = None,
+        judge: Judge | Callable[..., Any] | None = None,
         beta: float | Sequence[float] = 0.1,
         missing_eos_penalty: float | None = None,
         group_size: int = 2,
         **shared: Any,
     ) -> None:
-        super().__init__(model, reward, group_size=group_size, **shared)
-        self.judge = as_judge(judge)
+        super().__init__(model, reward, group_size=group_size, judge=judge, **shared)
         self.beta, self.missing_eos_penalty = beta, missing_eos_penalty
         online_checks.terms(self)
 
@@ -107,6 +106,8 @@ class OnlinePairs(OnPolicyModule, ABC):
             total = _numbers(wins)
         self._seconds["reward"] += time.perf_counter() - started
         return replace(scores, total=total, metrics=logged, extras={**scores.extras, WIN_RATE: wins})
+
+    learns_by_judge = True
 
     opponent_writes = False
     """Whether the second completion of each prompt is an opponent's, and so no part of what `reward` is a mean of."""

@@ -38,7 +38,7 @@ class OnlinePreference(OnlinePairs, ABC):
         preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
         preference_weights: Weight of each of them by name (1 where not given).
         per_token: Losses that divide by the length (ipo, sigmoid_norm, simpo) do so. Off, a completion counts as one
-            token for them: they read sums, as in TRL's online DPO.
+            token for them: they read sums, as in TRL's online DPO. Refused where no loss is one of these.
         shared: What every `OnlinePairs` takes.
     """
 
@@ -57,6 +57,8 @@ class OnlinePreference(OnlinePairs, ABC):
         self.preference_weights = pair_checks.weights(self.preference, preference_weights)
         self.per_token = per_token
         _no_sorting(self.preference)
+        if per_token:
+            pair_checks.lengths_are_read(self.preference)
 
     @property
     def needs_reference(self) -> bool:

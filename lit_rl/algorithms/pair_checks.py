@@ -81,16 +81,21 @@ def weighs_pairs(functions: Mapping[str, Any]) -> None:
         )
 
 
-def cache_is_read(precompute: bool, folder: str | None) -> None:
+def lengths_are_read(functions: Mapping[str, Any]) -> None:
     """
     Raises:
-        ConfigError: a folder for log-probs of the reference that nothing computes.
+        ConfigError: `algo.per_token` is on, and no loss divides by a length: found by calling them with other lengths.
     """
-    if folder is not None and not precompute:
-        raise ConfigError(
-            f"algo.reference_cache={folder!r} is for precomputed log-probs of the reference, and "
-            "algo.precompute_reference is false: set it to true, or leave the folder out."
-        )
+    chosen, rejected = torch.tensor([-1.0, -2.0, -9.0, -1.0]), torch.tensor([-2.0, -1.0, -1.0, -9.0])
+    ones, fixed = torch.ones(4), {"nll": -chosen, "nll_tokens": 1.0, "step_rows": 1.0}
+    short, long = (Pairs(chosen, rejected, ones, 2 * ones, n * ones, 2 * n * ones, **fixed) for n in (1, 3))  # pyright: ignore
+    if any(not torch.equal(function(short, 0.1), function(long, 0.1)) for function in functions.values()):
+        return
+    raise ConfigError(
+        f"algo.per_token=true divides by the lengths of completions in losses that read them, and algo.preference "
+        f"({', '.join(functions)}) reads none. Leave it out, or take a loss that does: algo/preference=[ipo], "
+        "[sigmoid_norm] or [simpo]."
+    )
 
 
 def name_of(function: Any) -> str:

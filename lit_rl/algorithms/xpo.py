@@ -27,6 +27,7 @@ from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
 
 
@@ -51,7 +52,7 @@ class XPO(OnlinePreference):
         model: LanguageModel | str,
         reward: Rewards | Callable | None = None,
         *,
-        judge: Any = None,
+        judge: Judge | Callable[..., Any] | None = None,
         beta: float | Sequence[float] = 0.1,
         alpha: float | Sequence[float] = 1e-5,
         preference: Callable | dict[str, Callable] = sigmoid,

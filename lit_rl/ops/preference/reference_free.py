@@ -35,7 +35,7 @@ def alphapo(
 ) -> Float[Tensor, " b"]:
     """AlphaPO (2501.03884): SimPO with the reward ``(1 - p^-alpha) / alpha``, ``p`` the geometric mean probability.
 
-    The defaults are the paper's for Mistral-7B-Instruct (Table 3), where beta is 2.5.
+    The defaults are those of TRL's paper index, which cites Table 3 (Mistral-Instruct) and has beta 2.5 with them.
 
     Args:
         pairs: Of the batch. Their reference is not read.
