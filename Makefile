@@ -9,7 +9,7 @@ STAMPS := .venv/.stamps
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-core test-oracle test-dist test-faults test-slow lint format clean
+.PHONY: help setup demo chain test test-core test-oracle test-dist test-faults test-chain test-slow lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,10 +31,13 @@ setup: $(STAMPS)/run  ## set up .venv
 demo: setup  ## train the shipped policy on the CPU: two to three minutes
 	$(BIN)/python train.py $(if $(run_dir),run_dir='$(run_dir)') $(args)
 
-test: lint test-core test-oracle test-dist test-faults  ## everything that a change has to pass
+chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the last: six minutes (run_dir=DIR)
+	$(BIN)/python scripts/chain.py $(if $(run_dir),'$(run_dir)',runs/chain) $(args)
+
+test: lint test-core test-oracle test-dist test-faults test-chain  ## everything that a change has to pass
 
 test-core: $(STAMPS)/dev  ## the tests that need one process, two at a time (args='-n 0' for one)
-	$(PYTEST) -n 2 -m 'not dist and not faults and not slow' --ignore tests/oracle $(args)
+	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle $(args)
 
 test-oracle: $(STAMPS)/dev  ## the same tensors through us and through TRL, two at a time
 	$(PYTEST) -n 2 tests/oracle $(args)
@@ -44,6 +47,9 @@ test-dist: $(STAMPS)/dev  ## the tests that start several processes
 
 test-faults: $(STAMPS)/dev  ## the tests that kill processes
 	$(PYTEST) -m 'faults and not slow' $(args)
+
+test-chain: $(STAMPS)/dev  ## the chain of `make chain`: every stage is better than the one before
+	$(PYTEST) -m 'chain and not slow' $(args)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)

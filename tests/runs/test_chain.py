@@ -1,0 +1,69 @@
+"""SFT, a reward model, PPO and online DPO with it, DPO from rollouts: the committed chain, each stage from the last."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.chain
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
+    folder = tmp_path_factory.mktemp("chain")
+    command = [sys.executable, str(root / "scripts" / "chain.py"), str(folder), "--picture", str(folder / "chain.png")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=2400)
+    assert result.returncode == 0, result.stderr[-3000:]
+    (folder / "said").write_text(result.stdout)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(out: Path) -> dict[str, Any]:
+    return json.loads((out / "chain.json").read_text())
+
+
+@pytest.mark.parametrize("stage", ["sft", "dpo", "ppo", "online_dpo"])
+def test_a_policy_is_better_than_the_one_it_began_with(found, stage):
+    """On sums that no stage has seen, beyond the 95 % interval of the difference over prompts."""
+    assert found["policies"][stage]["begins"] == ("tiny" if stage == "sft" else "sft")
+    gain, low, _ = found["policies"][stage]["gain"]
+    assert gain > 0.05
+    assert low > 0
+
+
+def test_the_reward_model_has_learned_to_tell_right_from_wrong(found):
+    before, after = found["reward_model"]
+    assert abs(before - 0.5) < 0.1
+    assert after > 0.85
+
+
+def test_what_learned_by_the_reward_model_saw_no_right_answer(out):
+    for stage in ("ppo", "online_dpo"):
+        config = (out / stage / "config.yaml").read_text()
+        assert f"name: {out}/reward_model/hf" in config
+        assert "exact_match" not in config
+
+
+def test_rollouts_are_those_of_the_model_before_them(out):
+    """The stage that pairs completions moves no weight that its reader could notice."""
+    import torch
+    from safetensors.torch import load_file
+
+    before, after = (load_file(out / stage / "hf" / "model.safetensors") for stage in ("sft", "rollouts"))
+    assert all(torch.allclose(before[name], after[name], rtol=0, atol=1e-8) for name in before)
+
+
+def test_a_finished_chain_is_measured_again_and_not_run_again(out, root):
+    command = [sys.executable, str(root / "scripts" / "chain.py"), str(out)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "python train.py" not in result.stdout
+    assert "online_dpo" in result.stdout
+    assert "python train.py" in (out / "said").read_text()
+    assert (out / "chain.png").stat().st_size > 10_000
