@@ -89,8 +89,10 @@ def _needs_no_whole_set(module: OfflineModule) -> None:
 def _context(module: OfflineModule, data) -> None:
     context = module.model.context_length
     if context is not None and data.longest_text > context:
+        streamed = getattr(data, "stream_buffer", None) is not None  # then it is what a later row may have
+        longest = "A row of a stream may have" if streamed else "The longest row has"
         raise ConfigError(
-            f"The longest row has {data.longest_text} tokens, but the context of {module.model.name} holds {context}: "
+            f"{longest} {data.longest_text} tokens, but the context of {module.model.name} holds {context}: "
             f"lower data.max_length to {context}."
         )
     if longest := data.longest_val_prompt:

@@ -94,6 +94,8 @@ class PrecomputedReference:
         corpus: Any = module.trainer.datamodule.corpus  # pyright: ignore
         named = {"train": corpus.train, **{f"val/{name}" if name else "val": of for name, of in corpus.val.items()}}
         weights = "" if self._released else reference_files.hash_of_weights(module)
+        if not self._released:
+            reference_files.check_folder(module, reference_files.folder_of(module, self.folder))
         for name, data in named.items():
             self._know(module, data, weights, name)
         for name, data in module.texts_beside():
@@ -147,7 +149,7 @@ class PrecomputedReference:
         return self._tables[data.fingerprint]
 
     def _table(self, module: OfflineModule, data: ExampleSet, weights: str, name: str) -> Table:
-        path = reference_files.path_of(module, self.folder, data, weights)
+        path = reference_files.path_of(module, reference_files.folder_of(module, self.folder), data, weights)
         lengths = [sum(text.learned) for example in data.examples for text in example.texts]
         flat = reference_files.read(module, path, sum(lengths))
         if flat is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,19 +26,23 @@ FORMAT = 1
 """Part of the hash: raise it when the same settings would give other numbers, or another layout."""
 
 
-def path_of(module: OfflineModule, folder: str | None, data: ExampleSet, weights: str) -> Path:
+def folder_of(module: OfflineModule, folder: str | None) -> Path:
+    """Where files are kept: `folder`, or `cache` in the run directory where it is None."""
+    return Path(module.trainer.default_root_dir) / "cache" if folder is None else Path(folder).expanduser()
+
+
+def path_of(module: OfflineModule, folder: Path, data: ExampleSet, weights: str) -> Path:
     """Where the log-probs of a set are kept.
 
     Args:
-        module: Whose Trainer says the precision, and the run directory.
-        folder: Of the files; None is `cache` in the run directory.
+        module: Whose Trainer says the precision.
+        folder: Of the files.
         data: The set.
         weights: What `hash_of_weights` said of the reference.
     """
-    place = Path(module.trainer.default_root_dir) / "cache" if folder is None else Path(folder)
     key = json.dumps([FORMAT, data.fingerprint, weights, str(module.trainer.precision)])
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    return place.expanduser() / f"reference_logprobs_{name}.safetensors"
+    return folder / f"reference_logprobs_{name}.safetensors"
 
 
 def hash_of_weights(module: OfflineModule) -> str:
@@ -57,6 +62,24 @@ def hash_of_weights(module: OfflineModule) -> str:
     ranks = module.everyones(mine.unsqueeze(0)).tolist()
     # Whole copies are the same everywhere, and then the number of ranks is no part of the name.
     return bytes(ranks[0]).hex() if all(rank == ranks[0] for rank in ranks) else json.dumps(ranks)
+
+
+def check_folder(module: OfflineModule, folder: Path) -> None:
+    """Refuse a folder that cannot be written, before anything is computed for it. A collective.
+
+    Raises:
+        StorageError: no file can be made there.
+    """
+    problem = ""
+    if module.trainer.is_global_zero and not module.trainer.fast_dev_run:  # pyright: ignore
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            problem = error.strerror or str(error)
+    if problem := module.trainer.strategy.broadcast(problem):
+        raise StorageError(f"{folder} cannot be written ({problem}): set algo.reference_cache to a folder that can.")
 
 
 def read(module: OfflineModule, path: Path, count: int) -> Tensor | None:
@@ -84,5 +107,5 @@ def write(path: Path, flat: Tensor) -> None:
         partial.replace(path)
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be written ({error}): set algo.reference_cache to a folder with room."
+            f"{path} cannot be written ({error}): is there room? algo.reference_cache names another folder."
         ) from error

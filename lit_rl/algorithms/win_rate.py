@@ -65,7 +65,7 @@ class Opponent:
         """Refuse what cannot be compared, before anything is loaded.
 
         Raises:
-            ConfigError: there is nothing to compare by, or no model of that name.
+            ConfigError: there is nothing to compare by or no prompt to compare at, or no model of that name.
             RewardError: the judge needs what is no column of a validation set.
         """
         against = module.evaluation.win_rate_against
@@ -83,7 +83,13 @@ class Opponent:
                 "is neither: set reward, such as exact_match, or take a judge that needs none (judge=llm, "
                 "judge=function, judge=pairwise)."
             )
-        for columns in getattr(_data_of(module), "val_columns", {}).values():
+        data = _data_of(module)
+        if not getattr(data, "val_names", True):
+            raise ConfigError(
+                f"eval.win_rate_against={against!r} compares completions of validation prompts, and there are none. "
+                "Set data.val_path, or data.val_fraction above 0; rows of whole texts have no prompts."
+            )
+        for columns in getattr(data, "val_columns", {}).values():
             judge.bind(columns)
         self._describe(module, against)
 

@@ -175,6 +175,16 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
     return f"{key or 'The config'}: {target} refuses {came}: {type(cause).__name__}: {cause}"
 
 
+def check_judged(module: Any, tree: dict[str, Any]) -> None:
+    """Refuse a judge, or a model to compare with, where the module writes nothing that could be judged."""
+    if getattr(module, "generates", True):
+        return
+    against, judge = tree["eval"]["win_rate_against"], tree["judge"]["_target_"].rpartition(".")[2]
+    asked = f"eval.win_rate_against={against!r}" if against is not None else f"judge={judge}"
+    if against is not None or judge != "RewardJudge":
+        raise ConfigError(f"{asked} judges completions, and {type(module).__name__} writes none: leave it out.")
+
+
 def check_trainer(trainer: L.Trainer) -> None:
     """Refuse what Lightning lets pass and no run can use, before anything is downloaded.
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.cli import chats, choices, data_choice, quiet, replays, schemas
-from lit_rl.cli.build import build, check_trainer, plain
+from lit_rl.cli.build import build, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.commands import best_of_n, evaluate, reward_test, train
 from lit_rl.commands.run_dir import RunDir, redact
@@ -53,11 +53,12 @@ def main() -> int:
     @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
     def job(config: DictConfig) -> None:
         with _one_job():
-            if note and _is_main():
-                sys.stdout.write(f"{note}\n")
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
             codes.append(reported(lambda: run(config)))
 
+    if note and _is_main():  # before Hydra composes, which may refuse a key that the group lacks
+        sys.stdout.write(f"{note}\n")
+        sys.stdout.flush()
     job()
     return max(codes, default=0)
 
@@ -126,6 +127,7 @@ def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
     tree = plain(config)
     dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] == "reward_test"
     module, data = build(tree["algo"]), build(tree["data"])
+    check_judged(module, tree)
     trainer = _trainer(tree, run_dir, dry)
     if tree["task"] == "fit" and isinstance(data, ExampleDataModule):
         data.check_trainer(trainer)

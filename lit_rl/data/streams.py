@@ -72,7 +72,7 @@ class RowStream:
                 if not mark.rows:
                     raise DataError(f"data.path={self.name}: no rows.")
                 if mark.passes == begun.passes:
-                    rank_zero_info(f"{self.name}: all rows were read ({mark.rows}); starting again from the first.")
+                    rank_zero_info(f"{self.name}: read to its end; starting again from the first row.")
                 mark, raw = Mark(mark.passes + 1), self._read(0)
             place, row = item
             mark = Mark(mark.passes, mark.rows + 1)

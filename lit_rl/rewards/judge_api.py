@@ -7,6 +7,7 @@ import json
 import random
 import re
 import string
+import warnings
 from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
@@ -64,7 +65,8 @@ class LLMJudge:
         temperature: Of the judge's own sampling; 0 is greedy.
         max_tokens: Longest answer, in tokens. Models that think before they answer need more.
         max_failures: Share of all pairs asked about so far that may go without a verdict; the first 8 are always
-            forgiven. Counted from the start of the process.
+            forgiven, unless the server refuses a whole batch for good. Counted from the start of the process. The
+            first one is warned of.
         key_env: Environment variable that holds the API key, sent as a bearer token. None sends none.
 
     Raises:
@@ -108,7 +110,7 @@ class LLMJudge:
         self.model, self.template, self.temperature, self.max_tokens = model, template, temperature, max_tokens
         self.concurrency, self.attempts, self.backoff = concurrency, attempts, backoff
         self.max_failures = max_failures
-        self._asked, self._failed = 0, 0
+        self._asked, self._failed, self._told = 0, 0, False
 
     def __repr__(self) -> str:
         return f"LLMJudge({self.model} at {self.url})"
@@ -141,12 +143,23 @@ class LLMJudge:
         return verdicts
 
     def _count(self, verdicts: Sequence[Verdict], answers: Sequence[str | Exception], read: Sequence[Verdict]) -> None:
+        lost = verdicts.count(None)  # pyright: ignore
         self._asked += len(verdicts)
-        self._failed += verdicts.count(None)  # pyright: ignore
-        if self._failed <= max(_FREE_FAILURES, self.max_failures * self._asked):
+        self._failed += lost
+        if not lost:
             return
         last = next((answer for answer, verdict in zip(answers, read) if verdict is None), "")
         what = str(last) if isinstance(last, Exception) else f"no verdict in the answer {last[-200:]!r}"
+        refused = all(isinstance(answer, Refused) and answer.for_good for answer in answers)
+        if not refused and self._failed <= max(_FREE_FAILURES, self.max_failures * self._asked):
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"the judge {self.model} at {self.url} gave no verdict for {lost} of {len(verdicts)} pairs: "
+                    f"{what}. Not told again: judge/unanswered and judge/unparsable count on.",
+                    stacklevel=2,
+                )
+            return
         raise RewardError(
             f"the judge {self.model} at {self.url} gave no verdict for {self._failed} of {self._asked} pairs, more "
             f"than judge.max_failures={self.max_failures:g}. One of them: {what}. Is the server running, does the key "

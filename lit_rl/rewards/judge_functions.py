@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -181,7 +182,7 @@ class _Calls:
         in_range("judge.workers", workers, low=0)
         in_range("judge.recycle_after", recycle_after, low=0)
         in_range("judge.max_concurrent", max_concurrent, low=1)
-        function = load_function(fn) if isinstance(fn, str) else fn
+        function = _load(fn) if isinstance(fn, str) else fn
         self.name = name_of(function)
         check_callable(self.name, function)
         self.per_pair = is_per_sample(self.name, function)
@@ -238,6 +239,14 @@ class _Calls:
         finally:
             if begun is not None:
                 begun.cancel()
+
+
+def _load(path: str) -> Callable[..., Any]:
+    """The function at a path. The loader's errors name the key of rewards: here it is the judge's."""
+    try:
+        return load_function(path)
+    except (ConfigError, RewardError) as error:
+        raise type(error)(re.sub(r"^reward\.fn\b", "judge.fn", str(error))) from error
 
 
 def as_judge(judge: Any) -> Judge:

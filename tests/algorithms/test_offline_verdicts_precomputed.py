@@ -14,7 +14,7 @@ from small_rollouts import trainer
 from lit_rl.algorithms import BCO, KTO, AdamW, Constant, mismatched
 from lit_rl.algorithms.density_ratio import DensityRatio
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.moving_reference import EMA
 from lit_rl.models.reference import Auto, FrozenCopy
@@ -183,3 +183,11 @@ def test_settings_that_do_not_fit(make: Any) -> None:
         make("tiny", reference=EMA(0.9), precompute_reference=True)
     with pytest.raises(ConfigError, match=r"algo\.reference_cache='somewhere'"):
         make("tiny", reference=Auto(), reference_cache="somewhere")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("lit_rl.algorithms.precomputed._score", lambda *_: pytest.fail("the reference was asked"))
+    (tmp_path / "file").write_text("")
+    kept = module("kto", precompute_reference=True, reference_cache=str(tmp_path / "file" / "cache"))
+    with pytest.raises(StorageError, match=r"cannot be written .*algo\.reference_cache"):
+        fit(tmp_path / "run", kept, small(), max_steps=1)

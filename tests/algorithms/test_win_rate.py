@@ -383,6 +383,19 @@ def test_without_reward_and_judge_there_is_nothing_to_compare_by(tmp_path: Path)
         measured(module, tmp_path, data)
 
 
+@pytest.mark.parametrize("column", ["completion", "text"])
+def test_without_validation_prompts_there_is_nothing_to_compare_at(column: str, tmp_path: Path):
+    """No validation set, and one of texts that have no prompts."""
+    rows = [{"prompt": f"{n}+1=", "completion": f"{n + 1}"} for n in range(40)]
+    if column == "text":
+        rows = [{"text": row["prompt"] + row["completion"]} for row in rows]
+    data = SupervisedDataModule(rows=rows, batch_size=8, val_fraction=0.0 if column == "completion" else 0.2)
+    module = SFT(LanguageModel("tiny"), exact_match, evaluation=Evaluation(win_rate_against="base"))
+    with pytest.raises(ConfigError, match=r"eval\.win_rate_against='base'.*there are none.*data\.val_path"):
+        measured(module, tmp_path, data)
+    assert module.policy is None
+
+
 @pytest.mark.parametrize("name", ["./no/such/folder", ""])
 def test_a_model_that_is_not_there_is_refused_before_loading(tmp_path: Path, name: str):
     with pytest.raises(ConfigError, match=r"eval\.win_rate_against"):

@@ -115,6 +115,22 @@ def test_a_bad_term_is_refused_and_nothing_is_written(step: Command, cwd, argume
     assert contents(cwd) == []
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["algo=reward_model", "eval.win_rate_against=base"], ["eval.win_rate_against='base'", "RewardModeling"]),
+        (
+            ["algo=process_reward_model", "judge=llm", "judge.base_url=https://h/v1", "judge.model=m"],
+            ["judge=LLMJudge", "ProcessRewardModeling"],
+        ),
+    ],
+    ids=["against", "judge"],
+)
+def test_what_writes_nothing_has_no_use_for_a_judge(command: Command, cwd, arguments, words):
+    refused(command(*arguments, "trainer.max_steps=1"), 2, *words, "writes none")
+    assert contents(cwd) == []
+
+
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A package of the user's, allowed on the command line."""

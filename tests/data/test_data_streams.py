@@ -116,7 +116,7 @@ def test_a_pass_over_a_source_is_told_once(tmp_path, monkeypatch):
     _, mark = rows.take(Mark(), 10)
     assert told == []
     rows.take(mark, 35)
-    assert len(told) == 1 and "a.jsonl: all rows were read (10)" in told[0]
+    assert len(told) == 1 and "a.jsonl: read to its end" in told[0]
 
 
 def test_a_stream_goes_to_another_process_without_its_open_file(tmp_path):

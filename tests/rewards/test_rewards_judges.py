@@ -111,8 +111,10 @@ class TestFunctions:
             FunctionJudge(fine).bind(["first_rewards"])
         with pytest.raises(RewardError, match="nowhere"):
             FunctionJudge(lambda prompts, firsts, nowhere: []).bind(["answer"])
-        with pytest.raises(ConfigError, match="no file"):
+        with pytest.raises(ConfigError, match=r"^judge\.fn: there is no file"):
             FunctionJudge("./none.py:judge")
+        with pytest.raises(ConfigError, match=r"^judge\.fn='lit_rl.rewards:nope': there is no 'nope'"):
+            PairwiseJudge("lit_rl.rewards:nope")
 
     def test_as_judge(self) -> None:
         assert isinstance(as_judge(None), RewardJudge)
@@ -314,8 +316,14 @@ class TestLanguageModel:
         server.answer = lambda body, number: (401, b"no such key")
         judge = LLMJudge(server.url, "m", backoff=30.0)
         with pytest.raises(RewardError, match="answered 401 Unauthorized no such key.*judge.key_env"):
-            for _ in range(3):
-                judge(*FOUR)
+            judge(*FOUR)  # fewer than are forgiven: but it would stay so
+
+    def test_the_first_failure_is_told_and_no_other(self, recwarn: pytest.WarningsRecorder) -> None:
+        judge = LLMJudge("http://127.0.0.1:9/v1", "m", attempts=1)
+        for _ in range(2):
+            assert judge(*FOUR) == [None] * 4
+        told = [str(warning.message) for warning in recwarn if "no verdict" in str(warning.message)]
+        assert len(told) == 1 and "4 of 4 pairs" in told[0] and "refused" in told[0]
 
     def test_the_key_comes_from_the_environment_and_stands_nowhere(self, server: Server, monkeypatch) -> None:
         monkeypatch.setenv("MY_KEY", "s3cret")

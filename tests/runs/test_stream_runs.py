@@ -109,13 +109,17 @@ def test_the_run_is_one_epoch_whose_shares_mean_what_they_say(train, data, tmp_p
 @pytest.mark.parametrize(
     "overrides, words",
     [
+        (
+            ["algo=sft", "data=texts", "data.max_length=1024"],
+            ["A row of a stream may have 1024", "data.max_length to 512"],
+        ),
         (["algo=sft", "data=texts", "trainer.max_steps=-1"], ["trainer.max_steps", "trainer.max_epochs", "no end"]),
         (["algo=sft", "data=texts", "trainer.reload_dataloaders_every_n_epochs=1"], ["reload_dataloaders"]),
         (["algo=dpo", "algo.precompute_reference=true"], ["algo.precompute_reference=true", "data.stream_buffer"]),
         (["algo=bco", "algo/prompt_weights=density_ratio"], ["algo/prompt_weights=none", "data.stream_buffer"]),
         (["algo=gkd", "data=texts", "algo.on_policy_fraction=0.5"], ["algo.on_policy_fraction=0"]),
     ],
-    ids=["max_steps", "reload", "precompute", "density_ratio", "gkd"],
+    ids=["context", "max_steps", "reload", "precompute", "density_ratio", "gkd"],
 )
 def test_what_a_stream_cannot_do_ends_with_exit_code_2_before_weights(
     overrides, words, train, data, tmp_path, monkeypatch, capsys
