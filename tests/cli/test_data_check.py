@@ -104,7 +104,7 @@ def test_a_wrong_key_of_the_group_is_named(check, tmp_path):
     refused(check(f"data.path={path}", "data.max_lenght=64"), 2, "data.max_lenght", "'max_length'")
     refused(check(f"data.path={path}", "data.max_length=[64"), 2, "[64")
     wrong = check(f"data.path={path}", "data.max_lenght=64")
-    assert "data=jsonl (columns prompt, answer)" in wrong.out, "which group has no such key is said"
+    assert "data=texts (columns prompt, answer, completion)" in wrong.out, "the group that lacks the key is said"
     refused(check(f"data.path={tmp_path / 'none.jsonl'}", "data.max_length=64"), 3, "no such file")
 
 
