@@ -49,7 +49,7 @@ SEEN = {
     "discopop": "Where policy and reference are one, its loss falls with the margin, so it learns the wrong side first",
     "kto": "Its baseline is 0 at nearly every step, so the curve is that of [apo_zero_unpaired](apo_zero_unpaired.md)",
     "gkd": "The student writes no sum before; it learns the form of an answer first, and the sums need more steps",
-    "process_reward_model": "It says no more than the more frequent label; 480 steps at 1e-3 did not change that",
+    "process_reward_model": "It says no more than the more frequent label yet: that takes 900 steps, see above",
 }
 """Why a curve is as it is, where it is not what one would think."""
 
