@@ -40,7 +40,16 @@ RUN = "run"
 _OF_THE_RUN = ("model", "reward", "generator", "sampling", "reference", "seed")
 """Parts of an algorithm that are no part of an objective: they are the run's, whatever preset is asked for."""
 
-_OF_NO_USE = ("optimizer", "scheduler", "evaluation", "minibatches", "iterations", "group_size", "split_groups")
+_OF_NO_USE = (
+    "judge",
+    "optimizer",
+    "scheduler",
+    "evaluation",
+    "minibatches",
+    "iterations",
+    "group_size",
+    "split_groups",
+)
 """Parts that a replay never asks, or that the saved rollout says."""
 
 

@@ -350,9 +350,9 @@ def test_a_worker_that_cannot_import_its_module_is_an_error_even_where_failures_
 
 def test_a_module_named_by_path_finds_this_process_s_packages(folder, monkeypatch):
     (folder / "lib").mkdir()
-    (folder / "lib" / "my_package.py").write_text("def score(completions): return [3.0] * len(completions)")
+    (folder / "lib" / "reward_at_hand.py").write_text("def score(completions): return [3.0] * len(completions)")
     monkeypatch.syspath_prepend(str(folder / "lib"))
-    assert from_paths("my_package:score").score(["p"], ["c"], {}).total.tolist() == [3.0]
+    assert from_paths("reward_at_hand:score").score(["p"], ["c"], {}).total.tolist() == [3.0]
 
 
 SCRIPT = """
