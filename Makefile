@@ -9,7 +9,7 @@ STAMPS := .venv/.stamps
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain test test-core test-oracle test-dist test-faults test-chain test-slow lint format clean
+.PHONY: help setup demo chain test test-core test-oracle test-docs test-dist test-faults test-chain test-slow lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,13 +34,16 @@ demo: setup  ## train the shipped policy on the CPU: two to three minutes
 chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the last: six minutes (run_dir=DIR)
 	$(BIN)/python scripts/chain.py $(if $(run_dir),'$(run_dir)',runs/chain) $(args)
 
-test: lint test-core test-oracle test-dist test-faults test-chain  ## everything that a change has to pass
+test: lint test-core test-oracle test-docs test-dist test-faults test-chain  ## everything that a change has to pass
 
 test-core: $(STAMPS)/dev  ## the tests that need one process, two at a time (args='-n 0' for one)
-	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle $(args)
+	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle --ignore tests/docs $(args)
 
 test-oracle: $(STAMPS)/dev  ## the same tensors through us and through TRL, two at a time
 	$(PYTEST) -n 2 tests/oracle $(args)
+
+test-docs: $(STAMPS)/dev  ## every command and table of README.md and docs/, two at a time
+	$(PYTEST) -n 2 tests/docs $(args)
 
 test-dist: $(STAMPS)/dev  ## the tests that start several processes
 	$(PYTEST) -m 'dist and not slow' $(args)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,12 @@ def root() -> Path:
 def tiny_dir() -> Path:
     """The shipped policy."""
     return ROOT / "lit_rl" / "models" / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def lightning_speaks_as_before() -> Iterator[None]:
+    """A script that silences Lightning for its own process must not silence it for the tests that come after."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    yield
+    logger.setLevel(level)
