@@ -179,10 +179,15 @@ def check_judged(module: Any, tree: dict[str, Any]) -> None:
     """Refuse a judge, or a model to compare with, where the module writes nothing that could be judged."""
     if getattr(module, "generates", True):
         return
-    against, judge = tree["eval"]["win_rate_against"], tree["judge"]["_target_"].rpartition(".")[2]
+    against, judge = tree["eval"]["win_rate_against"], _class_of(tree["judge"])
     asked = f"eval.win_rate_against={against!r}" if against is not None else f"judge={judge}"
-    if against is not None or judge != "RewardJudge":
+    if against is not None or judge not in ("", "RewardJudge"):
         raise ConfigError(f"{asked} judges completions, and {type(module).__name__} writes none: leave it out.")
+
+
+def _class_of(node: dict[str, Any] | None) -> str:
+    """Name of what a node makes; empty where it was set to null."""
+    return str((node or {}).get("_target_", "")).rpartition(".")[2]
 
 
 def check_trainer(trainer: L.Trainer) -> None:
