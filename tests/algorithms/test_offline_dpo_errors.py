@@ -110,7 +110,9 @@ def test_rows_without_a_rejected_side_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_reference_that_no_loss_reads_is_not_loaded() -> None:
-    """`sft` and `simpo` are of the policy's log-probs alone; beside a loss that compares, the reference is needed."""
-    assert not DPO("tiny", preference=losses.sft).needs_reference
-    assert not DPO("tiny", preference=partial(reference_free.simpo, gamma=1.0)).needs_reference
-    assert DPO("tiny", preference={"a": losses.sft, "b": losses.sigmoid}).needs_reference
+    """`simpo` and its reward are of the policy's log-probs alone. Beside a loss that compares the reference is needed;
+    with `sft` too: the rewards that are logged are measured against it, as in TRL."""
+    simpo = partial(reference_free.simpo, gamma=1.0)
+    assert not DPO("tiny", preference=simpo).needs_reference
+    assert DPO("tiny", preference={"a": simpo, "b": losses.sigmoid}).needs_reference
+    assert DPO("tiny", preference=losses.sft).needs_reference

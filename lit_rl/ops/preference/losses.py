@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from lit_rl.ops.preference.common import check_smoothing, logistic
 from lit_rl.ops.preference.divergences import MAX_EXPONENT
-from lit_rl.ops.preference.pairs import Pairs, policy_only, ratios_only
+from lit_rl.ops.preference.pairs import Pairs, ratios_only
 
 
 def sigmoid(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
@@ -140,7 +140,6 @@ def discopop(pairs: Pairs, beta: float, *, tau: float = 0.05) -> Float[Tensor, "
     return -logsigmoid(z) * (-z / tau).sigmoid() + exponential
 
 
-@policy_only
 def sft(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     """Minus the log-prob of the chosen tokens, whose mean over the step is a mean over tokens; beta is not read.
 
