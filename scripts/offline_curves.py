@@ -46,7 +46,7 @@ OWN = {
 
 SEEN = {
     "apo_down": "It lets right answers become less likely: it is for data worse than the policy, and these are right",
-    "discopop": "Where policy and reference are one, its loss falls with the margin, so it learns the wrong side first",
+    "discopop": "Where policy and reference are one, its loss rises with the margin, so it learns the wrong side first",
     "kto": "Its baseline is 0 at nearly every step, so the curve is that of [apo_zero_unpaired](apo_zero_unpaired.md)",
     "gkd": "The student writes no sum before; it learns the form of an answer first, and the sums need more steps",
     "process_reward_model": "It says no more than the more frequent label yet: that takes 900 steps, see above",
