@@ -7,6 +7,7 @@ args ?=
 BIN := .venv/bin
 STAMPS := .venv/.stamps
 PYTEST := $(BIN)/python -m pytest
+NOTEBOOKS := tests/doors/test_notebook.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo chain test test-core test-oracle test-docs test-dist test-faults test-chain test-slow lint format clean
@@ -37,13 +38,13 @@ chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the las
 test: lint test-core test-oracle test-docs test-dist test-faults test-chain  ## everything that a change has to pass
 
 test-core: $(STAMPS)/dev  ## the tests that need one process, two at a time (args='-n 0' for one)
-	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle --ignore tests/docs $(args)
+	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
 
 test-oracle: $(STAMPS)/dev  ## the same tensors through us and through TRL, two at a time
 	$(PYTEST) -n 2 tests/oracle $(args)
 
-test-docs: $(STAMPS)/dev  ## every command and table of README.md and docs/, two at a time
-	$(PYTEST) -n 2 tests/docs $(args)
+test-docs: $(STAMPS)/dev  ## every command and table of README.md and docs/, and the notebooks, two at a time
+	$(PYTEST) -n 2 tests/docs $(NOTEBOOKS) $(args)
 
 test-dist: $(STAMPS)/dev  ## the tests that start several processes
 	$(PYTEST) -m 'dist and not slow' $(args)
