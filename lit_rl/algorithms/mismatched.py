@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import lightning as L
 
+from lit_rl.algorithms.precomputed import texts_of
 from lit_rl.data.offline.example import Encoded, Example
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
-from lit_rl.examples import TokenBatch
 
 if TYPE_CHECKING:
     from lit_rl.algorithms.offline import OfflineModule
@@ -65,6 +65,4 @@ def _texts_of(data: ExampleSet, steps: Iterable[Sequence[int]]) -> ExampleSet:
 
 def _mismatched(data: ExampleSet, rows: Sequence[int]) -> Iterator[Encoded]:
     batch: Any = data.batch(rows, data.before(rows), data.totals(rows), step=0, slot=0)
-    tokens: TokenBatch = batch.mismatched
-    kept = zip(tokens.input_ids.tolist(), tokens.loss_mask.tolist(), tokens.attention_mask.sum(1).tolist())
-    return (Encoded(ids[:count], learned[:count], 0) for ids, learned, count in kept)
+    return (Encoded(ids, learned, 0) for ids, learned in texts_of(batch.mismatched))

@@ -130,8 +130,7 @@ class PrecomputedReference:
         Raises:
             ConfigError: the reference is gone, and was not asked about one of these texts.
         """
-        kept = zip(tokens.input_ids.tolist(), tokens.loss_mask.tolist(), tokens.attention_mask.sum(1).tolist())
-        found = [self._by_text.get(text_key(ids[:count], learned[:count])) for ids, learned, count in kept]
+        found = [self._by_text.get(text_key(ids, learned)) for ids, learned in texts_of(tokens)]
         known = [values for values in found if values is not None]
         if len(known) < len(found):
             if self._released:
@@ -227,6 +226,13 @@ def _release(module: OfflineModule) -> None:
 
 
 # ---------------------------------------------------------------------- names
+
+
+def texts_of(tokens: TokenBatch) -> Iterator[tuple[list[int], list[bool]]]:
+    """Ids of every row without its padding, and which of them are learned."""
+    counts = tokens.attention_mask.sum(1).tolist()
+    for ids, learned, count in zip(tokens.input_ids.tolist(), tokens.loss_mask.tolist(), counts):
+        yield ids[:count], learned[:count]
 
 
 def text_key(ids: Sequence[int], learned: Sequence[bool]) -> bytes:

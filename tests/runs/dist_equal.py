@@ -12,9 +12,14 @@ from typing import Any
 
 import lightning as L
 import torch
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from torch import Tensor
 
+from lit_rl.cli import schemas
+from lit_rl.cli.build import build, plain
 from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.sharding import full_state_dict
 
 
 def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
@@ -36,6 +41,28 @@ def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
 def logged(runner: L.Trainer) -> dict[str, float]:
     """What callbacks see now."""
     return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+def parts(*overrides: str) -> tuple[Any, Any]:
+    """The module and the data module of a command line, run directory aside."""
+    schemas.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("lit_rl.conf", version_base="1.3"):
+        tree = plain(compose("config", ["run_dir=run", *overrides]))
+    return build(tree["algo"]), build(tree["data"])
+
+
+def train_and_leave(module: Any, data: Any, runner: L.Trainer, path: Path, **beside: Any) -> None:
+    """Train, validate on everything, and leave a file: the weights, what was logged, and what the caller adds."""
+    runner.fit(module, datamodule=data)
+    metrics = logged(runner)
+    runner.limit_val_batches = 1.0
+    runner.validate(module, datamodule=data, verbose=False)
+    metrics |= logged(runner)
+    weights = full_state_dict(module.policy)
+    if runner.is_global_zero:
+        torch.save({"weights": weights, "metrics": metrics, **beside}, path)
+    runner.strategy.barrier()
 
 
 def in_processes(script: str, folder: Path) -> Path:

@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import dist_equal
-import torch
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 
 from lit_rl.algorithms.strategies import FSDP2Strategy
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
-from lit_rl.models.sharding import full_state_dict
 
 SHAPES: dict[str, list[str]] = {
     "sft": ["algo=sft"],
@@ -43,34 +37,16 @@ COMMON = [
     "optimizer.lr=0.05",
     "scheduler=constant",
     "scheduler.warmup_steps=0",
-    "run_dir=run",
 ]
 """Plain SGD: the change of the weights is the gradient."""
 
 
-def parts(name: str) -> tuple[Any, Any]:
-    schemas.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        tree = plain(compose("config", [*COMMON, *SHAPES[name]]))
-    return build(tree["algo"]), build(tree["data"])
-
-
 def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
-    """Train, validate, and leave `name.pt` there: the weights and what was logged."""
-    module, data = parts(name)
+    """Train, validate, and leave `name.pt` there."""
+    module, data = dist_equal.parts(*COMMON, *SHAPES[name])
     module.sampling = type(module.sampling)(max_new_tokens=2)
     trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
-    trainer.fit(module, datamodule=data)
-    metrics = dist_equal.logged(trainer)
-    trainer.limit_val_batches = 1.0
-    trainer.validate(module, datamodule=data, verbose=False)
-    metrics |= dist_equal.logged(trainer)
-    weights = full_state_dict(module.policy)
-    if trainer.is_global_zero:
-        cut = CUT.get(name, [])
-        torch.save({"weights": weights, "metrics": metrics, "cut": cut}, folder / f"{name}.pt")
-    trainer.strategy.barrier()
+    dist_equal.train_and_leave(module, data, trainer, folder / f"{name}.pt", cut=CUT.get(name, []))
 
 
 def main(folder: Path) -> None:

@@ -8,13 +8,8 @@ from typing import Any
 
 import dist_equal
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 
 from lit_rl.algorithms.strategies import FSDP2Strategy
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
-from lit_rl.models.sharding import full_state_dict
 
 ONE_LAYER = "model.init_kwargs={num_hidden_layers: 1, layer_types: [full_attention]}"
 REWARDS = Path(__file__).with_name("dist_rewards.py")
@@ -45,32 +40,15 @@ COMMON = [
     "optimizer.path=torch.optim.SGD",
     "scheduler=constant",
     "scheduler.warmup_steps=0",
-    "run_dir=run",
 ]
 """Plain SGD: the change of the weights is the gradient."""
 
 
-def parts(name: str) -> tuple[Any, Any]:
-    schemas.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        tree = plain(compose("config", [*COMMON, *SHAPES[name]]))
-    return build(tree["algo"]), build(tree["data"])
-
-
 def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
-    """Train, validate, and leave `name.pt` there: the weights and what was logged."""
-    module, data = parts(name)
-    runner = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
-    runner.fit(module, datamodule=data)
-    metrics = dist_equal.logged(runner)
-    runner.limit_val_batches = 1.0
-    runner.validate(module, datamodule=data, verbose=False)
-    metrics |= dist_equal.logged(runner)
-    weights = full_state_dict(module.policy)
-    if runner.is_global_zero:
-        torch.save({"weights": weights, "metrics": metrics}, folder / f"{name}.pt")
-    runner.strategy.barrier()
+    """Train, validate, and leave `name.pt` there."""
+    module, data = dist_equal.parts(*COMMON, *SHAPES[name])
+    trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
+    dist_equal.train_and_leave(module, data, trainer, folder / f"{name}.pt")
 
 
 def main(folder: Path) -> None:

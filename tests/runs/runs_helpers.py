@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,15 @@ def assert_same_run(a: Path, b: Path) -> None:
         assert pyarrow.parquet.read_table(a / "samples" / name) == pyarrow.parquet.read_table(b / "samples" / name), (
             name
         )
+
+
+def interrupted(whole: Path, again: Path, step: int) -> None:
+    """The run as it was after `step`, killed at any time after that."""
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "hf")
+    for path in (again / "checkpoints").glob("*.ckpt"):
+        if int(path.stem[5:]) > step:
+            path.unlink()
+    summary = json.loads((again / "summary.json").read_text())
+    kept = {name: summary[name] for name in ("before", "losses") if name in summary}
+    (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
-from runs_helpers import assert_same, assert_same_run, newest, rows
+from runs_helpers import assert_same, assert_same_run, interrupted, newest, rows
 
 QUICK = [
     "data.task.max_operand=5",
@@ -35,18 +33,6 @@ SHAPES = {
     "bco": ["algo=bco"],
     "lora": ["algo=dpo", "model.lora.r=4"],
 }
-
-
-def interrupted(whole: Path, again: Path, step: int) -> None:
-    """The run as it was after `step`, killed at any time after that."""
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "hf")
-    for path in (again / "checkpoints").glob("*.ckpt"):
-        if int(path.stem[5:]) > step:
-            path.unlink()
-    summary = json.loads((again / "summary.json").read_text())
-    kept = {name: summary[name] for name in ("before", "losses")}
-    (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

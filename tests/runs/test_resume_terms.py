@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs_helpers import SMALL, assert_same, assert_same_run, newest, rows
+from runs_helpers import SMALL, assert_same, assert_same_run, interrupted, newest, rows
 
 EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
 QUICK = [*SMALL, "trainer.limit_val_batches=0"]
@@ -33,17 +32,6 @@ STATEFUL = [
     "optimizer.lr=1e-3",
 ]
 PPO = ["algo=ppo", *PASSES, "algo.group_size=2", "algo.critic_lr=1e-3", "data.prompts_per_rollout=8"]
-
-
-def interrupted(whole: Path, again: Path, step: int) -> None:
-    """The run as it was after `step`, killed at any time after that."""
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "hf")
-    for path in (again / "checkpoints").glob("*.ckpt"):
-        if int(path.stem[5:]) > step:
-            path.unlink()
-    summary = json.loads((again / "summary.json").read_text())
-    (again / "summary.json").write_text(json.dumps({"status": "running", "before": summary["before"], "seconds": 1.0}))
 
 
 def terms(run_dir: Path) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_helpers import assert_same, assert_same_run, newest, rows
+from runs_helpers import assert_same, assert_same_run, interrupted, newest, rows
 
 from lit_rl.models.language_model import LanguageModel
 
@@ -51,18 +50,6 @@ def shapes(folder: Path) -> dict[str, list[str]]:
         "sft-packed-sources": [*texts, f"data.sources={both}", "data.packing=best_fit", "data.batch_size=2"],
         "kto": ["algo=kto", *pairs],
     }
-
-
-def interrupted(whole: Path, again: Path, step: int) -> None:
-    """The run as it was after `step`, killed at any time after that."""
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "hf")
-    for path in (again / "checkpoints").glob("*.ckpt"):
-        if int(path.stem[5:]) > step:
-            path.unlink()
-    summary = json.loads((again / "summary.json").read_text())
-    kept = {name: summary[name] for name in ("before", "losses")}
-    (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))
 
 
 @pytest.mark.parametrize("shape", ["sft", "sft-packed-sources", "kto"])

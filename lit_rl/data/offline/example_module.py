@@ -188,7 +188,6 @@ class ExampleDataModule(SourcedDataModule):
         }
         if self._windows is None:
             return ExampleLoader(self.corpus.train, self._order(self.shuffles()), epoch=trainer.current_epoch, **place)
-        self.check_trainer(trainer)
         return StreamLoader(
             self._windows,
             length=trainer.max_steps * trainer.accumulate_grad_batches,
