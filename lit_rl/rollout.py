@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.constraints import LogitBias, Structured
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.transforms import Truncation
 
@@ -38,6 +39,11 @@ class Sampling:
         max_new_tokens: Longest response, in tokens, EOS included.
         min_new_tokens: No EOS and no stop string before this many tokens.
         stop: Strings that end a response; the token that completes one is kept.
+        bad_words: Strings that no response may contain as the tokens they have at its start or after a space: the last
+            of these tokens is never drawn after the others. Other tokens may still spell the same text.
+        logit_bias: Token id to a number in [-100, 100] that is added to its logit before anything else is done to it.
+        structured: The form of every response. None leaves it free. Only generators that are engines of their own
+            (vllm, vllm_server) can keep one.
     """
 
     temperature: float = 1.0
@@ -48,6 +54,9 @@ class Sampling:
     max_new_tokens: int = 512
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=LogitBias)
+    structured: Structured | None = None
 
     def __post_init__(self) -> None:
         in_range("sampling.temperature", self.temperature, low=0)
@@ -57,11 +66,16 @@ class Sampling:
         in_range("sampling.repetition_penalty", self.repetition_penalty, low=0, open_low=True)
         in_range("sampling.max_new_tokens", self.max_new_tokens, low=1)
         in_range("sampling.min_new_tokens", self.min_new_tokens, low=0, high=self.max_new_tokens)
-        if isinstance(self.stop, str):
-            raise ConfigError(f"sampling.stop={self.stop!r} is a string; it takes a list of strings: [{self.stop!r}].")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        for key in ("stop", "bad_words"):
+            strings = getattr(self, key)
+            if isinstance(strings, str):
+                raise ConfigError(f"sampling.{key}={strings!r} is a string; it takes a list of strings: [{strings!r}].")
+            object.__setattr__(self, key, tuple(strings))
         if "" in self.stop:
             raise ConfigError("sampling.stop holds an empty string, which would end every response at once.")
+        if not all(word.strip() for word in self.bad_words):
+            raise ConfigError(f"sampling.bad_words={list(self.bad_words)} holds a string without a character.")
+        object.__setattr__(self, "logit_bias", LogitBias(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -76,6 +90,7 @@ class Sampling:
     def reshaped(self) -> list[str]:
         """The settings in force that make the sampled distribution differ from softmax(logits / temperature)."""
         off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0}
+        off |= {"bad_words": (), "logit_bias": {}, "structured": None}
         return [name for name, value in off.items() if getattr(self, name) != value]
 
 
@@ -101,6 +116,8 @@ class PromptBatch:
     """Index of the rollout since the start of the run, over all epochs."""
     slot: int = 0
     """0..R-1: which of the R micro-batches of this rollout Lightning's loop is at. 0 generates."""
+    upcoming: PromptBatch | None = None
+    """At slot 0, where the generator lags: the prompts of the next rollout. None elsewhere, and in a run's last one."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -124,6 +141,8 @@ class Prompts:
     pad_id: int
     decode: Callable[[Sequence[int]], str] | None = None
     """Token ids to text, special tokens kept. Needed only where ``Sampling.stop`` is set."""
+    encode: Callable[[str], Sequence[int]] | None = None
+    """Text to token ids, without special tokens around it. Needed only where ``Sampling.bad_words`` is set."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

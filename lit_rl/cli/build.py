@@ -24,7 +24,7 @@ _CLASSES_ONLY = ("lightning.", "torch.", "lit_rl.")
 _FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.", "lit_rl.algorithms.groups.")
 """Where a config may name functions too."""
 
-OPTIONAL = {"lit_rl.models.lora.Lora", "lit_rl.data.supervised.SupervisedText"}
+OPTIONAL = {"lit_rl.models.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
 """Objects that are there only if one of their settings is."""
 
 

@@ -32,7 +32,7 @@ def run(config: DictConfig) -> int:
         run_dir = RunDir(Path(str(config.run_dir)).expanduser())
         of_run = _tree(run_dir, tree, list(config.allow_targets))
         model, checkpoint = _model(config, run_dir, of_run)
-        named = {key.partition(".")[2] for key in typed if key.startswith("sampling.")}
+        named = {key.split(".")[1] for key in typed if key.startswith("sampling.")}
         sampling = of_run["sampling"] | {key: tree["sampling"][key] for key in named}
     fabric, _ = fabric_of(config, of_run["trainer"])
     # What the policy was trained to read: the command's own setting counts more.

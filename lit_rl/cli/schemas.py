@@ -68,6 +68,9 @@ TARGETS = {
     "Sampling": "lit_rl.rollout.Sampling",
     "NativeGenerator": "lit_rl.generation.native.NativeGenerator",
     "HFGenerator": "lit_rl.generation.hf.HFGenerator",
+    "VLLMGenerator": "lit_rl.generation.vllm.in_process.VLLMGenerator",
+    "VLLMServerGenerator": "lit_rl.generation.vllm.server.VLLMServerGenerator",
+    "HFContinuousGenerator": "lit_rl.generation.continuous.HFContinuousGenerator",
     "RolloutDataModule": "lit_rl.data.datamodule.RolloutDataModule",
     "SupervisedDataModule": "lit_rl.data.offline.datamodule.SupervisedDataModule",
     "PreferenceDataModule": "lit_rl.data.offline.datamodule.PreferenceDataModule",
@@ -112,6 +115,7 @@ OPS = (
     "lit_rl.ops.kl",
     "lit_rl.ops.reductions",
     "lit_rl.ops.mismatch",
+    "lit_rl.ops.correction",
     "lit_rl.ops.rejection",
     "lit_rl.ops.selection",
     "lit_rl.ops.shaping",
@@ -205,10 +209,8 @@ def _field(parameter: inspect.Parameter, hint: Any) -> tuple[Any, Any]:
     default = parameter.default
     if (optional := _optional_dataclass(hint)) is not None:
         return optional, dataclasses.field(default_factory=optional)
-    if _optional_mapping(hint):
-        return dict[str, Any], dataclasses.field(default_factory=_open_dict)
-    if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # a dataclass's field(default_factory=dict)
-        return dict[str, Any], dataclasses.field(default_factory=_open_dict)
+    if _optional_mapping(hint) or type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # that of a dataclass's dict
+        return dict[Any, Any], dataclasses.field(default_factory=_open_dict)  # a key may be a number
     if default is inspect.Parameter.empty or callable(default) or dataclasses.is_dataclass(default):
         return Any, dataclasses.field(default=MISSING)  # an object: the YAML fills its slot
     if isinstance(default, (tuple, list, dict)):

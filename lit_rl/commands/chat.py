@@ -16,13 +16,14 @@ from lit_rl.algorithms.policy_module import PolicyModule
 from lit_rl.callbacks.text import printable
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError, NumericError, StorageError
-from lit_rl.generation.base import rollout_mode
+from lit_rl.generation.base import check_request, rollout_mode
 from lit_rl.generation.batches import decode_batches
+from lit_rl.generation.collect import Vocabulary
 from lit_rl.generation.native import DecodingSteps
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.transforms import EndDetector, TokenSampler
 from lit_rl.models.language_model import LanguageModel
-from lit_rl.rollout import Message, Prompt, Prompts, Sampling
+from lit_rl.rollout import Message, Prompt, Sampling
 
 _COMMANDS = "/reset forgets the conversation, /quit ends it"
 _HALF_A_CHARACTER = "\ufffd"
@@ -152,15 +153,14 @@ def stream(job: Chat, policy: Any, ids: list[int], sampling: Sampling, turn: int
         sampling: How to draw.
         turn: Names the noise, with the seed.
     """
-    model: Any = job.model
     key = int(prompt_key(job.seed, turn, 0, 0))
-    prompts = Prompts([ids], [key], 1, model.eos_ids, model.pad_id, model.tokenizer.decode)
+    prompts = Vocabulary.of(job.model).prompts([ids], [key], group_size=1)
+    check_request(prompts, sampling, policy)
     device = next(policy.parameters()).device
     (batch,) = decode_batches(prompts, None, device)
     with rollout_mode(policy), job.fabric.autocast():
         steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
-        prompt_ids, mask = batch.repeated()
-        sampler = TokenSampler(sampling, batch.keys, prompt_ids=prompt_ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
+        sampler = TokenSampler.of(batch, prompts, sampling)
         ends = EndDetector(prompts, sampling, device)
         drawn = torch.zeros((1, 0), dtype=torch.long, device=device)
         for position in range(sampling.max_new_tokens):

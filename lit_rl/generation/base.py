@@ -34,6 +34,8 @@ class Generator(Protocol):
     - ``kept_logmass``: where top-k, top-p or min-p is in force, ``log softmax(logits / temperature)`` of a token, after
       repetition penalty, is ``sampler_logprobs + kept_logmass``. None from an engine that cannot tell.
     - ``version`` is the one of the last ``sync``.
+    - An engine with weights or kernels of its own says ``exact = False`` (see `is_exact`): its log-probs are then held
+      against the training's, and its samples weighted.
     """
 
     reports_kept_mass: bool
@@ -55,6 +57,23 @@ class Generator(Protocol):
         ...
 
 
+def is_exact(generator: Any) -> bool:
+    """Whether samples are drawn from the very policy that learns, by its own forward pass: the attribute ``exact``.
+
+    An engine with weights or kernels of its own sets it to False; a generator without the attribute is exact.
+    """
+    return getattr(generator, "exact", True)
+
+
+def lag_of(generator: Any) -> int:
+    """How many rollouts older than the policy a rollout's samples are: the attribute ``lag``, 0 without one.
+
+    A generator that sets it to 1 runs elsewhere: its ``generate`` is called in a thread while the policy learns, on
+    every rank by itself. It uses no collective, no random generator of this process and nothing of the policy's.
+    """
+    return getattr(generator, "lag", 0)
+
+
 class InProcessGenerator(ABC):
     """A generator that runs the policy itself, by reference: a sync copies nothing.
 
@@ -66,6 +85,7 @@ class InProcessGenerator(ABC):
     """
 
     reports_kept_mass = True
+    exact = True
 
     def __init__(self, batch_size: int | None = None) -> None:
         if batch_size is not None:
@@ -73,6 +93,11 @@ class InProcessGenerator(ABC):
         self.batch_size = batch_size
         self._policy: nn.Module | None = None
         self._version = 0
+
+    @property
+    def rows_a_batch(self) -> int | None:
+        """At most this many rows are given to the decode loop together; None gives all."""
+        return self.batch_size
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_policy": None}
@@ -87,7 +112,7 @@ class InProcessGenerator(ABC):
         device = next(self._policy.parameters()).device
         decoded = []
         with rollout_mode(self._policy):
-            for batch in decode_batches(prompts, self.batch_size, device):
+            for batch in decode_batches(prompts, self.rows_a_batch, device):
                 part = self._decode(self._policy, batch, prompts, sampling)
                 if not part.logprobs.isfinite().all():
                     raise NumericError(
@@ -102,8 +127,15 @@ class InProcessGenerator(ABC):
     def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded: ...
 
 
-def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module) -> None:
-    """Refuse what cannot be generated, before the policy runs."""
+def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module, *, structured: bool = False) -> None:
+    """Refuse what cannot be generated, before the policy runs.
+
+    Args:
+        prompts: What is asked for.
+        sampling: How to draw.
+        policy: Whose context it has to fit.
+        structured: Whether the generator can hold a response to ``sampling.structured``.
+    """
     if not prompts.token_ids or prompts.group_size < 1 or len(prompts.keys) != len(prompts):
         raise GenerationError(
             f"Nothing to generate, or a key missing: {len(prompts)} prompts, {len(prompts.keys)} keys, "
@@ -118,6 +150,16 @@ def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module) -> No
     if sampling.stop and prompts.decode is None:
         raise ConfigError(
             f"sampling.stop={list(sampling.stop)} needs a tokenizer to find them: Prompts.decode is None."
+        )
+    if sampling.structured is not None and not structured:
+        raise ConfigError(
+            f"sampling.structured.{sampling.structured.kind} is set, and decoding in this process cannot hold a "
+            "response to a form: leave it out, or take generator=vllm or generator=vllm_server, which can."
+        )
+    if sampling.bad_words and prompts.encode is None:
+        raise ConfigError(
+            f"sampling.bad_words={list(sampling.bad_words)} needs a tokenizer to know their tokens: Prompts.encode is "
+            "None."
         )
     context = context_length(policy)
     longest = max(map(len, prompts.token_ids))

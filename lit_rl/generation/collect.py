@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from lit_rl.generation.base import Generator
 from lit_rl.generation.noise import prompt_key
+from lit_rl.models.language_model import LanguageModel
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
 
 
@@ -21,6 +24,18 @@ class Vocabulary:
     pad_id: int
     decode: Callable[[Sequence[int]], str]
     """Token ids to text, special tokens kept."""
+    encode: Callable[[str], Sequence[int]]
+    """Text to token ids, no special tokens added."""
+
+    @classmethod
+    def of(cls, model: LanguageModel) -> Vocabulary:
+        """What the model's description says."""
+        tokenizer: Any = model.tokenizer
+        return cls(model.eos_ids, model.pad_id, tokenizer.decode, partial(tokenizer.encode, add_special_tokens=False))
+
+    def prompts(self, token_ids: Sequence[list[int]], keys: Sequence[int], group_size: int) -> Prompts:
+        """What a generator is asked for, in this vocabulary."""
+        return Prompts(token_ids, keys, group_size, self.eos_ids, self.pad_id, self.decode, self.encode)
 
 
 def collect(
@@ -38,20 +53,36 @@ def collect(
 
     The samples depend on `seed`, the rollout, the row and its occurrence, never on rank or batch.
     """
+    return request(
+        generator,
+        policy,
+        batch,
+        sampling=sampling,
+        group_size=group_size,
+        vocabulary=vocabulary,
+        version=version,
+        seed=seed,
+    )()
+
+
+def request(
+    generator: Generator,
+    policy: nn.Module,
+    batch: PromptBatch,
+    *,
+    sampling: Sampling,
+    group_size: int,
+    vocabulary: Vocabulary,
+    version: int,
+    seed: int,
+) -> Callable[[], Completions]:
+    """The first half of `collect`, which syncs; calling what it returns samples. No sync may come in between."""
     generator.sync(policy, version)
     keys = [
         int(prompt_key(seed, batch.rollout, row, occurrence))
         for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
     ]
-    prompts = Prompts(
-        token_ids=batch.prompt_ids,
-        keys=keys,
-        group_size=group_size,
-        eos_ids=vocabulary.eos_ids,
-        pad_id=vocabulary.pad_id,
-        decode=vocabulary.decode,
-    )
-    return generator.generate(prompts, sampling)
+    return partial(generator.generate, vocabulary.prompts(batch.prompt_ids, keys, group_size), sampling)
 
 
 def response_ids(completions: Completions) -> list[list[int]]:

@@ -34,7 +34,7 @@ class HFGenerator(InProcessGenerator):
         if not hasattr(model, "generate"):
             raise ConfigError(f"generator=hf needs a model with a generate method; {type(policy).__name__} has none.")
         ids, mask = batch.repeated()
-        sampler = TokenSampler(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
+        sampler = TokenSampler.of(batch, prompts, sampling)
         force = _ForceSample(sampler, prompt_width=ids.shape[1])
         stop = _Stop(EndDetector(prompts, sampling, ids.device), ids)
         with blank_generation_config(policy):

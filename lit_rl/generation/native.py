@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import InProcessGenerator
+from lit_rl.generation.base import InProcessGenerator, is_exact
 from lit_rl.generation.batches import DecodeBatch, Decoded
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.rollout import Prompts, Sampling
@@ -35,9 +35,8 @@ class NativeGenerator(InProcessGenerator):
 
     def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         device = batch.keys.device
-        ids, mask = batch.repeated()
         steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
-        sampler = TokenSampler(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids)
+        sampler = TokenSampler.of(batch, prompts, sampling)
         ends = EndDetector(prompts, sampling, device)
         out = _Responses(len(batch.keys), sampling, device)
         alive = torch.ones_like(batch.keys, dtype=torch.bool)
@@ -158,3 +157,12 @@ def empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
         if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
             raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
     return cache
+
+
+def for_another_policy(generator: Any) -> Any:
+    """What draws for another model than the policy: a teacher, an opponent.
+
+    An engine holds the policy and nothing else, so such completions are decoded in this process; a generator that
+    decodes with whatever it is synced to serves as it is.
+    """
+    return generator if is_exact(generator) else NativeGenerator()

@@ -4,7 +4,8 @@ The draw, and the two parts that both in-process engines share: ``TokenSampler``
 and truncation do to logits is in ``lit_rl.ops.transforms``, where the scoring of training finds it too.
 
 Logits are float32 ``(b, v)`` everywhere. A transform returns new logits and edits nothing; a token that may not be
-drawn gets minus infinity. Order: repetition penalty, temperature, top-k, top-p, min-p, as in transformers.
+drawn gets minus infinity. Order: logit bias, bans (``bans``), repetition penalty, temperature, top-k, top-p, min-p: as
+in vLLM, and the last five as in transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import torch
 from torch import Tensor
 
 from lit_rl.generation import noise
-from lit_rl.ops.transforms import ban, kept_logmass, temperature
+from lit_rl.generation.bans import Bans, bad_word_ids
+from lit_rl.generation.batches import DecodeBatch
+from lit_rl.ops.transforms import kept_logmass, temperature
 from lit_rl.rollout import Prompts, Sampling
 
 
@@ -66,61 +69,73 @@ class Drawn(NamedTuple):
 
 
 class TokenSampler:
-    """Draws the next token of every row of a batch; holds the history that repetition penalty needs.
+    """Draws the next token of every row of a batch; holds the history that repetition penalty and bad words need.
 
     Args:
         sampling: How to draw.
         keys: Int64 ``(b,)`` noise keys, on the device of the logits.
         prompt_ids: Long ``(b, p)``, and ``prompt_mask``, bool ``(b, p)``: the tokens that count as seen.
         eos_ids: What ``min_new_tokens`` holds back.
+        bad_words: What no response may contain, as token ids.
     """
 
     def __init__(
-        self, sampling: Sampling, keys: Tensor, *, prompt_ids: Tensor, prompt_mask: Tensor, eos_ids: tuple[int, ...]
+        self,
+        sampling: Sampling,
+        keys: Tensor,
+        *,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        eos_ids: tuple[int, ...],
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> None:
         self.sampling = sampling
         self._truncation = sampling.truncation
         self.keys = keys
         self._prompt = (prompt_ids, prompt_mask)
-        self._eos_ids = eos_ids
         self._seen: Tensor | None = None
-        self._is_eos: Tensor | None = None
+        self._bans = Bans(sampling, eos_ids, bad_words, len(keys))
 
-    def __call__(self, logits: Tensor, position: int) -> Drawn:
-        """The tokens of response position ``position``; call it for 0, 1, 2, ... in turn."""
-        sampling = self.sampling
-        if position < sampling.min_new_tokens:
-            logits = ban(logits, self._eos_mask(logits))
+    @classmethod
+    def of(cls, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> TokenSampler:
+        """The one for a decode batch of these prompts."""
+        ids, mask = batch.repeated()
+        words = bad_word_ids(prompts, sampling)
+        return cls(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids, bad_words=words)
+
+    def __call__(self, logits: Tensor, position: int | Tensor, rows: Tensor | None = None) -> Drawn:
+        """The next tokens of all rows, or of those in ``rows``, long ``(n,)``, each at most once.
+
+        ``position`` is their place in the response, one for all or long ``(n,)``: 0, 1, 2, ... in turn for each row.
+        """
+        sampling, these = self.sampling, slice(None) if rows is None else rows
+        logits = self._bans(logits, position, these)
         if sampling.repetition_penalty != 1:
-            logits = repetition_penalty(logits, self._history(logits), sampling.repetition_penalty)
-        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, position)
+            logits = repetition_penalty(logits, self._history(logits)[these], sampling.repetition_penalty)
+        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self.keys[these], position)
         if self._seen is not None:
-            self._seen.scatter_(1, drawn.tokens[:, None], True)
+            self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = True
+        self._bans.drew(drawn.tokens, these)
         return drawn
 
-    def _draw(self, logits: Tensor, position: int) -> Drawn:
+    def _draw(self, logits: Tensor, keys: Tensor, position: int | Tensor) -> Drawn:
         scaled = temperature(logits, self.sampling.temperature)
         kept = self._truncation(scaled)
         mass = None if self._truncation.off else kept_logmass(scaled, kept)
-        return Drawn(*draw(kept, noise.uniform(self.keys, position)), mass)
+        return Drawn(*draw(kept, noise.uniform(keys, position)), mass)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows only."""
         self.keys = self.keys[rows]
         self._seen = None if self._seen is None else self._seen[rows]
-
-    def _eos_mask(self, logits: Tensor) -> Tensor:
-        if self._is_eos is None:
-            vocabulary = torch.arange(logits.shape[-1], device=logits.device)
-            self._is_eos = torch.isin(vocabulary, vocabulary.new_tensor(self._eos_ids))
-        return self._is_eos
+        self._bans.keep(rows)
 
     def _history(self, logits: Tensor) -> Tensor:
         if self._seen is None:
             ids, mask = self._prompt
             # Padding does not count as seen: it would make a row depend on the batch it stands in.
-            counts = torch.zeros_like(logits, dtype=torch.int32).scatter_add_(1, ids, mask.to(torch.int32))
-            self._seen = counts > 0
+            counts = torch.zeros((len(ids), logits.shape[-1]), dtype=torch.int32, device=logits.device)
+            self._seen = counts.scatter_add_(1, ids, mask.to(torch.int32)) > 0
         return self._seen
 
 
@@ -141,16 +156,18 @@ class EndDetector:
         # A token is one byte or more, so this many hold any stop string, and the rest of a character cut before it.
         self.window = max((len(text.encode()) for text in self._stop), default=-3) + 4
 
-    def __call__(self, tail: Tensor, position: int, alive: Tensor) -> Tensor:
+    def __call__(self, tail: Tensor, position: int | Tensor, alive: Tensor) -> Tensor:
         """Bool ``(b,)``; anything for rows that are not ``alive``, bool ``(b,)``.
 
         ``tail`` is ``(b, w)``: the last ``window`` tokens of each response, all where it is shorter. ``position`` is
-        that of the newest.
+        that of the newest, one for all or long ``(b,)``: then shorter tails are padded on the left by -1.
         """
         ended = (tail[:, -1:] == self._eos).any(-1)
-        if self._stop and position >= self._min_new_tokens:
+        late = position >= self._min_new_tokens
+        if self._stop and late is not False:
             # Detokenising is a Python call a row: only for rows that still run.
-            found = [run and self._completes(ids) for ids, run in zip(tail.tolist(), (alive & ~ended).tolist())]
+            asked = (alive & ~ended & late).tolist()
+            found = [run and self._completes([i for i in ids if i >= 0]) for ids, run in zip(tail.tolist(), asked)]
             ended |= torch.tensor(found, device=tail.device)
         return ended
 

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import logits_process as peer
 
+from lit_rl.constraints import Structured
 from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation.base import Generator
+from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.forward import score
@@ -31,6 +33,9 @@ ENGINES: dict[str, Callable[[], Any]] = {
     "native-slices": lambda: NativeGenerator(batch_size=2),  # a group of three is cut
     "hf": HFGenerator,
     "hf-groups": lambda: HFGenerator(batch_size=7),
+    "hf_continuous": HFContinuousGenerator,
+    "hf_continuous-7": lambda: HFContinuousGenerator(batch_size=7),
+    "hf_continuous-2": lambda: HFContinuousGenerator(batch_size=2),
 }
 GREEDY = Sampling(temperature=0, max_new_tokens=12)
 SAMPLED = Sampling(max_new_tokens=12)
@@ -161,6 +166,7 @@ DISTRIBUTIONS: dict[str, tuple[Sampling, list[Any]]] = {
     "top_p": (Sampling(temperature=1.7, top_p=0.8), [peer.TemperatureLogitsWarper(1.7), peer.TopPLogitsWarper(0.8)]),
     "top_k": (Sampling(top_k=4), [peer.TopKLogitsWarper(4)]),
     "min_p": (Sampling(min_p=0.05), [peer.MinPLogitsWarper(0.05)]),
+    "bias": (Sampling(logit_bias={3: 4.0, 20: -6.0}), [peer.SequenceBiasLogitsProcessor({(3,): 4.0, (20,): -6.0})]),
     "penalty": (Sampling(repetition_penalty=1.3), [peer.RepetitionPenaltyLogitsProcessor(1.3)]),
     "greedy": (Sampling(temperature=0), []),
 }
@@ -219,7 +225,7 @@ def test_greedy_decoding_cuts_nothing(engine: Any, qwen: nn.Module) -> None:
     top_p=st.one_of(st.just(1.0), st.floats(0.1, 0.99)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 0.5)),
 )
-@pytest.mark.parametrize("name", ["native", "hf"])
+@pytest.mark.parametrize("name", ["native", "hf", "hf_continuous"])
 def test_training_scores_what_the_engine_drew_from(
     name: str, seed: int, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
@@ -283,13 +289,14 @@ def test_repetition_penalty_does_not_see_padding(engine: Any, qwen: nn.Module) -
         GREEDY,
         Sampling(max_new_tokens=12, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, repetition_penalty=1.2),
         Sampling(max_new_tokens=12, min_new_tokens=6, stop=("f5", "1n")),
+        Sampling(max_new_tokens=12, bad_words=("f5", "b1n3", "l1"), logit_bias={4: 3.0}, repetition_penalty=1.2),
     ],
-    ids=["plain", "greedy", "everything", "stop"],
+    ids=["plain", "greedy", "everything", "stop", "bans"],
 )
 def test_engines_agree_token_for_token(policy: nn.Module, sampling: Sampling) -> None:
     prompts = ask(eos_ids=(EOS, 9))
     oracle = run(HFGenerator(), policy, prompts, sampling)
-    for name in ("native", "native-groups", "native-slices"):
+    for name in ("native", "native-groups", "native-slices", "hf_continuous", "hf_continuous-7", "hf_continuous-2"):
         same(run(ENGINES[name](), policy, prompts, sampling), oracle)
 
 
@@ -323,6 +330,48 @@ def test_min_new_tokens(engine: Any, qwen: nn.Module) -> None:
     assert (out.lengths > 4).all()
     assert not set(out.response_ids[:, :4].flatten().tolist()) & set(eos_ids)
     assert (out.lengths == 5).any(), "and not one token more than asked"
+
+
+def test_bad_words_are_never_completed_and_change_nothing_else(engine: Any, qwen: nn.Module) -> None:
+    prompts = ask(group_size=6)
+    free = run(engine, qwen, prompts, SAMPLED)
+    long = [response for response in responses(free) if len(response) > 5]
+    words = [long[0][2:4], long[1][1:4], long[2][3:4], [prompts.token_ids[0][-1], long[3][0]]]
+    sampling = dataclasses.replace(SAMPLED, bad_words=tuple(spell(word) for word in words))
+    out = run(engine, qwen, prompts, sampling)
+    assert not any(contains(response, word) for response in responses(out) for word in words)
+    untouched = 0
+    for before, after in zip(responses(free), responses(out)):
+        if not any(contains(before, word) for word in words):
+            untouched += before == after
+    assert untouched > 5
+    oracle = peer.NoBadWordsLogitsProcessor(words, eos_token_id=torch.tensor([EOS]))
+    for prompt, response, logprobs in scored_rows(out, prompts):
+        logits = all_logits(qwen, prompt, response)
+        # The response alone: what the prompt ends with begins no word.
+        logits = torch.cat([oracle(torch.tensor([response[:t]]).long(), row[None]) for t, row in enumerate(logits)])
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+
+
+def contains(response: list[int], word: list[int]) -> bool:
+    return any(response[i : i + len(word)] == word for i in range(len(response)))
+
+
+def test_bad_words_need_an_encoder(engine: Any, qwen: nn.Module) -> None:
+    prompts = dataclasses.replace(ask(), encode=None)
+    with pytest.raises(ConfigError, match=r"sampling\.bad_words"):
+        run(engine, qwen, prompts, Sampling(bad_words=("a0",)))
+
+
+def test_a_bias_on_a_token_that_is_not_there_is_refused(engine: Any, qwen: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=rf"sampling\.logit_bias names the token {VOCAB}.* to {VOCAB - 1}"):
+        run(engine, qwen, ask(), Sampling(max_new_tokens=3, logit_bias={VOCAB: 1.0}))
+
+
+def test_a_form_is_refused_with_the_generators_that_keep_one(engine: Any, qwen: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"sampling\.structured\.regex.*generator=vllm or generator=vllm_server"):
+        run(engine, qwen, ask(), Sampling(structured=Structured(regex="a+")))
 
 
 def test_stop_string_across_tokens(engine: Any, qwen: nn.Module) -> None:
@@ -471,7 +520,7 @@ def test_nan_weights_are_an_error_and_the_policy_is_restored(engine: Any) -> Non
 
 
 @pytest.mark.parametrize("batch_size", [0, -3])
-@pytest.mark.parametrize("kind", [NativeGenerator, HFGenerator])
+@pytest.mark.parametrize("kind", [NativeGenerator, HFGenerator, HFContinuousGenerator])
 def test_batch_size_is_checked(kind: Callable[..., Any], batch_size: int) -> None:
     with pytest.raises(ConfigError, match=r"generator\.batch_size"):
         kind(batch_size=batch_size)
