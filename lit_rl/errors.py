@@ -37,6 +37,8 @@ class GenerationError(LitRLError):
     """A generator failed, or its samples cannot be trusted."""
 
     exit_code = 5
+    on_every_rank = False
+    """Whether all ranks raise it at one place, and so can still save a checkpoint together."""
 
 
 class NumericError(LitRLError):
@@ -65,6 +67,18 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """``" Did you mean 'x'?"``, or an empty string where nothing is near."""
     near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def one_of(key: str, value: str, allowed: Iterable[str]) -> None:
+    """Refuse a word that is none of those allowed.
+
+    Raises:
+        ConfigError: names the key, the value, what is allowed and the nearest of it.
+    """
+    choices = list(allowed)
+    if value not in choices:
+        near = did_you_mean(str(value), choices)
+        raise ConfigError(f"{key}={value!r} is unknown: allowed is {', '.join(choices)}.{near}")
 
 
 def in_range(key: str, value: float, *, low: float, high: float = float("inf"), open_low: bool = False) -> None:

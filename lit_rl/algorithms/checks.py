@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_rl.algorithms import estimator_checks
+from lit_rl.algorithms import drawing, estimator_checks
 from lit_rl.algorithms.batching import BatchPlan
 from lit_rl.algorithms.best_of_group import BestOfGroup
 from lit_rl.algorithms.controllers import AdaptiveKL
@@ -20,6 +20,7 @@ from lit_rl.algorithms.groups import DynamicSampling, TopOfGroup
 from lit_rl.algorithms.loss_ranges import loss_settings
 from lit_rl.algorithms.over_ranks import parameters
 from lit_rl.errors import ConfigError, did_you_mean, in_range
+from lit_rl.generation.base import Generator, is_exact
 from lit_rl.models.reference import Auto
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def terms(module: PolicyGradient) -> None:
     if not module.reward_functions.names:
         raise ConfigError(f"{name} learns from rewards, and there is no function: set reward, such as exact_match.")
     sampling_draws(module)
+    drawing.check(module, corrected=module.correction is not None)
     estimator_checks.check_call(module.advantage, name)
     loss_settings(module.policy_loss)
     for key, probe in _probes(module).items():
@@ -120,6 +122,10 @@ def _spread(module: PolicyGradient) -> None:
         )
 
 
+_UNSCORED = ("repetition_penalty", "min_new_tokens", "bad_words", "logit_bias", "structured")
+"""Settings of `Sampling` that change what is drawn and that training's log-probs know nothing of."""
+
+
 def sampling_draws(module: OnPolicyModule) -> None:
     """Settings under which a group teaches nothing, or the importance ratio would be wrong."""
     sampling, generator = module.sampling, module.generator
@@ -129,21 +135,27 @@ def sampling_draws(module: OnPolicyModule) -> None:
             "greedy choice has no log-probability to learn from. Train with 1.0; greedy decoding is for evaluation "
             "(eval.temperature=0)."
         )
-    history = [name for name in sampling.reshaped if name in ("repetition_penalty", "min_new_tokens")]
-    if history:
+    # A weight is the ratio of the training's distribution to the one that was drawn from, whatever made the two differ.
+    weighted = not is_exact(generator) and getattr(module, "correction", None) is not None
+    history = [name for name in sampling.reshaped if name in _UNSCORED]
+    if history and not weighted:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in history)
         raise ConfigError(
-            f"{keys}: the distribution of a token would depend on the tokens before it, and the log-probs of training "
-            "are not taken under that distribution: the importance ratio would be wrong. Switch it off for training "
-            "(a reward against repetition: reward=repetition)."
+            f"{keys}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
+            "the importance ratio would be wrong. Switch it off for training "
+            f"(a reward against repetition: reward=repetition){_weights_would_do(generator)}."
         )
-    if sampling.reshaped and not getattr(generator, "reports_kept_mass", False):
+    if sampling.reshaped and not weighted and not getattr(generator, "reports_kept_mass", False):
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
         raise ConfigError(
             f"{keys}: {type(generator).__name__} does not report how much probability it cut off, so its log-probs "
-            "cannot be compared with the training's. Switch it off for training, or take generator=native; eval.top_p "
-            "and eval.top_k are free."
+            "cannot be compared with the training's. Switch it off for training, or take generator=native"
+            f"{_weights_would_do(generator)}; eval.top_p and eval.top_k are free."
         )
+
+
+def _weights_would_do(generator: Generator) -> str:
+    return "" if is_exact(generator) else ", or weight the samples (algo/correction=token_truncate)"
 
 
 def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:

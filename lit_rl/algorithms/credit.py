@@ -14,8 +14,7 @@ from lit_rl.algorithms.over_ranks import named
 from lit_rl.errors import ConfigError
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.kl import k1
-from lit_rl.ops.masking import masked_mean, masked_moments, masked_sum
-from lit_rl.ops.mismatch import effective_share, mismatch_metrics
+from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, Rollout
 
@@ -100,29 +99,6 @@ def _tell_controller(module: PolicyGradient, old: Tensor, ref: Tensor, mask: Ten
     mine = torch.stack([per_row.sum(), mask.any(1).sum().float()])
     total, rows = (module.everyones(mine[None]).sum(0) if module.trainer_or_none else mine).tolist()
     module.kl_control.update(total / max(1.0, rows), int(rows))
-
-
-def corrected(module: PolicyGradient, rollout: Rollout) -> Rollout:
-    """The rollout with weights, and without the tokens that are rejected, where the engine's log-probs differ."""
-    if module.correction is None and module.rejection is None:
-        return rollout
-    old, sampler, mask = rollout.old_logprobs, rollout.completions.sampler_logprobs, rollout.loss_mask
-    assert old is not None
-    weights = None if module.correction is None else module.correction(old, sampler, mask)
-    keep = None if module.rejection is None else module.rejection(old, sampler, mask)
-    if keep is not None:
-        rollout = replace(rollout, loss_mask=mask & keep)
-    module.record(mismatch_metrics(old, sampler, mask, weights, keep))
-    if weights is not None:
-        _record_effective_share(module, weights, mask)
-    return replace(rollout, weights=weights)
-
-
-def _record_effective_share(module: PolicyGradient, weights: Tensor, mask: Tensor) -> None:
-    """Of the weights of every rank: shares of ranks do not average to it."""
-    mine = masked_moments(weights, mask)
-    share = effective_share(module.everyones(mine[None]).sum(0) if module.trainer_or_none else mine)
-    module.record({"sampling/ess": (share, torch.ones_like(share))})
 
 
 def token_rewards(

@@ -17,8 +17,9 @@ from lit_rl.algorithms.evaluation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.policy_module import PolicyModule
 from lit_rl.algorithms.tables import sample_table
 from lit_rl.algorithms.win_rate import Opponent
-from lit_rl.generation.base import Generator
-from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
+from lit_rl.generation.ahead import Ahead
+from lit_rl.generation.base import Generator, is_exact
+from lit_rl.generation.collect import Vocabulary, as_reward_input, request, response_ids
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.sharding import unsharded
 from lit_rl.rewards.base import Rewards, Scores, TrainerState
@@ -61,6 +62,7 @@ class GeneratingModule(PolicyModule):
         self._sampled = 0
         self._evaluated: list[EvaluationRows] = []
         self._opponent = Opponent()
+        self.ahead = Ahead()
 
     generates = True
     """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
@@ -74,22 +76,39 @@ class GeneratingModule(PolicyModule):
     def configure_model(self) -> None:
         self._opponent.check(self)
         super().configure_model()
+        if hasattr(self.generator, "prepare"):
+            self.generator.prepare(self.model)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def close(self) -> None:
+        """Stop the generator's engine, where it has one; another is started when it is needed again."""
+        if hasattr(self.generator, "close"):
+            self.generator.close()  # pyright: ignore[reportAttributeAccessIssue]
 
     def generate(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> Completions:
         """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
         started = time.perf_counter()
-        completions = collect(
+        return self.received(batch, self.request(batch, sampling, group_size)(), started)
+
+    def request(
+        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
+    ) -> Callable[[], Completions]:
+        """Give the generator the weights of now. What is returned draws the completions when it is called."""
+        self.ahead.wait()  # the weights of a request in flight stay as they are
+        return request(
             self.generator,
             self.policy,
             batch,
             sampling=sampling or self.sampling,
             group_size=group_size or self.group_size,
-            vocabulary=Vocabulary(self.model.eos_ids, self.model.pad_id, self.tokenizer.decode),
+            vocabulary=Vocabulary.of(self.model),
             version=self.step,
             seed=self.seed,
         )
+
+    def received(self, batch: PromptBatch, completions: Completions, started: float) -> Completions:
+        """Completions of this rank's prompts as those of a rollout, waited for since `started`."""
         self._seconds["generate"] += time.perf_counter() - started
         self._sampled += int(completions.lengths.sum())
         return replace(completions, group_id=completions.group_id + self.global_rank * len(batch))
@@ -127,11 +146,17 @@ class GeneratingModule(PolicyModule):
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
-        """No gradient, the Trainer's precision, and the policy's parameters gathered once if they are sharded."""
+        """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes.
+
+        An engine is asked to give its memory back afterwards.
+        """
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
-        with torch.no_grad(), precision, unsharded(self.policy):
+        whole = unsharded(self.policy) if is_exact(self.generator) else nullcontext()
+        with torch.no_grad(), precision, whole:
             yield
+        if hasattr(self.generator, "rest"):
+            self.generator.rest()  # pyright: ignore[reportAttributeAccessIssue]
 
     # ------------------------------------------------------------------ validate, test, predict
 

@@ -19,6 +19,7 @@ from lit_rl.algorithms.batching import mix
 from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.generation.collect import Vocabulary, collect
+from lit_rl.generation.native import for_another_policy
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.reference import Held, OnCPU, Scorer
 from lit_rl.models.sharding import unsharded
@@ -199,12 +200,12 @@ def _by_teacher(module: GKD, prompts: PromptBatch) -> Completions:
     model: nn.Module = held.model if isinstance(held, OnCPU) else held  # pyright: ignore
     with unsharded(model):
         return collect(
-            module.generator,
+            for_another_policy(module.generator),
             model,
             prompts,
             sampling=module.sampling,
             group_size=1,
-            vocabulary=Vocabulary(module.model.eos_ids, module.model.pad_id, module.tokenizer.decode),
+            vocabulary=Vocabulary.of(module.model),
             version=module.step,
             seed=module.seed,
         )

@@ -65,18 +65,19 @@ class DynamicSampling:
     ) -> Selected:
         places = _without_spread(completions, scores)
         wanted = module.counts_of_ranks(len(places))
-        dropped, drawn = sum(wanted), 0
+        dropped, drawn, position = sum(wanted), 0, self._position
         while sum(wanted) and drawn < self.max_draws:
             shares = _shares(wanted, self.max_draws - drawn)
             before = sum(shares[: module.global_rank])
             mine = shares[module.global_rank]
             if mine:
-                start = self._position + before
+                start = position + before
                 extra = _draw(module, range(start, start + mine), rollout=batch.rollout, first=drawn + before)
                 batch, completions, scores, places = _fill(batch, completions, scores, places, *extra)
             drawn += sum(shares)
-            self._position += sum(shares)
+            position += sum(shares)
             wanted = module.counts_of_ranks(len(places))
+        self._position = position  # only now: where the generator fails, the rollout is drawn again from its beginning
         one = torch.ones((), device=module.device)
         empty = sum(wanted)
         counts = {"groups/dropped": dropped, "groups/drawn": drawn, "groups/empty": empty}

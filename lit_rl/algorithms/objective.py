@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.corrections import weighed
 from lit_rl.algorithms.over_ranks import named, parameters
 from lit_rl.models.forward import TokenScores
 from lit_rl.ops.masking import masked_sum
@@ -25,11 +26,12 @@ def policy_objective(
     """The policy's share of the objective, for a micro-batch whose tokens are scored already, and its metrics."""
     mask, logprobs = rollout.loss_mask, scores.logprobs
     old = logprobs.detach() if rollout.old_logprobs is None else rollout.old_logprobs
-    weights = rollout.weights
+    weights, weighing = weighed(module, rollout, logprobs)
 
     offered = {"weights": weights, "step": step}
     loss = module.policy_loss
     per_token, metrics = loss(logprobs, old, rollout.advantages, mask, **named(loss, offered))
+    metrics = metrics | weighing
     per_token, metrics = _near_enough(module, rollout, logprobs, old, per_token, metrics)
     acting = module.acting(scores.entropy, mask, step)
     if module.selection is not None:

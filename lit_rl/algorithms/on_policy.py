@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import checks, over_ranks, state
+from lit_rl.algorithms import checks, drawing, over_ranks, state
 from lit_rl.algorithms.batching import BatchPlan
 from lit_rl.algorithms.generating import GeneratingModule
 from lit_rl.algorithms.groups import GroupSelection
@@ -122,15 +122,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         if batch.slot == 0:
             self._seconds, self._sampled = {"generate": 0.0, "reward": 0.0}, 0
             with self.rollout_context():
-                completions = self.generate(batch)
-                scores = self.reward(batch, completions)
-                kept = None
-                if self.groups is not None:
-                    batch, completions, scores, kept = self.groups(self, batch, completions, scores)
-                scores = self.judged(batch, completions, scores)
-                greedy_rewards = self.greedy_rewards(batch) if self.needs_greedy_rewards else None
-                drawn = self.advantages(completions, scores, kept=kept, greedy_rewards=greedy_rewards)
-            self._open(Scored(batch, completions, scores, greedy_rewards), drawn)
+                scored, drawn = drawing.taken(self, batch)
+            self.record(drawing.proof_of(self))
+            self._open(scored, drawn)
         self._slot = batch.slot
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
@@ -243,7 +237,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
 
     def rank_state(self) -> dict[str, Any]:
-        counts = self._records.counts()
+        counts = self._records.counts() | drawing.state_of(self)
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
         mine = {"slot": self._slot, "seconds": dict(self._seconds)}
@@ -252,8 +246,9 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)
+        device = self.trainer.strategy.root_device  # the module itself is moved there only later
+        drawing.load_state(self, saved, device)
         if "rollout" in saved:
-            device = self.trainer.strategy.root_device  # the module itself is moved there only later
             self.rollout = state.rollout_of(saved["rollout"], device)
             self._records.load_half_used(saved, device)
             self._slot, self._seconds = saved["slot"], saved["seconds"]

@@ -9,6 +9,7 @@ from lit_rl.algorithms import checks
 from lit_rl.algorithms.best_of_group import BestOfGroup
 from lit_rl.algorithms.groups import TopOfGroup
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.generation.base import lag_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.reference import ReferenceFree
 
@@ -23,6 +24,11 @@ def terms(module: OnlinePairs) -> None:
     """
     name = type(module).__name__
     checks.sampling_draws(module)
+    if lag := lag_of(module.generator):
+        raise ConfigError(
+            f"generator.lag={lag}: {name} compares completions of the newest policy, and corrects for none that are "
+            "older. Set generator.lag=0."
+        )
     in_range("algo.group_size", module.group_size, low=2)
     if module.split_groups != 1:
         raise ConfigError(

@@ -15,6 +15,7 @@ from lit_rl.algorithms.rows import join_completions
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.collect import Vocabulary, collect, response_ids
+from lit_rl.generation.native import for_another_policy
 from lit_rl.models.sharding import unsharded
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
@@ -35,7 +36,7 @@ def duels(module: OnlinePairs, batch: PromptBatch, own: Completions, opponent: n
         ConfigError: the opponent is the policy with its adapters switched off, and the engine takes a copy of weights.
     """
     started, held = time.perf_counter(), module.reference_policy
-    if opponent is module.policy and not isinstance(module.generator, InProcessGenerator):
+    if opponent is module.policy and not isinstance(for_another_policy(module.generator), InProcessGenerator):
         raise ConfigError(
             f"generator={type(module.generator).__name__} takes a copy of the weights, and this reference is the "
             "policy with its adapters switched off. Take generator=native, or reference=initial_adapter."
@@ -53,12 +54,12 @@ def duels(module: OnlinePairs, batch: PromptBatch, own: Completions, opponent: n
 
 def _drawn(module: OnlinePairs, batch: PromptBatch, opponent: Any) -> Completions:
     return collect(
-        module.generator,
+        for_another_policy(module.generator),
         opponent,
         batch,
         sampling=module.sampling,
         group_size=1,
-        vocabulary=Vocabulary(module.model.eos_ids, module.model.pad_id, module.tokenizer.decode),
+        vocabulary=Vocabulary.of(module.model),
         version=module.step,
         seed=mix(module.seed, 1),  # with the policy's own noise two equal models would write the same
     )

@@ -9,7 +9,7 @@ under the reference, sampler_it as the engine reported them, and the loss mask m
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
 
-Everything in the last three lines but `loss` and `reduction` is off by default.
+Of the last three lines `loss` and `reduction` are on by default, and `correction` for an engine of its own (vLLM).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import Tensor
 
 from lit_rl.algorithms import checks, estimator_checks
 from lit_rl.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
-from lit_rl.algorithms.credit import Credit, corrected, credit_of, greedy_baseline, whitened
+from lit_rl.algorithms.corrections import corrected, resolved
+from lit_rl.algorithms.credit import Credit, credit_of, greedy_baseline, whitened
 from lit_rl.algorithms.objective import policy_objective
 from lit_rl.algorithms.on_policy import OnPolicyModule
 from lit_rl.algorithms.over_ranks import named, parameters
@@ -33,6 +34,7 @@ from lit_rl.algorithms.running_norm import RunningNorm
 from lit_rl.errors import StorageError
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.ops.advantages import group_normalized
+from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3, k1
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.mismatch import WeightTotals
@@ -65,7 +67,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         reward_clip: Lowest and highest reward of a row, after the normalisation, before the KL is taken off.
         advantage_clip: Largest size of an advantage.
         correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: weights against an engine that samples from a
-            slightly other policy. None: no weights.
+            slightly other policy. `auto_correction` is truncated importance sampling by tokens where the generator is
+            such an engine, and none where it decodes with the policy itself. None: no weights.
         rejection: `(old_logprobs, sampler_logprobs, mask) -> bool (b, t)`: tokens that stay in the loss.
         weight_norm: `(weights, totals) -> (b, t)`: the weights brought to mean 1 over the optimizer step.
         selection: `(entropy, mask, step) -> bool (b, t)`: tokens that the policy loss acts on.
@@ -96,7 +99,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         reward_norm: RunningNorm | None = None,
         reward_clip: tuple[float, float] | None = None,
         advantage_clip: float | None = None,
-        correction: Callable | None = None,
+        correction: Callable | None = auto_correction,
         rejection: Callable | None = None,
         weight_norm: Callable | None = None,
         selection: Callable | None = None,
@@ -114,10 +117,10 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.whitening, self.advantage_clip = whitening, advantage_clip
         self.shaping, self.reward_norm = shaping, reward_norm
         self.reward_clip = None if reward_clip is None else tuple(reward_clip)
-        self.correction, self.rejection, self.weight_norm = correction, rejection, weight_norm
+        self.correction, self.rejection = resolved(correction, self.generator), rejection
+        self.weight_norm, self.entropy = weight_norm, entropy
         self.selection, self.off_policy_threshold = selection, off_policy_threshold
-        self.entropy, self.router_aux_loss_coef = entropy, router_aux_loss_coef
-        self.mask_truncated, self.replay = mask_truncated, replay
+        self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
         checks.terms(self)
 
         self.needs_reference = beta > 0 or reward_beta > 0
@@ -185,8 +188,8 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """They are taken anew only where the ratio can differ from 1, or another term is made of them."""
-        others = (self.reward_beta, self.correction, self.rejection, self.replay)
+        """Taken anew only where the ratio can differ from 1, or a term is made of them; weights alone are `weighed`."""
+        others = (self.reward_beta, self.rejection, self.weight_norm, self.replay)
         adaptive = isinstance(self.kl_control, AdaptiveKL)
         return not self.ratio_is_one or adaptive or any(others)
 

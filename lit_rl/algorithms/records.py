@@ -106,7 +106,8 @@ class Records:
         groups = module.trainer.optimizers[0].param_groups
         rates = {"lr": groups[0]["lr"]} | {f"lr_{group['name']}": group["lr"] for group in groups[1:]}
         metrics = prefixed({**stats, **averages, **module.coefficients(), **rates}, "train")
-        metrics |= {f"time/{phase}": value for phase, value in seconds.items()}
+        of_engine = getattr(module.generator, "seconds", {})  # parts of the time that generation took
+        metrics |= {f"time/{phase}": value for phase, value in {**seconds, **of_engine}.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(seconds.values()))
         trainer: Any = module.trainer
         every = trainer.log_every_n_steps
@@ -127,12 +128,14 @@ class Records:
         return {
             "averages": state.to_plain(self.averages.sums),
             "extremes": state.to_plain(self.averages.highest),
+            "moments": state.to_plain(self.averages.moments),
             "stats": dict(self._stats),
         }
 
     def load_half_used(self, saved: dict[str, Any], device: torch.device) -> None:
         self.averages.sums = state.to_device(saved["averages"], device)
         self.averages.highest = state.to_device(saved["extremes"], device)
+        self.averages.moments = state.to_device(saved["moments"], device)
         self._stats = saved["stats"]
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lit_rl.algorithms import over_ranks
 from lit_rl.ops.advantages import group_std
-from lit_rl.ops.step import Highest, Lowest, Metric
+from lit_rl.ops.mismatch import effective_share
+from lit_rl.ops.step import Effective, Highest, Lowest, Metric
 
 
 class Averages:
@@ -21,6 +22,8 @@ class Averages:
         self.sums: dict[str, Tensor] = {}
         self.highest: dict[str, Tensor] = {}
         """Extremes; a lowest value is kept as its negative, under a name that begins with a minus sign."""
+        self.moments: dict[str, Tensor] = {}
+        """Of weights whose effective share is reported."""
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
         for name, metric in metrics.items():
@@ -28,9 +31,14 @@ class Averages:
                 self._raise_to(name, metric.value.detach().double())
             elif isinstance(metric, Lowest):
                 self._raise_to(f"-{name}", -metric.value.detach().double())
+            elif isinstance(metric, Effective):
+                self._add_to(self.moments, name, metric.moments.detach())
             else:
-                pair = torch.stack([part.detach().double() for part in metric])
-                self.sums[name] = self.sums[name] + pair if name in self.sums else pair
+                self._add_to(self.sums, name, torch.stack([part.detach().double() for part in metric]))
+
+    @staticmethod
+    def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
+        sums[name] = sums[name] + part if name in sums else part
 
     def _raise_to(self, name: str, value: Tensor) -> None:
         self.highest[name] = torch.maximum(self.highest[name], value) if name in self.highest else value
@@ -38,17 +46,22 @@ class Averages:
     def reduce(self, device: torch.device) -> dict[str, float]:
         """The averages and extremes over everything added on every rank since the last call; NaN where of nothing."""
         sums, highest = self._over_ranks(self.sums, device, "SUM"), self._over_ranks(self.highest, device, "MAX")
-        self.sums, self.highest = {}, {}
+        moments = self._over_ranks(self.moments, device, "SUM", width=3)
+        self.sums, self.highest, self.moments = {}, {}, {}
         means = {name: (num / den if den else math.nan) for name, (num, den) in sums.items()}
         finite = {name: value if math.isfinite(value) else math.nan for name, value in highest.items()}
-        return means | {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
+        extremes = {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
+        shares = {name: float(effective_share(torch.tensor(of, dtype=torch.float64))) for name, of in moments.items()}
+        return means | extremes | shares
 
     @staticmethod
-    def _over_ranks(values: dict[str, Tensor], device: torch.device, operation: str) -> dict[str, Any]:
+    def _over_ranks(
+        values: dict[str, Tensor], device: torch.device, operation: str, *, width: int = 2
+    ) -> dict[str, Any]:
         names = over_ranks.union(values)
         if not names:
             return {}
-        nothing = torch.zeros(2) if operation == "SUM" else torch.tensor(-torch.inf)
+        nothing = torch.zeros(width) if operation == "SUM" else torch.tensor(-torch.inf)
         table = torch.stack([values.get(name, nothing).to(device, torch.float64) for name in names])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation))

@@ -24,6 +24,7 @@ from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
+from lit_rl.generation.native import for_another_policy
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.rewards.base import Scores, TrainerState
 from lit_rl.rewards.judges import RewardJudge, checked
@@ -152,12 +153,12 @@ class Opponent:
             tokenizer: Any = model.tokenizer
             with module.rollout_context():
                 completions = collect(
-                    copy.copy(module.generator),  # an engine of its own: the policy's never holds other weights
+                    copy.copy(for_another_policy(module.generator)),  # the policy's never holds other weights
                     policy,
                     replace(batch, prompt_ids=_prompt_ids(module, model, batch, against), rollout=-1 - dataloader_idx),
                     sampling=sampling,
                     group_size=group,
-                    vocabulary=Vocabulary(model.eos_ids, model.pad_id, tokenizer.decode),
+                    vocabulary=Vocabulary.of(model),
                     version=module.step,
                     seed=mix(module.seed, 1),  # two equal models draw apart, as two different ones would
                 )

@@ -1,14 +1,20 @@
-"""Ctrl-C and SIGTERM: finish the optimizer step, save, stop. A second signal ends the process at once."""
+"""Ctrl-C and SIGTERM: finish the optimizer step, save, stop. A second signal ends the process at once.
+
+A generator that fails ends the run too: what was learned until then is saved.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
+
+from lit_rl.errors import GenerationError
 
 
 class GracefulStop(L.Callback):
@@ -20,8 +26,11 @@ class GracefulStop(L.Callback):
         self.signum: int | None = None
         """The signal that came; None while none has."""
         self._before: dict[int, Any] = {}
+        self._place: dict[str, Any] | None = None
+        self._failed = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._place, self._failed = None, False
         environment = getattr(trainer.strategy, "cluster_environment", None)
         requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         if threading.current_thread() is not threading.main_thread() or requeues:
@@ -47,7 +56,9 @@ class GracefulStop(L.Callback):
     ) -> None:
         # Only where every rank stands at the end of an optimizer step: no half-accumulated gradient has to be saved.
         if trainer.fit_loop._should_accumulate():
+            self._place = None
             return
+        self._take_down(trainer)
         if trainer.strategy.reduce_boolean_decision(self.signum is not None, all=False):
             checkpoint = trainer.checkpoint_callback
             folder = getattr(checkpoint, "dirpath", None)
@@ -55,13 +66,53 @@ class GracefulStop(L.Callback):
                 trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt", weights_only=False)
             trainer.should_stop = True
 
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._place is not None:
+            self._take_down(trainer)
+
+    def _take_down(self, trainer: L.Trainer) -> None:
+        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on."""
+        self._place = {"epoch": trainer.current_epoch, "fit_loop": trainer.fit_loop.state_dict()}
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._place = None
         self._restore()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()
+        if isinstance(exception, GenerationError):
+            self._save_place(trainer, alone=trainer.world_size > 1 and not exception.on_every_rank)
+
+    def _save_place(self, trainer: L.Trainer, *, alone: bool) -> None:
+        """Save the run as it was after its last optimizer step, or validation; nothing that was learned is lost."""
+        if self._place is not None and trainer.validating:
+            self._take_down(trainer)
+            self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"])}
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if self._place is None or folder is None or alone:  # saving takes every rank
+            return
+        path = Path(folder) / f"step_{trainer.global_step:08d}.ckpt"
+        if not trainer.strategy.broadcast(path.exists()):
+            self._failed = True
+            trainer.save_checkpoint(path, weights_only=False)
+        rank_zero_info(f"The generator failed. Everything up to optimizer step {trainer.global_step} is saved: {path}")
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self._failed and self._place is not None:
+            checkpoint["epoch"] = self._place["epoch"]
+            checkpoint["loops"]["fit_loop"] = self._place["fit_loop"]
 
     def _restore(self) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before = {}
+
+
+def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """Loops that stopped in a validation, as if in its first batch: half of its numbers would be lost otherwise."""
+    key = "epoch_loop.val_loop.batch_progress"
+    done = fit_loop[key]["current"]["completed"]
+    counts = {
+        part: {name: count - done for name, count in fit_loop[key][part].items()} for part in ("total", "current")
+    }
+    return {**fit_loop, key: {**fit_loop[key], **counts, "is_last_batch": False}}

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms import state
 from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.algorithms.corrections import corrected
 from lit_rl.algorithms.look_ahead import look_ahead
 from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.objective import policy_objective
@@ -175,7 +176,8 @@ def _credited(module: PolicyGradient, job: Replay) -> Rollout:
         _, completions, scores, kept = module.groups(module, rows, completions, scores)
     greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
     rollout = module.advantages(completions, scores, kept=kept, greedy_rewards=greedy)
-    return dataclasses.replace(rollout, old_logprobs=_old_logprobs(saved).to(device))
+    rollout = dataclasses.replace(rollout, old_logprobs=_old_logprobs(saved).to(device))
+    return rollout if module.needs_old_logprobs else corrected(module, rollout)
 
 
 def _prompts(saved: SavedRollout) -> list[tuple[Tensor, Tensor]]:

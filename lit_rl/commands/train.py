@@ -21,7 +21,7 @@ from lit_rl.algorithms.generating import GeneratingModule
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import INTERRUPTED, TERMINATED
+from lit_rl.errors import INTERRUPTED, TERMINATED, GenerationError
 from lit_rl.models.sharding import full_state_dict
 
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
@@ -60,7 +60,11 @@ def train(run: Run) -> int:
             summary["before"] = measure(run)
             summary["losses"] = {"before": losses(run)}
             _save(run, summary | {"status": "running"})
-        run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
+        try:
+            run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
+        except GenerationError:
+            _not_generated(run, summary)
+            raise
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
         if stop.signum is not None:
             return _stopped(run, summary, stop.signum)
@@ -190,6 +194,14 @@ def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
         _save(run, summary | {"status": "stopped"})
         Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
     return _EXIT_CODES[signum]
+
+
+def _not_generated(run: Run, summary: dict[str, Any]) -> None:
+    """The generator failed while it trained: say how to go on once it is well again."""
+    if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
+        _save(run, summary | {"status": "stopped"})
+        line = f"The generator failed. Go on from the newest checkpoint with:\n  {run.command} ckpt_path=last"
+        Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _go_on(run: Run) -> str:

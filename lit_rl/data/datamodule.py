@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -105,16 +106,25 @@ class RolloutDataModule(SourcedDataModule):
 
     def train_dataloader(self) -> RolloutLoader:
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
+        lags = getattr(getattr(trainer.lightning_module, "generator", None), "lag", 0)
         return RolloutLoader(
             self._prepared().train,
             self._order(self.shuffles()),
             repeat=self.module_attribute("slots_per_rollout"),
+            run=self._length() if lags else None,
             rank=rank,
             world_size=world_size,
             epoch=trainer.current_epoch,
             limit=trainer.limit_train_batches,
             allow_changed=self.allow_changed,
         )
+
+    def _length(self) -> tuple[float, float]:
+        """Rollouts and epochs after which the run ends, infinite where it does not."""
+        trainer = self.trainer_of_run()
+        steps = self.module_attribute("slots_per_rollout") // trainer.accumulate_grad_batches
+        rollouts = math.inf if trainer.max_steps == -1 else math.ceil(trainer.max_steps / steps)
+        return rollouts, math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs
 
     def val_dataloader(self) -> list[EvalLoader]:
         sets = self._prepared().val

@@ -142,17 +142,44 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
         data: The rows.
         order: Which rows make up which rollout.
         repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
+        run: How long the run is, `(rollouts, epochs)`, infinite where nothing ends it: slot 0 then brings the prompts
+            of the next rollout too, `PromptBatch.upcoming`. None: it does not.
         position: Further arguments of `SlottedLoader`.
     """
 
-    def __init__(self, data: PromptSet, order: RolloutOrder, *, repeat: int = 1, **position: Any) -> None:
+    def __init__(
+        self,
+        data: PromptSet,
+        order: RolloutOrder,
+        *,
+        repeat: int = 1,
+        run: tuple[float, float] | None = None,
+        **position: Any,
+    ) -> None:
         super().__init__(data.fingerprint, order, slots=repeat, **position)
-        self.data = data
+        self.data, self.run = data, run
 
     def batches(self, rows: list[int], number: int) -> list[PromptBatch]:
+        batch = self._batch(rows, number)
+        upcoming = None if self.run is None else self._upcoming(number, *self.run)
+        return [
+            dataclasses.replace(batch, slot=slot, upcoming=None if slot else upcoming) for slot in range(self.slots)
+        ]
+
+    def _batch(self, rows: list[int], number: int) -> PromptBatch:
         occurrences = count_occurrences(rows)[self.ours]
-        batch = self.data.batch(rows[self.ours], occurrences=occurrences, rollout=number)
-        return [dataclasses.replace(batch, slot=slot) for slot in range(self.slots)]
+        return self.data.batch(rows[self.ours], occurrences=occurrences, rollout=number)
+
+    def _upcoming(self, number: int, rollouts: float, epochs: float) -> PromptBatch | None:
+        """Our prompts of the rollout after number `number`, be it of the next epoch; None where the run ends there."""
+        size, steps = self.order.prompts_per_rollout, self.order.rollouts_per_epoch
+        used = -(-self._last // self.slots)  # of an epoch that `limit_train_batches` cuts
+        epoch, index = divmod(number, steps)
+        epoch, index = (epoch, index + 1) if index + 1 < used else (epoch + 1, 0)
+        if epoch >= epochs or epoch * used + index >= rollouts:
+            return None
+        rows = self.order.epoch(epoch)[index * size : (index + 1) * size]
+        return self._batch(rows, epoch * steps + index)
 
 
 class EvalLoader:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 
@@ -63,7 +63,16 @@ class Lowest:
     value: Tensor
 
 
-Metric = tuple[Tensor, Tensor] | Highest | Lowest
-"""A mean as numerator and denominator, or an extreme. All are 0-dim tensors; an extreme of nothing is +-inf."""
+@dataclass(frozen=True)
+class Effective:
+    """A metric of weights: the effective share of all of a step's or a rollout's is reported, no mean of shares."""
+
+    moments: Float64[Tensor, "3"]
+    """:func:`~lit_rl.ops.masking.masked_moments` of the weights."""
+
+
+Metric = tuple[Tensor, Tensor] | Highest | Lowest | Effective
+"""A mean as numerator and denominator, an extreme, or an effective share. All but its moments are 0-dim tensors; an
+extreme of nothing is +-inf."""
 
 Metrics = dict[str, Metric]

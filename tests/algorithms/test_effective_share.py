@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from small_rollouts import Ranks, completions, rollout
 
-from lit_rl.algorithms import over_ranks
-from lit_rl.algorithms.credit import corrected
+from lit_rl.algorithms.corrections import corrected
 from lit_rl.algorithms.statistics import Averages
 
 WIDTHS = 2, 3
@@ -23,9 +21,8 @@ def metrics_of(module: Any) -> dict[str, Any]:
     advantages = torch.zeros(2)
     taken = rollout(advantages, advantages, drawn, old_logprobs=drawn.sampler_logprobs)
     recorded: dict[str, Any] = {}
-    module.everyones = partial(over_ranks.everyones, module)
     module.record = recorded.update
-    module.rejection = None
+    module.rejection, module.generator, module.step = None, None, 0
     module.correction = lambda old, sampler, mask: WEIGHTS[module.global_rank] * mask
     corrected(module, taken)
     return recorded
@@ -46,5 +43,6 @@ def test_two_ranks_with_constant_weights(monkeypatch):
 def test_without_a_trainer_it_is_that_of_the_rows_at_hand():
     module = Ranks(1).module(0)
     module.trainer_or_none = None
-    value, count = metrics_of(module)["sampling/ess"]
-    assert float(value / count) == pytest.approx(1)
+    averages = Averages()
+    averages.add(metrics_of(module))
+    assert averages.reduce(torch.device("cpu"))["sampling/ess"] == pytest.approx(1)

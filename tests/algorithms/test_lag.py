@@ -1,0 +1,342 @@
+"""`generator.lag=1`: the next rollout is drawn with the weights of this one, while this one is learned from."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from copied_engines import CopiedPolicyGenerator
+from lightning.pytorch.callbacks import ModelCheckpoint
+from small_rollouts import EachBatch, completions, trainer
+
+from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO
+from lit_rl.algorithms.groups import DynamicSampling
+from lit_rl.callbacks import GracefulStop
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.ahead import Ahead
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.rewards import Rewards, exact_match
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+STEPS = 4
+
+
+class Drawn(L.Callback):
+    """Keeps the completions of each rollout, and which policy learned from them."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[tuple[int, int, Completions]] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.now = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch.slot == 0:
+            self.rollouts.append((batch.rollout, self.now, pl_module.scored.completions))
+
+
+def module_of(algorithm: Any = GRPO, **settings: Any) -> Any:
+    return algorithm(
+        "tiny",
+        exact_match,
+        **{
+            "group_size": 4,
+            "sampling": Sampling(max_new_tokens=5),
+            "optimizer": AdamW(lr=2e-3),
+            "scheduler": Constant(),
+            "evaluation": Evaluation(limit=2),
+            "generator": CopiedPolicyGenerator(lag=1),
+            **settings,
+        },
+    )
+
+
+def data_of(**settings: Any) -> RolloutDataModule:
+    """4 rollouts an epoch."""
+    return RolloutDataModule(**{"task": Addition(max_operand=5, val_rows=4), "prompts_per_rollout": 8, **settings})
+
+
+def fitted(tmp_path: Any, module: Any, *, resume: Path | None = None, **settings: Any) -> tuple[Drawn, L.Trainer]:
+    drawn = Drawn()
+    callbacks = [drawn, *settings.pop("callbacks", [])]
+    run = trainer(tmp_path, **{"max_steps": STEPS, "callbacks": callbacks, **settings})
+    run.fit(module, datamodule=data_of(), ckpt_path=resume, weights_only=True)
+    return drawn, run
+
+
+def weights_of(module: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in module.policy.named_parameters()}
+
+
+def assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def assert_same_tokens(one: Completions, two: Completions) -> None:
+    assert torch.equal(one.response_ids, two.response_ids) and torch.equal(one.response_mask, two.response_mask)
+    assert torch.equal(one.group_id, two.group_id) and torch.equal(one.prompt_ids, two.prompt_ids)
+    torch.testing.assert_close(one.sampler_logprobs, two.sampler_logprobs)
+
+
+# ---------------------------------------------------------------------- which weights draw what
+
+
+def test_without_a_lag_nothing_changes(tmp_path):
+    """An engine that copies the weights at each sync and corrects nothing is the in-process run, bit for bit."""
+    plain, lagless = (
+        module_of(generator=NativeGenerator()),
+        module_of(generator=CopiedPolicyGenerator(), correction=None),
+    )
+    first, _ = fitted(tmp_path, plain)
+    second, _ = fitted(tmp_path, lagless)
+    assert_same(weights_of(plain), weights_of(lagless))
+    for (_, now, one), (_, _, two) in zip(first.rollouts, second.rollouts, strict=True):
+        assert torch.equal(one.response_ids, two.response_ids) and one.version == two.version == now
+    assert not lagless.ahead.pending
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_every_rollout_but_the_first_is_drawn_with_the_weights_of_the_one_before(tmp_path, steps):
+    module = module_of(minibatches=steps)
+    seen = EachBatch(lambda m: dict(m.trainer.callback_metrics))
+    drawn, run = fitted(tmp_path, module, max_steps=6 * steps, callbacks=[seen], accumulate_grad_batches=2)
+    assert [(number, now, c.version) for number, now, c in drawn.rollouts] == [
+        (k, k * steps, max(0, k - 1) * steps) for k in range(6)
+    ]
+    logged = {k: float(v) for k, v in run.callback_metrics.items() if "staleness" in k}
+    assert logged == {"train/sampling/staleness/mean": steps, "train/sampling/staleness/max": steps}
+    first = next(metrics for metrics in seen.seen if "train/sampling/staleness/max" in metrics)
+    assert float(first["train/sampling/staleness/max"]) == 0
+    assert module.generator.synced == [k * steps for k in (0, 0, 1, 2, 3, 4)]  # no sync for a rollout that never comes
+
+
+def test_the_second_rollout_is_what_the_initial_weights_draw(tmp_path):
+    drawn, _ = fitted(tmp_path, module_of(), max_steps=2)
+    still, _ = fitted(tmp_path, module_of(generator=NativeGenerator(), optimizer=AdamW(lr=1e-30)), max_steps=2)
+    moving, _ = fitted(tmp_path, module_of(generator=NativeGenerator()), max_steps=2)
+    for k in range(2):
+        assert_same_tokens(drawn.rollouts[k][2], still.rollouts[k][2])
+    assert not torch.allclose(drawn.rollouts[1][2].sampler_logprobs.sum(), moving.rollouts[1][2].sampler_logprobs.sum())
+
+
+def test_the_weights_of_the_correction_are_those_of_the_age(tmp_path):
+    """By hand: pi_now / pi_then of each token, cut at 3."""
+    kept = EachBatch(lambda m: m.rollout)
+    drawn, _ = fitted(tmp_path, module_of(minibatches=2), max_steps=4, callbacks=[kept])
+    rollout = kept.seen[2]
+    mask = rollout.loss_mask
+    ratio = (rollout.old_logprobs - rollout.completions.sampler_logprobs).exp().clamp(max=3.0)
+    torch.testing.assert_close(rollout.weights[mask], ratio[mask])
+    assert float((ratio[mask] - 1).abs().max()) > 1e-2 and drawn.rollouts[1][2].version == 0
+
+
+def test_prompts_go_on_over_the_end_of_an_epoch_and_end_with_the_run(tmp_path):
+    upcoming: list[Any] = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            upcoming.append((batch.rollout, batch.slot, batch.rows, batch.upcoming))
+
+    cases: list[tuple[dict[str, Any], int]] = [({"max_steps": 6}, 5), ({"max_epochs": 2, "max_steps": -1}, 7)]
+    for settings, last in cases:
+        upcoming.clear()
+        fitted(tmp_path, module_of(), callbacks=[Look()], accumulate_grad_batches=2, **settings)
+        starts = [entry for entry in upcoming if entry[1] == 0]
+        assert [entry[3] for entry in upcoming if entry[1] == 1] == [None] * len(starts)
+        assert len(starts) == last + 1 and starts[-1][3] is None
+        for (_, _, _, named), (number, _, rows, _) in itertools.pairwise(starts):
+            assert named.rollout == number and list(named.rows) == list(rows)
+
+
+def test_an_epoch_that_is_cut_is_followed_by_the_next(tmp_path):
+    drawn, _ = fitted(tmp_path, module_of(), max_steps=5, limit_train_batches=2)
+    assert [(number, c.version) for number, _, c in drawn.rollouts] == [(0, 0), (1, 0), (4, 1), (5, 2), (8, 3)]
+
+
+def test_drawing_goes_on_while_the_policy_learns(tmp_path):
+    """The second rollout is not drawn until the first is learned from; one after the other, neither would end."""
+    learning = threading.Event()
+
+    class Waits(CopiedPolicyGenerator):
+        def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+            if threading.current_thread() is not threading.main_thread():
+                assert learning.wait(60), "nothing was learned meanwhile"
+            return super().generate(prompts, sampling)
+
+    class Learned(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            learning.set()
+
+    drawn, _ = fitted(tmp_path, module_of(generator=Waits(lag=1)), callbacks=[Learned()], max_steps=2)
+    assert len(drawn.rollouts) == 2
+
+
+def test_validation_and_fresh_groups_wait_for_what_is_in_flight(tmp_path):
+    """Whatever else is drawn in between, each rollout is that of the run without it."""
+    slow: list[int] = []
+
+    class Slow(CopiedPolicyGenerator):
+        def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+            if threading.current_thread() is not threading.main_thread():
+                time.sleep(0.2)
+                slow.append(self._version)
+            return super().generate(prompts, sampling)
+
+    alone, _ = fitted(tmp_path, module_of())
+    module = module_of(generator=Slow(lag=1))
+    validated, _ = fitted(tmp_path, module, limit_val_batches=1.0, val_check_interval=1)
+    for (_, _, one), (_, _, two) in zip(alone.rollouts, validated.rollouts, strict=True):
+        assert_same_tokens(one, two)
+        assert one.version == two.version
+    assert slow == [0, 1, 2]
+    redrawn, _ = fitted(tmp_path, module_of(generator=Slow(lag=1), groups=DynamicSampling(8)))
+    assert [c.version for _, _, c in redrawn.rollouts] == [0, 0, 1, 2]
+
+
+# ---------------------------------------------------------------------- checkpoints and failures
+
+
+class Saves(L.Callback):
+    """A checkpoint after every micro-batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if not trainer.fit_loop._should_accumulate():
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_from_any_step_a_resumed_run_equals_the_uninterrupted_one(tmp_path, algorithm):
+    settings: dict[str, Any] = {"minibatches": 2} | ({"iterations": 1, "group_size": 1} if algorithm is PPO else {})
+    whole = module_of(algorithm, **settings)
+    drawn, _ = fitted(tmp_path, whole, max_steps=10, callbacks=[Saves(tmp_path)])
+    for step in range(1, 10):
+        again = module_of(algorithm, **settings)
+        rest, _ = fitted(tmp_path, again, max_steps=10, resume=tmp_path / f"{step}.ckpt")
+        assert_same(weights_of(whole), weights_of(again))
+        for (number, now, one), (_, _, two) in zip(reversed(drawn.rollouts), reversed(rest.rollouts)):
+            assert_same_tokens(one, two)
+            assert one.version == two.version and now - one.version <= 2, number
+        assert len(rest.rollouts) == 5 - (step + 1) // 2
+
+
+def test_completions_of_other_prompts_are_thrown_away_and_said(tmp_path):
+    fitted(tmp_path, module_of(), max_steps=2, callbacks=[Saves(tmp_path)])
+    module = module_of()
+    module.ahead.put((7, (1, 2)), completions([1], 1))
+    with pytest.warns(UserWarning, match="rollout 7.*rollout 0"):
+        drawn, _ = fitted(tmp_path, module, max_steps=1)
+    assert drawn.rollouts[0][2].version == 0
+
+
+class Dies(CopiedPolicyGenerator):
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        if threading.current_thread() is not threading.main_thread() and self._version == 1:
+            raise GenerationError("the server died")
+        return super().generate(prompts, sampling)
+
+
+def test_a_failure_in_the_thread_ends_the_run_where_it_is_needed_and_all_is_saved(tmp_path):
+    module = module_of(generator=Dies(lag=1))
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=100)
+    saves = [GracefulStop(), checkpoint, Saves(tmp_path)]
+    drawn = Drawn()
+    run = trainer(tmp_path, max_steps=5, callbacks=[drawn, *saves], enable_checkpointing=True)
+    with pytest.raises(GenerationError, match="the server died") as caught:
+        run.fit(module, datamodule=data_of())
+    assert caught.value.exit_code == 5 and run.global_step == 2  # asked for at step 1, needed at step 2
+    assert (tmp_path / "2.ckpt").exists()  # saved while the failure was known, and not asked for yet
+    for saved in (tmp_path / "kept" / "step_00000002.ckpt", tmp_path / "2.ckpt"):
+        rest, _ = fitted(tmp_path, module_of(), max_steps=5, resume=saved)
+        assert [(number, c.version) for number, _, c in rest.rollouts] == [(2, 2), (3, 2), (4, 3)]
+
+
+def test_completions_that_are_too_old_are_not_learned_from(tmp_path):
+    class Stale(CopiedPolicyGenerator):
+        def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+            drawn = super().generate(prompts, sampling)
+            return drawn if self._version < 3 else dataclasses.replace(drawn, version=0)
+
+    with pytest.raises(GenerationError, match=r"rollout 4 are 4 optimizer steps old.*may be 1"):
+        fitted(tmp_path, module_of(generator=Stale(lag=1)), max_steps=6)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+REFUSED = [
+    ({"correction": None}, r"generator\.lag=1.*algo/correction"),
+    ({"generator": CopiedPolicyGenerator(lag=2)}, r"generator\.lag=2.*0 .*1 "),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=["uncorrected", "two"])
+def test_a_lag_that_nothing_corrects_is_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        module_of(**settings)
+
+
+def test_a_lag_of_the_policy_itself_is_refused():
+    generator: Any = NativeGenerator()
+    generator.lag = 1
+    with pytest.raises(ConfigError, match=r"NativeGenerator decodes with the policy itself"):
+        module_of(generator=generator)
+
+
+def test_methods_of_pairs_refuse_a_lag():
+    with pytest.raises(ConfigError, match=r"generator\.lag=1.*OnlineDPO"):
+        OnlineDPO("tiny", exact_match, generator=CopiedPolicyGenerator(lag=1))
+
+
+# ---------------------------------------------------------------------- the thread
+
+
+def test_a_request_that_failed_is_told_once_and_then_forgotten():
+    ahead = Ahead()
+
+    def fails() -> Completions:
+        raise GenerationError("no")
+
+    ahead.start((0, (1,)), fails)
+    ahead.wait()
+    assert ahead.pending and ahead.drawn() is None
+    with pytest.raises(GenerationError, match="no"):
+        ahead.take()
+    assert not ahead.pending and ahead.take() is None
+
+
+def test_a_copy_has_no_request():
+    ahead, go = Ahead(), threading.Event()
+    ahead.start((0, (1,)), lambda: go.wait(10))  # pyright: ignore
+    try:
+        assert not copy.deepcopy(ahead).pending
+    finally:
+        go.set()
+        ahead.wait()
+
+
+def seven(completions: list[str], **_: Any) -> list[float]:
+    """1 for a last digit of 7: all prompts pull the same way."""
+    return [float(completion.endswith("7")) for completion in completions]
+
+
+def test_it_learns(tmp_path):
+    rewards = EachBatch(lambda m: float(m.scored.scores.total.mean()))
+    settings: dict[str, Any] = {"optimizer": AdamW(lr=3e-4), "group_size": 8}
+    module = module_of(**settings)
+    module.reward_functions = Rewards(seven)
+    data = RolloutDataModule(rows=Addition(max_operand=12, val_rows=0).train(), prompts_per_rollout=8)
+    trainer(tmp_path, max_steps=32, callbacks=[rewards]).fit(module, datamodule=data)
+    assert sum(rewards.seen[-5:]) / 5 > sum(rewards.seen[:5]) / 5 + 0.3
