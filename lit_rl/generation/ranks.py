@@ -1,0 +1,63 @@
+"""Ranks that agree before they go on: an engine may fail on one of them, and the others must not wait for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lit_rl.errors import LitRLError
+
+Result = TypeVar("Result")
+
+
+def world_size() -> int:
+    """Processes of the default group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Ours in the default group; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def everyone_says(mine: Any) -> list[Any]:
+    """What every rank says, in the order of ranks. A collective; plain values only."""
+    if world_size() == 1:
+        return [mine]
+    said: list[Any] = [None] * world_size()
+    dist.all_gather_object(said, mine)
+    return said
+
+
+def beside_the_training() -> bool:
+    """Whether this is a thread beside the one that trains, and uses the ranks' group: no collective may be entered."""
+    return threading.current_thread() is not threading.main_thread()
+
+
+def together(work: Callable[[], Result]) -> Result:
+    """Do `work` on every rank; where one fails, all do, with that rank's error. A collective.
+
+    In a thread beside the training it does the work and no more: each rank's error is its own.
+
+    Raises:
+        LitRLError: this rank's own error, or another's of the same class with its rank in front.
+    """
+    if beside_the_training():
+        return work()
+    error: LitRLError | None = None
+    result: Any = None
+    try:
+        result = work()
+    except LitRLError as failed:
+        error = failed
+    said = everyone_says(None if error is None else (type(error), str(error)))
+    if error is not None:
+        raise error
+    for number, theirs in enumerate(said):
+        if theirs is not None:
+            kind, message = theirs
+            raise kind(f"Rank {number}: {message}")
+    return result

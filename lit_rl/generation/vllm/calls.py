@@ -1,0 +1,192 @@
+"""JSON over HTTP with a deadline, and the three ways in which a call to a server fails."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlencode, urlsplit
+
+from lit_rl.errors import ConfigError, GenerationError
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_KEY = "VLLM_API_KEY"
+_LONGEST_MESSAGE = 600
+
+
+class ServerError(GenerationError):
+    """A call to a server failed; `url` is the server's."""
+
+    def __init__(self, url: str, call: str, why: str) -> None:
+        super().__init__(f"{url}: {call}: {why}")
+        self.url = url
+        self.why = why
+
+
+class ServerDead(ServerError):
+    """Nobody listens there, the connection broke, or vLLM says that its engine has died."""
+
+
+class ServerHung(ServerError):
+    """The answer did not come within the deadline."""
+
+
+class ServerRefused(ServerError):
+    """The server answered, and not with what it was asked for.
+
+    `status` is HTTP's; 200 where the answer makes no sense.
+    """
+
+    def __init__(self, url: str, call: str, why: str, status: int) -> None:
+        super().__init__(url, call, why)
+        self.status = status
+
+
+class JSONCalls:
+    """Calls of one server. Holds no connection, so threads may share it.
+
+    A bearer key is taken from the environment variable VLLM_API_KEY, as vLLM's server does, and from nowhere else.
+    Proxies of the environment are used, but never for this machine. A request that is given up is dropped by vLLM too,
+    since its connection closes.
+
+    Args:
+        url: Base address of the server, such as ``http://127.0.0.1:8000``.
+        key: Name of the setting that the address comes from, for messages.
+
+    Raises:
+        ConfigError: no http:// or https:// address of a server, or one with a user name, a path or a query.
+    """
+
+    def __init__(self, url: str, key: str = "generator.urls") -> None:
+        self.url = checked_url(url, key)
+        handlers: list[Any] = [_NoRedirect]
+        if urlsplit(self.url).hostname in _LOOPBACK:
+            handlers.append(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(*handlers)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    def get(self, route: str, deadline: float, **query: Any) -> Any:
+        """The JSON of an answer; None where it is empty.
+
+        Args:
+            route: Path of the server, from ``/``.
+            deadline: Seconds.
+            query: Query parameters; a list is repeated.
+
+        Raises:
+            ServerError: one of its three kinds.
+        """
+        return self._call("GET", route, deadline, None, query)
+
+    def post(self, route: str, deadline: float, body: Mapping[str, Any] | None = None, **query: Any) -> Any:
+        """As `get`, with a JSON body."""
+        return self._call("POST", route, deadline, body, query)
+
+    def _call(self, verb: str, route: str, deadline: float, body: Mapping[str, Any] | None, query: Any) -> Any:
+        call, until = f"{verb} {route}", time.monotonic() + deadline
+        if deadline <= 0:
+            raise ServerHung(self.url, call, "no time was left for it.")
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if key := os.environ.get(_KEY, "").strip():
+            headers["Authorization"] = f"Bearer {key}"
+        asked = urlencode(query, doseq=True)
+        address = f"{self.url}{route}?{asked}" if asked else f"{self.url}{route}"
+        data = None if body is None and verb == "GET" else json.dumps(body or {}, allow_nan=False).encode()
+        request = urllib.request.Request(address, data, headers, method=verb)
+        try:
+            with self._opener.open(request, timeout=deadline) as response:
+                answer = bytearray()
+                while piece := response.read1(2**20):
+                    answer += piece
+                    if time.monotonic() > until:
+                        raise TimeoutError
+                if response.length:  # `read1` takes the end of the connection for the end of the answer
+                    raise http.client.IncompleteRead(b"", response.length)
+        except HTTPError as error:
+            with error:
+                raise self._refused(call, error) from error
+        except (OSError, http.client.HTTPException) as error:
+            reason: Any = error.reason if isinstance(error, URLError) else error
+            if isinstance(reason, TimeoutError):
+                raise ServerHung(self.url, call, f"no answer within {deadline:g} seconds.") from error
+            said = str(reason) or type(reason).__name__
+            raise ServerDead(self.url, call, f"no server answers there: {said}.") from error
+        if not answer:
+            return None
+        try:
+            return json.loads(answer)
+        except ValueError as error:
+            if route.startswith("/v1/") and "lora_adapter" in route:  # these two answer in words
+                return None
+            raise self.nonsense(call, bytes(answer)) from error
+
+    def _refused(self, call: str, error: HTTPError) -> ServerError:
+        try:
+            said = _message(error.read(2**16))
+        except (OSError, http.client.HTTPException):
+            said = ""
+        if "EngineDeadError" in said or "EngineCore encountered" in said:
+            return ServerDead(self.url, call, f"its engine has died: {said}")
+        advice = ""
+        if error.code == 401:
+            advice = f" The server wants a key: set the environment variable {_KEY}."
+        elif error.code == 404 and not call.partition(" ")[2].startswith("/v1/"):
+            advice = (
+                " The server lacks the routes of training: start it with `lit-rl serve`, or VLLM_SERVER_DEV_MODE=1."
+            )
+        return ServerRefused(
+            self.url, call, f"HTTP {error.code} {error.reason}: {said.rstrip('.')}.{advice}", error.code
+        )
+
+    def nonsense(self, call: str, answer: Any) -> ServerRefused:
+        said = _plain(answer.decode(errors="replace") if isinstance(answer, bytes) else repr(answer))
+        return ServerRefused(self.url, call, f"this is no answer of a vLLM server: {said[:200]}", 200)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would turn a POST into a GET, and hand the key to whoever it names."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
+
+
+def checked_url(url: str, key: str) -> str:
+    """The base address without a slash at its end, or a ConfigError; see `Client`."""
+    try:
+        parts = urlsplit(str(url))
+        _ = parts.port
+    except ValueError as error:
+        raise ConfigError(f"{key}: {url!r} is no address of a server: {error}.") from error
+    if parts.username or parts.password:
+        raise ConfigError(f"{key} holds a user name or a password: put a key into the environment variable {_KEY}.")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{key}: {url!r} is no address of a server: it reads http://host:port.")
+    if parts.path.rstrip("/") or parts.query or parts.fragment:
+        raise ConfigError(f"{key}: {url!r} has more than a host and a port: leave out what follows them, such as /v1.")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _message(body: bytes) -> str:
+    """What an error's body says: vLLM writes JSON of several shapes."""
+    text = body.decode(errors="replace")
+    try:
+        found: Any = json.loads(text)
+    except ValueError:
+        return _plain(text)
+    for name in ("error", "message", "detail"):
+        while isinstance(found, dict) and name in found:
+            found = found[name]
+    return _plain(found if isinstance(found, str) else json.dumps(found))
+
+
+def _plain(text: str) -> str:
+    """One line of printable characters."""
+    words = " ".join(text.split())
+    return "".join(c if c.isprintable() else "?" for c in words)[:_LONGEST_MESSAGE]

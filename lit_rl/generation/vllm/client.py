@@ -1,0 +1,143 @@
+"""The routes of vLLM's server, one method each; every call has a deadline in seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from lit_rl.generation.vllm.calls import JSONCalls, ServerDead, ServerRefused
+
+_AGAIN = 0.05
+
+
+class Client(JSONCalls):
+    """One server that `lit-rl serve` or `launch` started, or another one with vLLM's routes of training.
+
+    Every method raises `calls.ServerDead`, `ServerHung` or `ServerRefused`.
+    """
+
+    def health(self, deadline: float) -> None:
+        """Return if the engine behind the server lives.
+
+        Raises:
+            ServerDead: also where the server answers and its engine does not live.
+        """
+        try:
+            self.get("/health", deadline)
+        except ServerRefused as error:
+            if error.status == 503:
+                raise ServerDead(self.url, "GET /health", "its engine has died.") from error
+            raise
+
+    def models(self, deadline: float) -> dict[str, int | None]:
+        """Names that requests may ask for (the model, and adapters), each with its longest sequence in tokens."""
+        answer = self.get("/v1/models", deadline)
+        try:
+            return {entry["id"]: entry.get("max_model_len") for entry in answer["data"]}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise self.nonsense("GET /v1/models", answer) from error
+
+    def server_info(self, deadline: float) -> dict[str, Any]:
+        """vLLM's whole configuration. The first call takes seconds: vLLM looks at its machine."""
+        return self.get("/server_info", deadline, config_format="json")
+
+    def world_size(self, deadline: float) -> int:
+        """Workers behind the server, of all copies of the model together."""
+        return int(self.get("/get_world_size", deadline)["world_size"])
+
+    def rpc(
+        self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, deadline: float
+    ) -> list[Any]:
+        """Call a method of every worker; the results, one a worker.
+
+        Arguments and results are JSON values; a result that is no dict, list or None comes as a string.
+        """
+        body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {}), "timeout": deadline}
+        answer = self.post("/collective_rpc", deadline, body)
+        if answer is None:
+            return []
+        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list):
+            raise self.nonsense(f"rpc {method}", answer)
+        return answer["results"]
+
+    def complete(self, payload: Mapping[str, Any], deadline: float) -> dict[str, Any]:
+        """The answer of ``POST /v1/completions``."""
+        answer = self.post("/v1/completions", deadline, payload)
+        if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+            raise self.nonsense("POST /v1/completions", answer)
+        return answer
+
+    def pause(self, deadline: float, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
+        """Take no new work up. Running requests are aborted, waited for, or frozen until `resume`."""
+        self.post("/pause", deadline, mode=mode)
+
+    def resume(self, deadline: float) -> None:
+        """Work again after `pause`."""
+        self.post("/resume", deadline)
+
+    def is_paused(self, deadline: float) -> bool:
+        return bool(self.get("/is_paused", deadline)["is_paused"])
+
+    def reset_caches(self, deadline: float) -> None:
+        """Empty every cache that holds what older weights computed: of prefixes, of images, of encoders.
+
+        Raises:
+            ServerRefused: requests still hold parts of the prefix cache when the deadline comes.
+        """
+        until = time.monotonic() + deadline
+        while not (self.post("/reset_prefix_cache", _left(until)) or {}).get("success"):
+            if _left(until) < 2 * _AGAIN:
+                raise ServerRefused(
+                    self.url, "POST /reset_prefix_cache", "running requests hold the prefix cache: pause first.", 200
+                )
+            time.sleep(_AGAIN)
+        self.post("/reset_mm_cache", _left(until))
+        self.post("/reset_encoder_cache", _left(until))
+
+    def load_adapter(self, name: str, path: str, deadline: float) -> None:
+        """Load a PEFT adapter from a folder that the server can read, in place of one of the same name.
+
+        Requests with ``"model": name`` then use it. The caches stay as they are.
+        """
+        self.post("/v1/load_lora_adapter", deadline, {"lora_name": name, "lora_path": path, "load_inplace": True})
+
+    def unload_adapter(self, name: str, deadline: float) -> None:
+        """Forget an adapter."""
+        self.post("/v1/unload_lora_adapter", deadline, {"lora_name": name})
+
+    def sleep(self, deadline: float, level: int = 1) -> None:
+        """Free GPU memory: 1 moves the weights to the host's memory, 2 drops them. Does nothing on a CPU."""
+        self.post("/sleep", deadline, level=level)
+
+    def wake(self, deadline: float, tags: Sequence[str] = ()) -> None:
+        """Take the memory back: all, or that of ``tags`` ("weights", "kv_cache")."""
+        self.post("/wake_up", deadline, tags=list(tags))
+
+    def init_transfer(self, info: Mapping[str, Any], deadline: float) -> None:
+        """Let the server's weight-transfer engine meet the trainer; ``info`` is that engine's own."""
+        self.post("/init_weight_transfer_engine", deadline, {"init_info": dict(info)})
+
+    def shutdown_transfer(self, deadline: float) -> None:
+        """Close what `init_transfer` opened."""
+        self.post("/shutdown_weight_transfer_engine", deadline)
+
+    def start_update(self, deadline: float) -> None:
+        """Open an update of vLLM's weight-transfer engine."""
+        self.post("/start_weight_update", deadline)
+
+    def update_weights(self, info: Mapping[str, Any], deadline: float) -> None:
+        """Receive weights; returns when they have arrived. ``info`` is the transfer engine's own."""
+        self.post("/update_weights", deadline, {"update_info": dict(info)})
+
+    def finish_update(self, version: int, deadline: float) -> None:
+        """Close the update, and stamp it with the policy's version."""
+        self.post("/finish_weight_update", deadline, {"weight_version": str(version)})
+
+    def weight_version(self, deadline: float) -> str:
+        """The stamp of the last finished update."""
+        return str(self.get("/weight_info", deadline)["weight_version"])
+
+
+def _left(until: float) -> float:
+    return until - time.monotonic()

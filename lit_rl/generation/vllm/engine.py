@@ -1,0 +1,151 @@
+"""An engine with weights of its own, and the one way in which they are replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import GenerationError
+from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.models.shipping import base_weights, weight_shapes, whole_weights
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Whole shapes by the names of the plain Hugging Face model."""
+
+
+class EngineLost(GenerationError):
+    """The engine died, hangs, or was restarted: it may be brought back, and synced again."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What an engine is to hold: see `lit_rl.models.shipping`. To iterate it is a collective where it is sharded."""
+
+    policy: nn.Module
+    dtype: torch.dtype
+    """The engine's."""
+    base_only: bool = False
+    """Leave adapters out: the engine takes them by themselves."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return (base_weights if self.base_only else whole_weights)(self.policy, self.dtype)
+
+    @property
+    def shapes(self) -> Shapes:
+        return weight_shapes(self.policy)
+
+
+Heartbeat = Callable[[int, int], None]
+"""Called now and then while completions are made, with how many are done, and how many were asked for."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What an engine says of itself: see `worker.WeightUpdates.lit_rl_facts`."""
+
+    instance: str
+    """Another one after every start."""
+    version: int | None
+    """Of the last finished update; None before it."""
+    model: dict[str, Any]
+    """Architecture and sizes."""
+    dtype: str
+    max_model_len: int
+    block_size: int
+    """Tokens of a block of the key-value cache; a prefix is kept in whole blocks."""
+    logprobs_mode: str
+    max_lora_rank: int | None
+    device: str
+
+
+class Engine(Protocol):
+    """What runs vLLM, here or elsewhere. `push_weights` and `push_adapter` alone call the verbs of an update."""
+
+    def facts(self) -> Facts: ...
+
+    def pause(self) -> None:
+        """Take no more requests, and wait for those that run."""
+        ...
+
+    def begin(self, shapes: Shapes) -> None:
+        """Open an update of all weights; refuse names and shapes that are not this model's."""
+        ...
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None: ...
+
+    def load_adapter(self, folder: str) -> None:
+        """Take an adapter over in the place of the last one; every later request runs with it."""
+        ...
+
+    def finish(self, version: int) -> None: ...
+
+    def stamp(self, version: int) -> None:
+        """Say which version the weights are, where an adapter alone was renewed."""
+        ...
+
+    def reset_caches(self) -> None:
+        """Forget everything that the old weights computed."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def complete(self, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
+        """Completions of each request, in order."""
+        ...
+
+    def sleep(self) -> None:
+        """Give weights and cache back to the device. They are lost: an update has to follow."""
+        ...
+
+    def wake(self, what: str) -> None:
+        """Take memory again: `weights` before an update, `kv_cache` after it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def push_weights(engine: Engine, weights: Weights, version: int) -> None:
+    """Replace all weights of an engine: pause, update, finish, reset every cache, resume.
+
+    To iterate `weights` may be a collective over ranks, so they are iterated to their end also where the engine fails:
+    the other ranks would wait for ever.
+
+    Raises:
+        GenerationError: the engine refused a weight, missed one, or failed. It then has no usable weights.
+    """
+    rest = iter(weights)
+    try:
+        engine.pause()
+        engine.begin(weights.shapes)
+        engine.load(rest, weights.dtype)
+        engine.finish(version)
+        engine.reset_caches()
+        engine.resume()
+    except Exception as error:
+        for _ in rest:
+            pass
+        if isinstance(error, GenerationError):
+            raise
+        raise GenerationError(f"The engine did not take over policy version {version}: {error}") from error
+
+
+def push_adapter(engine: Engine, folder: str, version: int) -> None:
+    """Replace the adapter of an engine whose base stays: the same order as `push_weights`.
+
+    Raises:
+        GenerationError: the engine refused the adapter, or failed.
+    """
+    try:
+        engine.pause()
+        engine.load_adapter(folder)
+        engine.stamp(version)
+        engine.reset_caches()
+        engine.resume()
+    except GenerationError:
+        raise
+    except Exception as error:
+        raise GenerationError(f"The engine did not take over the adapter of version {version}: {error}") from error

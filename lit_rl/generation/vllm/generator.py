@@ -1,0 +1,225 @@
+"""What generators with an engine of their own share: updates of its weights, the proof of each, and the requests."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch import nn
+
+from lit_rl.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.generation import ranks
+from lit_rl.generation.base import check_request
+from lit_rl.generation.ranks import together
+from lit_rl.generation.vllm.engine import Engine, Facts, Weights
+from lit_rl.generation.vllm.heartbeat import Beat
+from lit_rl.generation.vllm.probe import Gap, Probe
+from lit_rl.generation.vllm.requests import Answer, Request, completions_of, requests_of
+from lit_rl.generation.vllm.sender import PUSHES, Sender, adapter_rank, torch_dtype
+from lit_rl.generation.vllm.settings import EngineSettings
+from lit_rl.generation.vllm.worker import shape_of
+from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.shipping import fingerprint
+from lit_rl.models.trunk import base_of
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+
+class EngineGenerator(ABC):
+    """Abstract: a generator whose engine holds a copy of the policy.
+
+    `sync` sends the weights, unless they are the ones that the engine has, and then proves that they arrived: see
+    `probe`. Log-probs of an engine are not the trainer's to the last bit, so the on-policy algorithms correct for it
+    (`algo/correction`), and samples are the same again only as far as the engine's arithmetic is.
+
+    Args:
+        engine: How vLLM holds the policy.
+        push: How a LoRA policy is sent: "adapter" sends the adapter alone, "merged" all weights with the adapter in
+            them, "auto" the adapter alone where vLLM can run it.
+        probe: Whether the log-probs of a probe are compared after every update: "every_sync" or "off".
+        probe_mean_limit: Largest mean difference of the probe, in nats. None goes by the type.
+        probe_max_limit: Largest difference of one token, in nats. None goes by the type.
+        heartbeat: Seconds between two lines that say how many completions are done. None prints none.
+    """
+
+    reports_kept_mass = False
+    exact = False
+    """The engine's log-probs are nearly, not exactly, those of the policy that learns."""
+
+    def __init__(
+        self,
+        engine: EngineSettings,
+        *,
+        push: Literal["auto", "adapter", "merged"] = "auto",
+        probe: Literal["every_sync", "off"] = "every_sync",
+        probe_mean_limit: float | None = None,
+        probe_max_limit: float | None = None,
+        heartbeat: float | None = 30.0,
+    ) -> None:
+        one_of("generator.push", push, PUSHES)
+        one_of("generator.probe", probe, ("every_sync", "off"))
+        for key, value in (
+            ("probe_mean_limit", probe_mean_limit),
+            ("probe_max_limit", probe_max_limit),
+            ("heartbeat", heartbeat),
+        ):
+            if value is not None:
+                in_range(f"generator.{key}", value, low=0, open_low=True)
+        self.settings, self.push, self.probe, self.heartbeat = engine, push, probe, heartbeat
+        self._limits = {"mean_limit": probe_mean_limit, "max_limit": probe_max_limit}
+        self._model: LanguageModel | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Stand as before any engine and any policy."""
+        self.engine: Engine | None = None
+        self._policy: nn.Module | None = None
+        self._version, self._pushed = 0, None
+        self._sender = Sender(self.__dict__.get("push", "auto"))
+        self.facts: Facts | None = None
+        """What the engine said of itself when it was started or met."""
+        self._probe: Probe | None = None
+        self.gap: Gap | None = None
+        """What the probe of the last update saw."""
+        self.seconds = {"sync": 0.0, "probe": 0.0}
+        """Of the last update."""
+
+    _OF_THE_ENGINE = ("engine", "facts", "gap", "seconds", "_policy", "_version", "_pushed", "_sender", "_probe")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no engine and no policy: it starts its own when it is synced."""
+        return {name: value for name, value in self.__dict__.items() if name not in self._OF_THE_ENGINE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._forget()
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def prepare(self, model: LanguageModel) -> None:
+        """Told once which model the policy is: its tokenizer, and where its files are."""
+        self._model = model
+        self._probe = None
+
+    @property
+    def model(self) -> LanguageModel:
+        if self._model is None:
+            raise GenerationError(
+                f"{type(self).__name__} was not told which model the policy is: call prepare(model) first, as "
+                "GeneratingModule.configure_model does."
+            )
+        return self._model
+
+    @abstractmethod
+    def _start(self, policy: nn.Module) -> Engine:
+        """An engine for this policy, on every rank; its weights are sent afterwards. A collective."""
+
+    sends = True
+    """Whether this rank's engine takes the weights; where not, another rank sends them to the engine they share."""
+
+    # ------------------------------------------------------------------ sync
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        """Bring the engine to the weights of the policy, and prove it. A collective over all ranks.
+
+        Raises:
+            GenerationError: the engine did not take the weights, or its log-probs are not the policy's.
+        """
+        self._policy = policy
+        if self.engine is None:
+            self.engine = self._start(policy)
+            self._check_model(self.engine, policy)
+        mark = (version, fingerprint(policy))
+        if all(ranks.everyone_says(mark == self._pushed and self._is_current())):
+            self._version = version
+            return
+        started = time.perf_counter()
+        self._pushed = None
+        together(lambda: self._push(policy, version))
+        self._version, self._pushed = version, mark
+        self.seconds["sync"] = time.perf_counter() - started
+        if self.probe == "every_sync":
+            self._prove(policy, version)
+
+    def _is_current(self) -> bool:
+        """Whether the engine still holds what was sent last."""
+        return True
+
+    def _push(self, policy: nn.Module, version: int) -> None:
+        assert self.engine is not None and self.facts is not None
+        weights = Weights(policy, torch_dtype(self.dtype(policy)))
+        self._sender(self.engine, self.facts, weights, version, sends=self.sends)
+
+    def _prove(self, policy: nn.Module, version: int) -> None:
+        assert self.engine is not None
+        started = time.perf_counter()
+        if self._probe is None:
+            self._probe = Probe(self.model.tokenizer, **self._limits)
+        engine, probe = self.engine, self._probe
+        try:
+            asked = together(lambda: probe.ask(engine))
+            gap = self.gap = probe.compare(asked, policy)  # a collective by itself where the policy is sharded
+            together(lambda: probe.judge(asked, gap, version))
+        except GenerationError:
+            self._pushed = None
+            raise
+        self.seconds["probe"] = time.perf_counter() - started
+
+    def dtype(self, policy: nn.Module) -> str:
+        """The engine's type: the setting, or the policy's own."""
+        return self.settings.dtype or str(next(policy.parameters()).dtype).removeprefix("torch.")
+
+    def settings_for(self, policy: nn.Module) -> EngineSettings:
+        """The settings with what is left open taken from the policy: its type, and the rank of its adapter."""
+        rank = None if self.push == "merged" else self.settings.max_lora_rank or adapter_rank(policy)
+        return replace(self.settings, dtype=self.dtype(policy), max_lora_rank=rank)
+
+    def _check_model(self, engine: Engine, policy: nn.Module) -> None:
+        """Keep what the engine says of itself; refuse one of another model than the policy's."""
+        facts = self.facts = engine.facts()
+        ours: dict[str, Any] = shape_of(base_of(policy).config)
+        other = {name: (facts.model.get(name), value) for name, value in ours.items() if facts.model.get(name) != value}
+        if other:
+            listed = ", ".join(f"{name}: {theirs}, the policy's: {mine}" for name, (theirs, mine) in other.items())
+            raise GenerationError(
+                f"The engine runs another model than the policy ({listed}). Start it for model={self.model.name}."
+            )
+        if facts.logprobs_mode != "processed_logprobs":
+            raise GenerationError(
+                f"The engine reports {facts.logprobs_mode}, not the log-probs of the distribution that it draws from. "
+                "Start it by `lit-rl serve`, or with --logprobs-mode processed_logprobs."
+            )
+
+    # ------------------------------------------------------------------ generate
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        if self.engine is None or self._policy is None or self._pushed is None:
+            raise GenerationError(f"{type(self).__name__}.generate was called before sync: its engine has no policy.")
+        answers = self._complete(together(lambda: self._requests(prompts, sampling)))
+        if sampling.greedy:
+            answers = [group * prompts.group_size for group in answers]
+        device = next(self._policy.parameters()).device
+        return completions_of(prompts, answers, version=self._version, device=device)
+
+    def _requests(self, prompts: Prompts, sampling: Sampling) -> list[Request]:
+        assert self.facts is not None and self._policy is not None
+        check_request(prompts, sampling, self._policy, structured=True)
+        holds, longest = self.facts.max_model_len, max(map(len, prompts.token_ids))
+        if longest + sampling.max_new_tokens > holds:
+            raise ConfigError(
+                f"The longest prompt ({longest} tokens) plus sampling.max_new_tokens={sampling.max_new_tokens} is more "
+                f"than generator.max_model_len={holds}. Raise it to {longest + sampling.max_new_tokens}."
+            )
+        return requests_of(prompts, sampling)
+
+    def _complete(self, requests: list[Request]) -> list[list[Answer]]:
+        engine = self.engine
+        assert engine is not None
+        return together(lambda: engine.complete(requests, Beat(self.heartbeat)))
+
+    def close(self) -> None:
+        """Stop the engine. The next sync starts another one."""
+        if self.engine is not None:
+            self.engine.close()
+        self.engine, self._pushed = None, None
+        self._sender.forget()

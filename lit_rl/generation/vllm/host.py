@@ -1,0 +1,57 @@
+"""The process that vLLM is a guest in: what it changes there is put back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def undisturbed(environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Restore on the way out what vLLM changes in its process.
+
+    Those are the global random states (it seeds them when it starts, and every sampling call moves torch's), the number
+    of threads and `torch.set_num_threads` itself (replaced by a function that only warns), the default type of tensors,
+    and environment variables (a preloaded OpenMP, compiler threads, how processes are started).
+
+    Args:
+        environment: Variables that vLLM needs, where they are not set already. They stay set: vLLM reads them again
+            and again.
+    """
+    for name, value in (environment or {}).items():
+        os.environ.setdefault(name, value)
+    variables, dtype = dict(os.environ), torch.get_default_dtype()
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    python, numpy = random.getstate(), np.random.get_state()
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    quiet = logging.getLogger("torch._library.triton")
+    level = quiet.level
+    try:
+        quiet.setLevel(logging.ERROR)  # that there is no Triton on a CPU is no news
+        with torch.random.fork_rng(devices=cuda), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        quiet.setLevel(level)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_num_threads
+        if torch.get_num_threads() != threads:
+            set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        for name in set(os.environ) - set(variables):
+            del os.environ[name]
+        os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
+
+
+def shared_memory() -> str | None:
+    """A folder in memory that other processes of this machine read; None where there is none: a disk's will do."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,0 +1,29 @@
+"""Requests and answers as the engine in this process has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lit_rl.generation.vllm.requests import Answer
+
+
+def sampling_arguments(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a request as arguments of `SamplingParams`, where they differ from the HTTP body's."""
+    from vllm.sampling_params import StructuredOutputsParams  # pyright: ignore
+
+    arguments = dict(fields)
+    if "logit_bias" in arguments:
+        arguments["logit_bias"] = {int(token): bias for token, bias in arguments["logit_bias"].items()}
+    if "structured_outputs" in arguments:
+        arguments["structured_outputs"] = StructuredOutputsParams(**arguments["structured_outputs"])
+    return arguments
+
+
+def answer_of(output: Any, one: Any) -> Answer:
+    ids = list(one.token_ids)
+    logprobs = [entry[token].logprob for entry, token in zip(one.logprobs, ids, strict=True)]
+    prompt = None
+    if output.prompt_logprobs is not None:
+        entries = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        prompt = [entry[token].logprob for entry, token in entries]
+    return Answer(ids, logprobs, one.finish_reason == "stop", prompt)

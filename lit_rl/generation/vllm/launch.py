@@ -1,0 +1,243 @@
+"""vLLM's own server as a process: its flags, its start, its log, and an end that leaves no process behind."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import supervisor
+from lit_rl.generation.vllm.calls import ServerError
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.settings import SERVER, environment
+
+_POLL, _SAY_EVERY = 0.3, 10.0
+_HEALTH_DEADLINE = 2.0
+_LAST_LINES = 20
+_TAIL_BYTES = 2**18
+_EXCEPTION = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Exception): .+)")
+"""The line that names an exception, as Python prints it and as vLLM's log repeats it for its other processes."""
+
+
+def server_arguments(
+    engine: Mapping[str, Any], *, name: str, host: str, port: int, transfer: str | None = None
+) -> list[str]:
+    """Flags of vLLM's OpenAI-compatible server.
+
+    Args:
+        engine: Engine arguments by vLLM's names, those of `settings.model_arguments` among them.
+        name: What requests call the model.
+        host: Address to listen on.
+        port: Port to listen on.
+        transfer: vLLM's weight-transfer engine, such as "nccl"; None: weights come by file or by our worker's methods.
+    """
+    flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
+    if transfer is not None:
+        flags["weight_transfer_config"] = {"backend": transfer}
+    words = ["--disable-uvicorn-access-log"]
+    for key, value in flags.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            # In one word, so that a value which begins with a dash is no flag.
+            words.append(f"--{flag}={json.dumps(value) if isinstance(value, Mapping) else value}")
+    return words
+
+
+def checked_port(host: str, port: int, key: str) -> int:
+    """``port``, or a free one for 0, after trying to listen there: vLLM would find out after its slow start.
+
+    Raises:
+        ConfigError: it is taken, may not be used, or ``host`` is no address of this machine.
+    """
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"{key}={port} is no port: allowed is 0 (a free one) to 65535.")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed is free
+        try:
+            listener.bind((host, port))
+            listener.listen(1)
+        except OSError as error:
+            raise ConfigError(
+                f"{key}={port} on {host} cannot be listened on: {error.strerror or error}. Is another server running "
+                f"there? {key}=0 takes a free port."
+            ) from error
+        return int(listener.getsockname()[1])
+
+
+class ServerProcess:
+    """vLLM's server and all its processes, in a session of their own.
+
+    They end with `stop`, when this process ends, and also when it is killed: `supervisor` sees to that.
+
+    Args:
+        arguments: Flags, of `server_arguments`.
+        url: Where it will listen, from this machine.
+        cpu: Whether vLLM runs on a CPU.
+        log: File that its output is added to.
+        grace: Seconds between SIGTERM and SIGKILL when it is stopped.
+    """
+
+    def __init__(self, arguments: Sequence[str], *, url: str, cpu: bool, log: Path, grace: float = 10.0) -> None:
+        self.arguments = list(arguments)
+        self.client = Client(url)
+        self.url, self.log = self.client.url, Path(log)
+        self._cpu, self._grace = cpu, grace
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+
+    def start(self) -> None:
+        """Start it; see `wait_healthy`.
+
+        Raises:
+            GenerationError: it runs already, or the log cannot be written.
+        """
+        if self.alive:
+            raise GenerationError(f"The server at {self.url} runs already.")
+        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self.arguments]
+        watched = [sys.executable, "-I", supervisor.__file__, str(os.getpid()), str(self._grace), *server]
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with self.log.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = subprocess.Popen(
+                    watched,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=server_environment(self._cpu),
+                )
+        except OSError as error:
+            raise GenerationError(f"The server cannot be started with its output in {self.log}: {error}.") from error
+        atexit.register(self._stop_at_exit, os.getpid())
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server process runs; not whether it answers."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def group(self) -> int | None:
+        """Id of its process group; None where it was not started, or was stopped."""
+        return None if self._process is None else self._process.pid
+
+    def wait_healthy(self, deadline: float, say: Callable[[str], None] | None = None) -> None:
+        """Return once it answers; stop it and raise otherwise.
+
+        Args:
+            deadline: Seconds.
+            say: Gets a line about every ten seconds.
+
+        Raises:
+            GenerationError: it ended, or the deadline came; with the last lines of its log.
+        """
+        started = time.monotonic()
+        next_line = started + _SAY_EVERY
+        while True:
+            if not self.alive:
+                self.stop()
+                raise self.death(f"The vLLM server for {self.url} ended before it was ready.")
+            try:
+                return self.client.health(_HEALTH_DEADLINE)
+            except ServerError:
+                now = time.monotonic()
+            if now - started > deadline:
+                self.stop()
+                raise self.death(f"The vLLM server for {self.url} was not ready within {deadline:g} seconds.")
+            if say is not None and now >= next_line:
+                say(f"The vLLM server is starting, {now - started:.0f} s so far; its output is in {self.log}")
+                next_line = now + _SAY_EVERY
+            time.sleep(_POLL)
+
+    def stop(self) -> None:
+        """End it with all its processes, and wait until they are gone. May be called again, and before `start`."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        atexit.unregister(self._stop_at_exit)
+        process.terminate()  # the supervisor, which ends the others and itself
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self._grace + 5)
+        with contextlib.suppress(ProcessLookupError):  # where the supervisor could not
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        until = time.monotonic() + self._grace
+        while group_members(process.pid) and time.monotonic() < until:
+            time.sleep(_POLL / 6)
+
+    def tail(self, lines: int = _LAST_LINES) -> list[str]:
+        """The last lines of its output since it started."""
+        return self._lines()[-lines:]
+
+    def death(self, what: str) -> GenerationError:
+        """An error with the first exception of the log, which the last lines often only follow from, and these."""
+        found = self._lines()
+        last = found[-_LAST_LINES:]
+        cause = next((match.group(1) for line in found if (match := _EXCEPTION.match(line))), None)
+        first = f"\nIts first error: {cause}" if cause is not None else ""
+        said = "\n".join(f"    {line}" for line in last) or "    (nothing)"
+        return GenerationError(f"{what}{first}\nThe last lines of {self.log}:\n{said}")
+
+    def _lines(self) -> list[str]:
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._log_start, self.log.stat().st_size - _TAIL_BYTES))
+                text = file.read().decode(errors="replace")
+        except OSError:
+            return []
+        printable = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in text.splitlines())
+        return [line for line in printable if line]
+
+    def _stop_at_exit(self, owner: int) -> None:
+        if os.getpid() == owner:  # and no process that was forked from it
+            self.stop()
+
+
+def server_environment(cpu: bool) -> dict[str, str]:
+    """This process's environment with what a server needs: vLLM's switches, and our worker extension on its path."""
+    ours = str(Path(__file__).resolve().parents[3])
+    path = os.pathsep.join(part for part in (ours, os.environ.get("PYTHONPATH")) if part)
+    own = {name: value for name, value in os.environ.items() if name not in _OF_THIS_RUN}
+    return {**own, **environment(cpu), **SERVER, "PYTHONPATH": path}
+
+
+_OF_THIS_RUN = (
+    *("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
+"""What a launcher told this process about its own group, and what an engine in this process needs."""
+
+
+def group_members(group: int) -> list[int]:
+    """Processes of a group that still run. (One that has ended and that nobody waits for is none.)"""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, number = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it ended a moment ago
+            continue
+        if int(number) == group and state not in "ZX":
+            found.append(int(entry.name))
+    return found
+
+
+def temporary_log() -> Path:
+    """A new file for a server's output, where no run directory is there to hold it."""
+    handle, path = tempfile.mkstemp(prefix="lit_rl_vllm_", suffix=".log")
+    os.close(handle)
+    return Path(path)

@@ -1,0 +1,93 @@
+"""The server that a run starts for itself, and waiting for one that somebody else starts again."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from lit_rl.errors import GenerationError
+from lit_rl.generation.vllm import settings as vllm_settings
+from lit_rl.generation.vllm.calls import ServerError
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments, temporary_log
+from lit_rl.generation.vllm.model_files import write_model_files
+from lit_rl.generation.vllm.settings import EngineSettings
+from lit_rl.models.language_model import LanguageModel
+
+_LOOPBACK = "127.0.0.1"
+_POLL = 0.5
+
+
+class OwnServer:
+    """A server for a policy, on this machine and a free port. It begins without weights: they are sent.
+
+    Args:
+        policy: Whose config it has.
+        model: Whose tokenizer it has.
+        settings: How vLLM holds the policy.
+        log: File for its output; None is a temporary one.
+    """
+
+    def __init__(self, policy: nn.Module, model: LanguageModel, settings: EngineSettings, log: str | None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_model_")
+        write_model_files(policy, model, self._folder.name)
+        cpu = vllm_settings.runs_on_cpu()
+        engine = settings.engine_arguments(model_dtype="auto", cpu=cpu) | {
+            "model": self._folder.name,
+            "load_format": "dummy",
+            "trust_remote_code": model.trust_remote_code,
+        }
+        port = checked_port(_LOOPBACK, 0, "generator.launch")
+        flags = server_arguments(engine, name=model.name, host=_LOOPBACK, port=port)
+        path = temporary_log() if log is None else Path(log)
+        self._process = ServerProcess(flags, url=f"http://{_LOOPBACK}:{port}", cpu=cpu, log=path)
+
+    @property
+    def url(self) -> str:
+        return self._process.url
+
+    @property
+    def group(self) -> int | None:
+        """Id of its process group; None where it does not run."""
+        return self._process.group
+
+    def start(self, deadline: float, say: Callable[[str], None]) -> None:
+        """Start it, or stop it and start it again, and wait until it answers.
+
+        Raises:
+            GenerationError: it did not come up within `deadline` seconds; with the last lines of its log.
+        """
+        self._process.stop()
+        say(f"Starting a vLLM server on {self.url}; its output is in {self._process.log}")
+        self._process.start()
+        self._process.wait_healthy(deadline, say)
+
+    def death(self, what: str) -> GenerationError:
+        """An error with the last lines of its log."""
+        return self._process.death(what)
+
+    def stop(self) -> None:
+        self._process.stop()
+        self._folder.cleanup()
+
+
+def wait_for(urls: Sequence[str], deadline: float, answer_deadline: float) -> None:
+    """Until every server answers, at most `deadline` seconds.
+
+    Raises:
+        ServerError: what the last try of one of them said.
+    """
+    until = time.monotonic() + deadline
+    for client in map(Client, urls):
+        while True:
+            try:
+                client.health(min(answer_deadline, max(_POLL, until - time.monotonic())))
+                break
+            except ServerError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(_POLL)

@@ -1,0 +1,194 @@
+"""Proof that the engine holds the policy: the log-probs of a probe under both, after every update.
+
+Two requests. A fixed text is scored, so that its log-probs can be compared over time: where the policy's have moved and
+the engine's have not, the update went nowhere (a stale adapter, a head that was not packed anew). And a prompt of more
+than one block of the engine's cache is continued, which reads the prefix cache: one that an update left standing shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import GenerationError
+from lit_rl.generation.base import rollout_mode
+from lit_rl.generation.batches import left_pad
+from lit_rl.generation.vllm.engine import Engine, Facts
+from lit_rl.generation.vllm.requests import Answer, Request, completions_of
+from lit_rl.models.forward import score
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXT = (
+    "A train leaves at 7:45 and arrives at 9:10. How long does it travel? From 7:45 to 8:45 is one hour, and from 8:45 "
+    "to 9:10 are 25 minutes, so it travels for 1 hour and 25 minutes. Then 3 + 4 = 7, and 12 * 5 = 60. "
+)
+_SCORED = 32
+"""Tokens of the text that is scored."""
+_WRITTEN = 8
+"""Tokens that the engine adds to the long prompt."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How far apart two log-probs of one token may be, in nats."""
+
+    mean: float
+    max: float
+
+
+LIMITS = {"float32": Limit(1e-3, 1e-2), "bfloat16": Limit(0.1, 1.0), "float16": Limit(0.03, 0.3)}
+"""By the coarser type of the two sides. Equal weights differ by 1e-5 in float32, and by 0.02 (mean) and 0.16 (max) in
+bfloat16; a single missed update of a trained model by far more (`docs/generators.md`)."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """What a probe saw: absolute differences of log-probs, in nats, over every token of both requests."""
+
+    mean: float
+    max: float
+    tokens: int
+    dtype: str
+    """The coarser type of engine and trainer."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An engine's answers to a probe."""
+
+    ids: list[int]
+    """The long prompt; it begins with the text that is scored."""
+    scored: Tensor
+    """Log-probs of the scored tokens, ``(k,)``."""
+    written: list[Answer]
+    """The continuation of the long prompt: one."""
+    dtype: str
+    """The engine's."""
+
+
+class Probe:
+    """Compares an engine with the policy, and remembers what both said last.
+
+    Args:
+        tokenizer: Of the policy: spells the probe's text.
+        mean_limit: Largest mean difference, in nats. None takes that of the type in `LIMITS`.
+        max_limit: Largest difference of a token, in nats. None takes that of the type in `LIMITS`.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, mean_limit: float | None = None, max_limit: float | None = None
+    ) -> None:
+        self._text = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
+        self._limits = mean_limit, max_limit
+        self._then: tuple[Tensor, Tensor] | None = None
+        self._ours = torch.zeros(0)
+
+    def ask(self, engine: Engine) -> Asked:
+        """What the engine says of the probe."""
+        facts = engine.facts()
+        ids = self._prompt(facts)
+        scored, written = engine.complete(_requests(ids))
+        return Asked(ids, torch.tensor(scored[0].prompt_logprobs), written, facts.dtype)
+
+    def compare(self, asked: Asked, policy: nn.Module) -> Gap:
+        """The policy's side, under the precision that is in force here. A collective where the policy is sharded."""
+        with rollout_mode(policy):
+            self._ours = _logprobs(policy, _as_completions(asked.ids[:1], asked.ids[1 : _SCORED + 1], policy))
+            continued = _continued(asked.ids, asked.written, policy)
+            again = _logprobs(policy, continued)
+        differences = torch.cat([self._ours - asked.scored, again - continued.sampler_logprobs[0].cpu()]).abs()
+        differences = differences.nan_to_num(nan=torch.inf)
+        dtype = coarser(asked.dtype, policy)
+        return Gap(differences.mean().item(), differences.max().item(), len(differences), dtype)
+
+    def judge(self, asked: Asked, gap: Gap, version: int) -> None:
+        """
+        Raises:
+            GenerationError: the two differ by more than the limit, or the policy has moved and the engine has not.
+        """
+        self._near(gap, version)
+        self._moved(self._ours, asked.scored, gap, version)
+
+    def _prompt(self, facts: Facts) -> list[int]:
+        """Text of more than a block of the cache, as far as the context goes."""
+        wanted = min(facts.block_size + _SCORED + 1, facts.max_model_len - _WRITTEN)
+        return (self._text * (wanted // len(self._text) + 1))[: max(wanted, 2)]
+
+    def limit(self, dtype: str) -> Limit:
+        """What is allowed between two sides of which the coarser computes in `dtype`."""
+        usual = LIMITS[dtype]
+        mean, largest = self._limits
+        return Limit(usual.mean if mean is None else mean, usual.max if largest is None else largest)
+
+    def _near(self, gap: Gap, version: int) -> None:
+        limit = self.limit(gap.dtype)
+        if gap.mean <= limit.mean and gap.max <= limit.max:
+            return
+        raise GenerationError(
+            f"The engine does not hold policy version {version}: over {gap.tokens} tokens of a probe, its log-probs "
+            f"differ from the trainer's by {gap.mean:.3g} nats on average (allowed in {gap.dtype}: {limit.mean:g}) and "
+            f"by {gap.max:.3g} at most (allowed: {limit.max:g}). Compared were the prompt log-probs of a fixed text, "
+            "and the sampled log-probs of its continuation, at temperature 1. Wrong weights differ by whole nats: then "
+            "look at `lit-rl doctor`. A coarse type differs by little: set generator.dtype to the training's, or raise "
+            "generator.probe_mean_limit and generator.probe_max_limit."
+        )
+
+    def _moved(self, ours: Tensor, theirs: Tensor, gap: Gap, version: int) -> None:
+        """An engine that answers the same to the last bit, while the policy has changed, got no update."""
+        if self._then is not None and torch.equal(theirs, self._then[1]):
+            moved = (ours - self._then[0]).abs().max().item()
+            # Rounding to a coarse type may swallow a small step, so there the policy has to have moved visibly.
+            visible = 1e-4 if gap.dtype == "float32" else 2 * LIMITS[gap.dtype].mean
+            if moved > visible:
+                raise GenerationError(
+                    f"The engine's log-probs of the probe did not change, and the trainer's have, by {moved:.3g} nats, "
+                    f"up to policy version {version}: the update went nowhere. Look at `lit-rl doctor`."
+                )
+            return  # compared with the same state again, so that many small steps add up
+        self._then = ours, theirs
+
+
+def coarser(dtype: str, policy: nn.Module) -> str:
+    """The coarser of the engine's type, the policy's and autocast's, by mantissa."""
+    first = next(policy.parameters())
+    kinds = [dtype, str(first.dtype).removeprefix("torch.")]
+    if torch.is_autocast_enabled(first.device.type):
+        kinds.append(str(torch.get_autocast_dtype(first.device.type)).removeprefix("torch."))
+    return max((kind for kind in kinds if kind in LIMITS), key=lambda kind: LIMITS[kind].mean)
+
+
+def _requests(ids: list[int]) -> list[Request]:
+    fields: dict[str, Any] = {"n": 1, "temperature": 1.0, "seed": 0, "logprobs": 0, "ignore_eos": True}
+    fields |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    scored = Request(ids[: _SCORED + 1], fields | {"max_tokens": 1, "prompt_logprobs": 0})
+    return [scored, Request(ids, fields | {"max_tokens": _WRITTEN})]
+
+
+def _continued(ids: list[int], written: list[Answer], policy: nn.Module) -> Completions:
+    prompts = Prompts(token_ids=[ids], keys=[0], group_size=1, eos_ids=(), pad_id=0)
+    return completions_of(prompts, [written], version=0, device=next(policy.parameters()).device)
+
+
+def _as_completions(prompt: list[int], response: list[int], policy: nn.Module) -> Completions:
+    device = next(policy.parameters()).device
+    ids, mask = left_pad([prompt], 0)
+    answer = torch.tensor([response])
+    return Completions(
+        prompt_ids=ids.to(device),
+        prompt_mask=mask.to(device),
+        response_ids=answer.to(device),
+        response_mask=torch.ones_like(answer, dtype=torch.bool, device=device),
+        sampler_logprobs=torch.zeros(answer.shape, device=device),
+        ended=torch.zeros(1, dtype=torch.bool, device=device),
+        group_id=torch.zeros(1, dtype=torch.long, device=device),
+    )
+
+
+def _logprobs(policy: nn.Module, completions: Completions) -> Tensor:
+    return score(policy, completions, Sampling()).logprobs[0].cpu()

@@ -1,0 +1,148 @@
+"""From prompts and settings to what vLLM is asked, and from its answers to completions.
+
+The fields have the same names in vLLM's `SamplingParams` and in the body of `/v1/completions`, and each is sent, so
+that no default of the engine, of the server or of the model's generation config has a say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lit_rl.errors import ConfigError, GenerationError, NumericError
+from lit_rl.generation.batches import Decoded, assemble
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+_TEMPERATURES = 0.01, 2.0
+"""vLLM refuses higher ones, and raises lower ones without a word that a program would hear."""
+
+_SEED_BITS = 62
+"""vLLM counts a prompt's seed up by one for each further completion, in a signed 64-bit integer."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt, and how it is completed."""
+
+    token_ids: list[int]
+    fields: dict[str, Any]
+    """By vLLM's names; plain JSON values."""
+
+    @property
+    def completions(self) -> int:
+        return self.fields["n"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion."""
+
+    token_ids: list[int]
+    """EOS included, and the token that completed a stop string."""
+    logprobs: list[float]
+    """Of each token, of the distribution that it was drawn from."""
+    ended: bool
+    """By an EOS or a stop string; False where the length ran out."""
+    prompt_logprobs: list[float] | None = None
+    """Log-softmax of each prompt token but the first, at temperature 1. None where the request did not ask."""
+
+
+def requests_of(prompts: Prompts, sampling: Sampling) -> list[Request]:
+    """One request a prompt, for `prompts.group_size` completions each, seeded with the prompt's noise key.
+
+    Raises:
+        ConfigError: a temperature that vLLM does not take as it is.
+    """
+    low, high = _TEMPERATURES
+    if not sampling.greedy and not low <= sampling.temperature <= high:
+        raise ConfigError(
+            f"sampling.temperature={sampling.temperature:g} is out of vLLM's range: {low:g} to {high:g}, or 0 for "
+            "greedy decoding. Take generator=native for others."
+        )
+    fields = _fields(sampling, prompts)
+    return [
+        Request(list(ids), fields | {"seed": key & ((1 << _SEED_BITS) - 1)})
+        for ids, key in zip(prompts.token_ids, prompts.keys, strict=True)
+    ]
+
+
+def _fields(sampling: Sampling, prompts: Prompts) -> dict[str, Any]:
+    cut = sampling.truncation  # off for greedy decoding
+    fields: dict[str, Any] = {
+        "n": 1 if sampling.greedy else prompts.group_size,  # vLLM refuses to write one and the same text twice
+        "temperature": float(sampling.temperature),
+        "top_p": cut.top_p,
+        "top_k": cut.top_k,
+        "min_p": cut.min_p,
+        "repetition_penalty": float(sampling.repetition_penalty),
+        "max_tokens": sampling.max_new_tokens,
+        "min_tokens": sampling.min_new_tokens,
+        "stop": list(sampling.stop),
+        "include_stop_str_in_output": True,
+        # The engine knows some of the ids that end a response; we know all, and it must end at no other.
+        "ignore_eos": True,
+        "stop_token_ids": list(prompts.eos_ids),
+        "bad_words": list(sampling.bad_words),
+        "skip_special_tokens": False,
+        "logprobs": 0,
+    }
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): float(bias) for token, bias in sampling.logit_bias.items()}
+    if sampling.structured is not None:
+        fields["structured_outputs"] = structured_fields(sampling)
+    return fields
+
+
+def structured_fields(sampling: Sampling) -> dict[str, Any]:
+    """The constraint on the response's text, by vLLM's names."""
+    constraint = sampling.structured
+    assert constraint is not None
+    if constraint.choice is not None:
+        return {"choice": list(constraint.choice)}
+    named = {"regex": constraint.regex, "json": constraint.json_schema, "grammar": constraint.grammar}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def completions_of(
+    prompts: Prompts, answers: Sequence[Sequence[Answer]], *, version: int, device: torch.device
+) -> Completions:
+    """Answers, one list a prompt, as completions on `device`.
+
+    Raises:
+        GenerationError: completions, tokens or log-probs are missing.
+        NumericError: a log-prob is NaN.
+    """
+    for index, group in enumerate(answers):
+        if len(group) != prompts.group_size:
+            raise GenerationError(
+                f"The engine gave {len(group)} completions of prompt {index}; asked for were {prompts.group_size}."
+            )
+    rows = [answer for group in answers for answer in group]
+    for row, answer in enumerate(rows):
+        if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
+            raise GenerationError(
+                f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
+                "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
+            )
+        if any(map(math.isnan, answer.logprobs)):
+            raise NumericError(
+                f"The engine's log-probs of completion {row} hold NaN (policy version {version}): the weights "
+                "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
+                "generator.dtype=bfloat16 or float32."
+            )
+    width = max(len(answer.token_ids) for answer in rows)
+    lengths = torch.tensor([len(answer.token_ids) for answer in rows])
+    ids = torch.tensor([answer.token_ids + [prompts.pad_id] * (width - len(answer.token_ids)) for answer in rows])
+    logprobs = torch.tensor([answer.logprobs + [0.0] * (width - len(answer.logprobs)) for answer in rows])
+    decoded = Decoded(
+        ids=ids.to(device),
+        mask=(torch.arange(width) < lengths[:, None]).to(device),
+        logprobs=logprobs.float().to(device),
+        ended=torch.tensor([answer.ended for answer in rows], device=device),
+        kept_logmass=None,
+    )
+    return assemble(prompts, [(torch.arange(len(rows)), decoded)], version=version, device=device)

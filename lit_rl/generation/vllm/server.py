@@ -1,0 +1,246 @@
+"""vLLM's own server, on this machine or another: `generator=vllm_server`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from lit_rl.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.generation import ranks
+from lit_rl.generation.vllm import settings as vllm_settings
+from lit_rl.generation.vllm.calls import ServerError
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.engine import Engine, EngineLost
+from lit_rl.generation.vllm.generator import EngineGenerator
+from lit_rl.generation.vllm.own_server import OwnServer, wait_for
+from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.generation.vllm.server_engine import ServerEngine
+from lit_rl.generation.vllm.settings import EngineSettings
+from lit_rl.generation.vllm.transports import NCCL, Gloo, SharedMemory, Transport, here
+
+TRANSPORTS: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo, "nccl": NCCL}
+
+
+class VLLMServerGenerator(EngineGenerator):
+    """vLLM's servers, started by `lit-rl serve` or by the trainer. Every rank asks them for its own prompts.
+
+    A server that dies, hangs or was restarted is found out within the deadlines; it is started again, or waited for,
+    once, synced and asked again. Else the run ends with exit code 5, a checkpoint and the server's last lines.
+    From `dtype` to `enforce_eager` the settings are those of a server that is launched; one that runs has its own.
+
+    Args:
+        urls: Addresses of the servers, such as ``[http://127.0.0.1:8000]``. Requests are dealt out to them in turn.
+        launch: Start a server for the run, on this machine and a free port, and stop it with the run.
+        log: File for the output of a server that was launched. None is a temporary one.
+        transport: How weights travel: "shared_memory" (servers on this machine), "gloo", "nccl"; "auto" takes shared
+            memory where it can, else NCCL where this process has a GPU, else gloo.
+        deadline: Seconds for the completions of a rollout.
+        answer_deadline: Seconds for any other call, and for how long a server may be silent.
+        start_deadline: Seconds for a server to start, or to come back.
+        lag: Rollouts that are drawn ahead with older weights while the policy learns: 0 or 1.
+        dtype: Type of the engine's weights: "float32", "bfloat16" or "float16". None is the policy's own.
+        max_model_len: Longest prompt and response together, in tokens. None is what the model was built for.
+        gpu_memory_utilization: Share of the GPU's memory that the engine may take, in (0, 1].
+        kv_cache_gib: Key-value cache in GiB, in place of `gpu_memory_utilization`. None is 1 GiB on a CPU.
+        tensor_parallel_size: GPUs that a copy of the model is cut over; in this process, a divisor of the number of ranks.
+        max_num_seqs: Most sequences that run at once; more wait. None is vLLM's choice.
+        max_lora_rank: Highest rank of an adapter that is sent by itself. None is the policy's own.
+        enforce_eager: Compile nothing and capture no CUDA graphs. None does so on a CPU only.
+
+    Raises:
+        ConfigError: a setting out of range, or neither `urls` nor `launch`.
+        BackendError: a server is to be launched and vLLM is not installed.
+    """
+
+    def __init__(  # noqa: PLR0913 (one keyword a setting)
+        self,
+        *,
+        urls: Sequence[str] = (),
+        launch: bool = False,
+        log: str | None = None,
+        transport: Literal["auto", "shared_memory", "gloo", "nccl"] = "auto",
+        deadline: float = 3600.0,
+        answer_deadline: float = 60.0,
+        start_deadline: float = 600.0,
+        lag: int = 0,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.3,
+        kv_cache_gib: float | None = None,
+        tensor_parallel_size: int = 1,
+        max_num_seqs: int | None = None,
+        max_lora_rank: int | None = None,
+        enforce_eager: bool | None = None,
+        push: Literal["auto", "adapter", "merged"] = "auto",
+        probe: Literal["every_sync", "off"] = "every_sync",
+        probe_mean_limit: float | None = None,
+        probe_max_limit: float | None = None,
+        heartbeat: float | None = 30.0,
+    ) -> None:
+        engine = EngineSettings(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_gib=kv_cache_gib,
+            tensor_parallel_size=tensor_parallel_size,
+            max_num_seqs=max_num_seqs,
+            max_lora_rank=max_lora_rank,
+            enforce_eager=enforce_eager,
+        )
+        limits = {"probe_mean_limit": probe_mean_limit, "probe_max_limit": probe_max_limit}
+        super().__init__(engine, push=push, probe=probe, heartbeat=heartbeat, **limits)
+        one_of("generator.transport", transport, ("auto", *TRANSPORTS))
+        for key, value in {
+            "deadline": deadline,
+            "answer_deadline": answer_deadline,
+            "start_deadline": start_deadline,
+        }.items():
+            in_range(f"generator.{key}", value, low=0, open_low=True)
+        in_range("generator.lag", lag, low=0, high=1)
+        self.urls, self.launch, self.log = _addresses(urls), launch, log
+        self.transport, self.lag = transport, lag
+        self.deadline, self.answer_deadline, self.start_deadline = deadline, answer_deadline, start_deadline
+        if launch == bool(self.urls):
+            raise ConfigError(
+                f"generator.urls={self.urls} with generator.launch={str(launch).lower()}: name the servers that run "
+                "(generator.urls=[http://127.0.0.1:8000], as `lit-rl serve` prints it), or let the run start one "
+                "(generator.launch=true)."
+            )
+        if launch:
+            vllm_settings.require_vllm("generator.launch=true")
+
+    _OF_THE_ENGINE = (*EngineGenerator._OF_THE_ENGINE, "_process")
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._process: OwnServer | None = None
+
+    @property
+    def sends(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """One rank sends for all: they share the servers."""
+        return ranks.rank() == 0
+
+    # ------------------------------------------------------------------ servers
+
+    def _start(self, policy: nn.Module) -> Engine:
+        urls = ranks.together(lambda: self._launched(policy)) if self.launch else self.urls
+        if self.launch:
+            urls = ranks.everyone_says(urls)[0]
+        return ranks.together(lambda: self._connected(urls))
+
+    def _connected(self, urls: Sequence[str]) -> Engine:
+        clients = [Client(url) for url in urls]
+        deadlines = {"deadline": self.deadline, "answer_deadline": self.answer_deadline}
+        try:
+            return ServerEngine(clients, self._transport(clients), **deadlines)
+        except EngineLost as error:
+            raise GenerationError(
+                f"{error} Start a server with `lit-rl serve model={self.model.name}`, or set generator.launch=true."
+            ) from error
+
+    def _transport(self, clients: Sequence[Client]) -> Transport:
+        urls = [client.url for client in clients]
+        kind = self.transport
+        if kind == "auto":
+            import torch
+
+            kind = "shared_memory" if here(urls) else "nccl" if torch.cuda.is_available() else "gloo"
+        return TRANSPORTS[kind](clients, self.answer_deadline)
+
+    def _launched(self, policy: nn.Module) -> list[str]:
+        """Start a server on rank 0; the addresses that every rank will ask."""
+        if ranks.rank() != 0:
+            return []
+        self._process = OwnServer(policy, self.model, self.settings_for(policy), self.log)
+        self._process.start(self.start_deadline, self._say)
+        return [self._process.url]
+
+    # ------------------------------------------------------------------ one that is lost
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        self._with_recovery(lambda: super(VLLMServerGenerator, self).sync(policy, version), policy)
+
+    def _is_current(self) -> bool:
+        assert self.engine is not None
+        return ranks.together(self.engine.facts).version == self._version
+
+    def _complete(self, requests: list[Request]) -> list[list[Answer]]:
+        if ranks.beside_the_training():
+            return self._attempt(requests)
+        policy, version = self._policy, self._version
+        assert policy is not None
+
+        def synced() -> list[list[Answer]]:
+            if self._pushed is None:  # it was lost and is back
+                super(VLLMServerGenerator, self).sync(policy, version)
+            return self._attempt(requests)
+
+        return self._with_recovery(synced, policy)
+
+    def _attempt(self, requests: list[Request]) -> list[list[Answer]]:
+        assert self.engine is not None
+        engine, answers = self.engine, super()._complete(requests)
+        ranks.together(engine.facts)  # a server that was restarted meanwhile has answered with other weights
+        return answers
+
+    def _with_recovery(self, work: Any, policy: nn.Module) -> Any:
+        """Do `work`; where an engine is lost, bring it back and do it once more. The same on every rank."""
+        try:
+            return work()
+        except EngineLost as lost:
+            self._pushed, error = None, lost
+            self._sender.forget()
+        ranks.together(lambda: self._bring_back(error, policy))
+        try:
+            return work()
+        except EngineLost as lost:
+            raise self._last_words(f"The server was lost again, right after it was brought back: {lost}") from lost
+
+    def _bring_back(self, error: EngineLost, policy: nn.Module) -> None:
+        assert isinstance(self.engine, ServerEngine)
+        self._say(f"{error} Trying once to get it back.")
+        urls = [client.url for client in self.engine.clients]
+        self.engine.close()
+        if self._process is not None:
+            self._say(str(self._last_words("It is stopped and started again.")))
+            self._process.start(self.start_deadline, self._say)
+        self._wait_for(urls, error)
+        self.engine = self._connected(urls)
+        self._check_model(self.engine, policy)
+        self._say("It is back.")
+
+    def _wait_for(self, urls: Sequence[str], lost: EngineLost) -> None:
+        """Until every server answers."""
+        try:
+            wait_for(urls, self.start_deadline, self.answer_deadline)
+        except ServerError as error:
+            raise self._last_words(
+                f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"
+            ) from error
+
+    def _last_words(self, what: str) -> GenerationError:
+        """An error with the last lines of the server's log, where it is ours."""
+        if self._process is not None:
+            return self._process.death(what)
+        return GenerationError(f"{what} Its log is where it was started.")
+
+    def _say(self, line: str) -> None:
+        if ranks.rank() == 0:
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        super().close()
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+
+def _addresses(urls: Sequence[str]) -> list[str]:
+    """The addresses as they are used; refuses what is none."""
+    if isinstance(urls, str):
+        raise ConfigError(f"generator.urls={urls!r} is a string; it takes a list of addresses: [{urls}].")
+    return [Client(url).url for url in urls]

@@ -1,0 +1,208 @@
+"""vLLM's servers, one or several, under the verbs of `Engine`."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import GenerationError, NumericError
+from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.engine import EngineLost, Facts, Heartbeat, Shapes
+from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.generation.vllm.transports import Transport
+
+ADAPTER = "lit_rl_policy"
+_LOOK_EVERY = 1.0
+_AT_ONCE = 64
+"""Requests that wait on one server at the same time, each for all completions of a prompt; vLLM queues the rest."""
+
+
+class ServerEngine:
+    """Every server holds the same weights; requests are dealt out to them in turn.
+
+    Args:
+        clients: The servers.
+        transport: How weights reach them.
+        deadline: Seconds for all completions of a rollout.
+        answer_deadline: Seconds for any other call; while completions are made, how long a server may be silent.
+
+    All methods raise `EngineLost` where a server died, hangs or was restarted, and `GenerationError` where it refuses.
+    """
+
+    def __init__(
+        self, clients: Sequence[Client], transport: Transport, *, deadline: float, answer_deadline: float
+    ) -> None:
+        self.clients, self.transport = list(clients), transport
+        self.deadline, self.answer_deadline = deadline, answer_deadline
+        self._adapter: str | None = None
+        self._names = [self._name(client) for client in self.clients]
+        self._instances = [facts.instance for facts in self._all_facts()]
+
+    def _name(self, client: Client) -> str:
+        with server_errors():
+            return next(iter(client.models(self.answer_deadline)))
+
+    def _all_facts(self) -> list[Facts]:
+        with server_errors():
+            found = self.transport.everywhere(lambda client: client.rpc("lit_rl_facts", deadline=self.answer_deadline))
+        return [Facts(**workers[0]) for workers in found]
+
+    def facts(self) -> Facts:
+        """Of the first server; all have to be alike.
+
+        Raises:
+            EngineLost: a server was restarted since this engine was made, so it has no weights of ours.
+            GenerationError: the servers differ.
+        """
+        everyone = self._all_facts()
+        for client, facts, instance in zip(self.clients, everyone, self._instances, strict=True):
+            if facts.instance != instance:
+                raise EngineLost(f"{client.url} was restarted: it has lost the policy's weights.")
+            first = everyone[0]
+            if (facts.model, facts.dtype, facts.version) != (first.model, first.dtype, first.version):
+                raise GenerationError(
+                    f"The servers differ: {self.clients[0].url} runs {first.model} in {first.dtype} (version "
+                    f"{first.version}), {client.url} runs {facts.model} in {facts.dtype} (version {facts.version})."
+                )
+        return everyone[0]
+
+    # ------------------------------------------------------------------ an update
+
+    def pause(self) -> None:
+        self._everywhere(lambda client: client.pause(self.answer_deadline, mode="wait"))
+
+    def begin(self, shapes: Shapes) -> None:
+        self._shapes = shapes
+        with server_errors():
+            self.transport.begin(shapes)
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
+        with server_errors():
+            self.transport.send(weights, self._shapes, dtype)
+
+    def load_adapter(self, folder: str) -> None:
+        self._everywhere(lambda client: client.load_adapter(ADAPTER, folder, self.answer_deadline))
+        self._adapter = ADAPTER
+
+    def finish(self, version: int) -> None:
+        with server_errors():
+            self.transport.finish(version)
+
+    def stamp(self, version: int) -> None:
+        self._everywhere(lambda client: client.rpc("lit_rl_stamp", [version], deadline=self.answer_deadline))
+
+    def reset_caches(self) -> None:
+        self._everywhere(lambda client: client.reset_caches(self.answer_deadline))
+
+    def resume(self) -> None:
+        self._everywhere(lambda client: client.resume(self.answer_deadline))
+
+    def _everywhere(self, call: Callable[[Client], Any]) -> None:
+        with server_errors():
+            self.transport.everywhere(call)
+
+    def sleep(self) -> None:
+        """A server keeps its memory: it shares none with the training."""
+
+    def wake(self, what: str) -> None:
+        """See `sleep`."""
+
+    def close(self) -> None:
+        self.transport.close()
+
+    # ------------------------------------------------------------------ completions
+
+    def complete(self, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
+        """Completions of each request. The servers are looked after meanwhile: one that is silent is found out."""
+        until = time.monotonic() + self.deadline
+        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[int, list[Answer] | Exception]] = queue.SimpleQueue()
+        for index in range(len(requests)):
+            todo.put(index)
+        stop = threading.Event()
+
+        def work(number: int) -> None:
+            client, name = self.clients[number], self._adapter or self._names[number]
+            while not stop.is_set():
+                try:
+                    index = todo.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    answer = client.complete(_body(requests[index], name), until - time.monotonic())
+                    done.put((index, _answers(answer, requests[index])))
+                except Exception as error:
+                    done.put((index, error))
+
+        # Daemons: a thread that waits for a server which hangs must not keep the process from ending.
+        workers = min(_AT_ONCE * len(self.clients), len(requests))
+        for number in range(workers):
+            threading.Thread(target=work, args=(number % len(self.clients),), daemon=True).start()
+        try:
+            with server_errors():
+                return self._gather(requests, done, heartbeat)
+        finally:
+            stop.set()
+
+    def _gather(
+        self, requests: Sequence[Request], done: queue.SimpleQueue[Any], heartbeat: Heartbeat | None
+    ) -> list[list[Answer]]:
+        answers: dict[int, list[Answer]] = {}
+        asked, looked = sum(request.completions for request in requests), time.monotonic()
+        while len(answers) < len(requests):
+            try:
+                index, answer = done.get(timeout=_LOOK_EVERY)
+            except queue.Empty:
+                pass
+            else:
+                if isinstance(answer, Exception):
+                    raise answer
+                answers[index] = answer
+            if heartbeat is not None:
+                heartbeat(sum(map(len, answers.values())), asked)
+            if time.monotonic() - looked > _LOOK_EVERY:
+                self.transport.everywhere(lambda client: client.health(self.answer_deadline))
+                looked = time.monotonic()
+        return [answers[index] for index in range(len(requests))]
+
+
+class server_errors:
+    """Errors of calls as those of engines: lost, or a refusal."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, ServerDead | ServerHung):
+            raise EngineLost(str(error)) from error
+        if isinstance(error, ServerRefused) and "not JSON compliant" in error.why:
+            raise NumericError(
+                f"{error.url}: the engine's log-probs hold NaN or infinity: the weights diverged, or its type is too "
+                "narrow for this model. Lower optimizer.lr, or set generator.dtype=bfloat16 or float32."
+            ) from error
+        if isinstance(error, ServerError):
+            raise GenerationError(str(error)) from error
+
+
+def _body(request: Request, model: str) -> dict[str, Any]:
+    return {"model": model, "prompt": request.token_ids, **request.fields, "return_token_ids": True}
+
+
+def _answers(answer: dict[str, Any], request: Request) -> list[Answer]:
+    found = []
+    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
+        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        prompt = choice.get("prompt_logprobs")
+        scored = None
+        if prompt is not None:
+            pairs = zip(prompt[1:], request.token_ids[1:], strict=True)
+            scored = [entry[str(token)]["logprob"] for entry, token in pairs]
+        found.append(Answer(choice.get("token_ids") or [], logprobs, choice["finish_reason"] == "stop", scored))
+    return found

@@ -1,0 +1,220 @@
+"""Ways for weights to reach the workers of servers: each to all servers at once, one tensor or chunk at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import BackendError
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.engine import Shapes
+from lit_rl.generation.vllm.host import shared_memory
+
+CHUNK_BYTES = 2**28
+"""What is in flight at once, beside the policy itself: 256 MiB, or one tensor that is larger."""
+
+
+class Transport(ABC):
+    """Abstract: how an open update gets its tensors.
+
+    Args:
+        clients: The servers.
+        deadline: Seconds for a call, and for a chunk to arrive.
+    """
+
+    def __init__(self, clients: Sequence[Client], deadline: float) -> None:
+        self.clients, self.deadline = list(clients), deadline
+
+    def begin(self, shapes: Shapes) -> None:
+        """Open an update on every server, once it has agreed to the names and shapes that will come."""
+        self.everywhere(lambda client: client.rpc("lit_rl_expect", [as_lists(shapes)], deadline=self.deadline))
+        self.everywhere(lambda client: client.rpc("lit_rl_begin", deadline=self.deadline))
+
+    @abstractmethod
+    def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
+        """Bring every tensor to every server."""
+
+    def finish(self, version: int) -> None:
+        """Close the update on every server, and stamp it."""
+        self.everywhere(lambda client: client.rpc("lit_rl_finish", [version], deadline=self.deadline))
+
+    def everywhere(self, call: Callable[[Client], Any]) -> list[Any]:
+        """Call every server at the same time; the first error is raised."""
+        with ThreadPoolExecutor(len(self.clients)) as threads:
+            return list(threads.map(call, self.clients))
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to give back)
+        """Give back what `send` opened."""
+
+
+class SharedMemory(Transport):
+    """Files of this machine's memory: the quickest way on one host, and the simplest."""
+
+    def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
+        from safetensors.torch import save_file
+
+        with tempfile.TemporaryDirectory(prefix="lit_rl_weights_", dir=shared_memory()) as folder:
+            for number, chunk in enumerate(chunks(weights)):
+                path = Path(folder) / f"{number}.safetensors"
+                save_file({name: tensor.cpu().contiguous() for name, tensor in chunk}, path)
+                self.everywhere(lambda client: client.rpc("lit_rl_load_file", [str(path)], deadline=self.deadline))  # noqa: B023
+                path.unlink()
+
+
+class Gloo(Transport):
+    """A process group of its own over TCP, the trainer being rank 0: for servers on other hosts without NCCL."""
+
+    def __init__(self, clients: Sequence[Client], deadline: float) -> None:
+        super().__init__(clients, deadline)
+        self._group: Any = None
+        self._store: Any = None
+
+    def _join(self) -> Any:
+        if self._group is None:
+            distributed: Any = torch.distributed
+            sizes = [client.world_size(self.deadline) for client in self.clients]
+            world, patience = 1 + sum(sizes), timedelta(seconds=self.deadline)
+            host = own_address(self.clients[0].url)
+            self._store = distributed.TCPStore(host, 0, world, is_master=True, timeout=patience, wait_for_workers=False)
+            firsts = {client.url: 1 + sum(sizes[:index]) for index, client in enumerate(self.clients)}
+
+            def join(client: Client) -> None:
+                arguments = [host, self._store.port, firsts[client.url], world, self.deadline]
+                client.rpc("lit_rl_join", arguments, deadline=self.deadline)
+
+            with ThreadPoolExecutor(1) as thread:
+                joined = thread.submit(self.everywhere, join)
+                self._group = distributed.ProcessGroupGloo(
+                    distributed.PrefixStore("lit_rl", self._store), 0, world, patience
+                )
+                joined.result()
+        return self._group
+
+    def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
+        group = self._join()
+        for chunk in chunks(weights):
+            told = [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in chunk]
+
+            def receive(client: Client) -> None:
+                client.rpc("lit_rl_receive", [told], deadline=self.deadline)  # noqa: B023
+
+            with ThreadPoolExecutor(1) as thread:
+                received = thread.submit(self.everywhere, receive)
+                for _, tensor in chunk:
+                    group.broadcast(tensor.cpu().contiguous(), 0).wait()
+                received.result()
+
+    def close(self) -> None:
+        self._group = self._store = None
+
+
+class NCCL(Transport):
+    """vLLM's own weight-transfer engine, from GPU to GPU. Not tested: it needs a GPU on both sides, and vLLM here."""
+
+    def __init__(self, clients: Sequence[Client], deadline: float) -> None:
+        super().__init__(clients, deadline)
+        self._senders: list[Any] = []
+        if not torch.cuda.is_available():
+            raise BackendError(
+                "generator.transport=nccl sends from GPU to GPU, and this process sees no GPU. Take "
+                "generator.transport=shared_memory (one host) or gloo."
+            )
+
+    def begin(self, shapes: Shapes) -> None:
+        """Agree to names and shapes; vLLM's engine opens its update itself."""
+        self.everywhere(lambda client: client.rpc("lit_rl_expect", [as_lists(shapes)], deadline=self.deadline))
+
+    def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
+        if len(self.clients) > 1:
+            raise BackendError("generator.transport=nccl sends to one server: take gloo, or shared_memory.")
+        if not self._senders:
+            self._senders = [self._sender()]
+        sender = self._senders[0]
+        sender.source = _source(weights, shapes, dtype)
+        sender.send_weights()
+
+    def _sender(self) -> Any:
+        from vllm.distributed.weight_transfer import clients, nccl_engine  # pyright: ignore[reportMissingImports]
+
+        url = self.clients[0].url
+        info = nccl_engine.NCCLTrainerInitInfo(
+            rank=0,
+            master_address=own_address(url),
+            master_port=_free_port(),
+            world_size=1 + self.clients[0].world_size(self.deadline),
+        )
+        client = clients.HTTPVLLMWeightSyncClient(url, timeout=self.deadline)
+        return nccl_engine.NCCLTrainerWeightTransferEngine.trainer_init(
+            info, client=client, source=_source(iter(()), {}, torch.float32)
+        )
+
+    def finish(self, version: int) -> None:
+        self.everywhere(lambda client: client.rpc("lit_rl_stamp", [version], deadline=self.deadline))
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.shutdown()
+        self._senders = []
+
+
+def _source(weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> Any:
+    from vllm.distributed.weight_transfer import base  # pyright: ignore[reportMissingImports]
+
+    class Source(base.WeightSource):  # vLLM's name for what is iterated once and described before
+        def metadata(self) -> Any:
+            return [base.ParamMeta(name, dtype, shape) for name, shape in shapes.items()]
+
+        def __iter__(self) -> Any:
+            return weights
+
+    return Source()
+
+
+def chunks(weights: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Neighbours of together at most `CHUNK_BYTES`, or a single larger one."""
+    chunk: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if chunk and size + tensor.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def as_lists(shapes: Shapes) -> dict[str, list[int]]:
+    """Shapes as JSON has them."""
+    return {name: list(shape) for name, shape in shapes.items()}
+
+
+def own_address(url: str) -> str:
+    """The address under which the host of `url` reaches this one."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # chooses a route, and sends nothing
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        return int(listener.getsockname()[1])
+
+
+def here(urls: Sequence[str]) -> bool:
+    """Whether every server runs on this machine."""
+    names = ("localhost", "127.0.0.1", "::1", socket.gethostname(), os.uname().nodename)
+    return all(urlsplit(url).hostname in names for url in urls)

@@ -1,0 +1,24 @@
+"""The tests of the real vLLM. Elsewhere than in its environment they are skipped, and say so."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from engine_fixtures import case, started, tied  # noqa: F401 (fixtures)
+
+HERE = Path(__file__).parent
+MISSING = importlib.util.find_spec("vllm") is None
+
+# Read when vLLM is imported. One thread: two cores, and a server beside the tests.
+os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engines)
+            if MISSING:
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: make test-engines"))

@@ -1,0 +1,199 @@
+"""Whole runs with the real vLLM: they learn as with the native generator, on two ranks, and through every fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_fixtures import Case
+from server_processes import children, end, start, until
+
+SMALL = [
+    "data.task.max_operand=5",
+    "data.task.val_rows=4",
+    "data.prompts_per_rollout=4",
+    "algo.group_size=4",
+    "callbacks.samples.print=0",
+    "callbacks.checkpoint.every_n_train_steps=1",
+    "logger=none",
+    "eval.limit=2",
+    "trainer.max_epochs=-1",
+]
+SECONDS = 400.0
+
+
+class Run:
+    """A `train.py` of its own."""
+
+    def __init__(self, root: Path, folder: Path, *overrides: str) -> None:
+        self.folder, self.log = folder, folder.with_suffix(".out")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(root / "train.py"), *overrides, f"run_dir={folder}"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def end(self) -> int:
+        return self.process.wait(SECONDS)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        path = self.folder / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def column(self, name: str) -> list[float]:
+        return [row[name] for row in self.metrics if name in row]
+
+    def reach(self, rollouts: int) -> None:
+        """Wait until so many rollouts were learned from."""
+        there = until(lambda: len(self.column("train/reward")) >= rollouts or self.process.poll() is not None, SECONDS)
+        assert there and self.process.poll() is None, self.said
+
+
+@pytest.fixture
+def run(root: Path, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def begin(*overrides: str, folder: str = "run") -> Run:
+        runs.append(Run(root, tmp_path / folder, *overrides))
+        return runs[-1]
+
+    yield begin
+    for one in runs:
+        if one.process.poll() is None:
+            os.killpg(one.process.pid, signal.SIGKILL)
+            one.process.wait()
+
+
+def last_reward(one: Run, rollouts: int = 5) -> float:
+    rewards = one.column("train/reward")[-rollouts:]
+    return sum(rewards) / len(rewards)
+
+
+def test_both_engines_learn_what_native_learns(run: Callable[..., Run], started: Callable[[str], Case]) -> None:
+    """GRPO on the shipped task. 40 steps of 32 completions: a mean reward of five rollouts has an error of 0.04."""
+    server = started("server-tied")
+    server.fresh()
+    url = server.generator.engine.clients[0].url  # pyright: ignore
+    task = [*SMALL, "data.prompts_per_rollout=8", "trainer.max_steps=40", "optimizer.lr=1e-3", "algo.group_size=8"]
+    generators = {
+        "native": ["generator=native"],
+        "vllm": ["generator=vllm"],
+        "server": ["generator=vllm_server", f"generator.urls=[{url}]"],
+    }
+    rewards: dict[str, tuple[float, float]] = {}
+    for name, chosen in generators.items():
+        one = run(*task, *chosen, folder=name)
+        assert one.end() == 0, one.said
+        rewards[name] = one.column("train/reward")[0], last_reward(one)
+        if name != "native":
+            assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
+            assert max(one.column("train/sampling/sampling_logp_difference/probe_max")) < 1e-4
+            assert len(one.column("time/sync")) == 40
+    first, reached = rewards["native"]
+    assert reached > first + 0.2, rewards
+    for name in ("vllm", "server"):
+        assert abs(rewards[name][1] - reached) < 0.15, rewards
+
+
+def test_two_ranks_each_with_an_engine(run: Callable[..., Run]) -> None:
+    """Two processes, two engines: each proves every update, and the weights of the ranks stay the same."""
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp"]
+    one = run(*SMALL, *two, "trainer.max_steps=4", "generator=vllm")
+    assert one.end() == 0, one.said
+    assert len(one.column("train/reward")) == 4
+    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
+
+
+def server_group(one: Run) -> int:
+    """The process group of the server that a run has launched."""
+    found = [pid for pid in children(one.process.pid) if os.getpgid(pid) == pid]
+    assert len(found) == 1, one.said
+    return found[0]
+
+
+LAUNCHED = ["generator=vllm_server", "generator.launch=true", "generator.answer_deadline=10"]
+
+
+def test_a_server_that_is_killed_and_one_that_hangs_are_started_again(run: Callable[..., Run]) -> None:
+    """Killed in the middle of the run, stopped by a signal later; the run goes on both times, and leaves nothing."""
+    one = run(*SMALL, *LAUNCHED, "trainer.max_steps=60")
+    one.reach(2)
+    killed = server_group(one)
+    os.killpg(killed, signal.SIGKILL)
+    assert until(lambda: "It is back." in one.said or one.process.poll() is not None, SECONDS)
+    assert one.process.poll() is None, one.said
+    one.reach(len(one.column("train/reward")) + 2)
+    hung = server_group(one)
+    assert hung != killed
+    os.killpg(hung, signal.SIGSTOP)
+    assert one.end() == 0, one.said
+    assert one.said.count("It is back.") == 2
+    assert "no answer within" in one.said and "last lines" in one.said
+    assert len(one.column("train/reward")) == 60
+    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
+    assert not children(one.process.pid)
+
+
+def test_a_server_that_stays_away_ends_the_run_saved_and_one_that_comes_back_does_not(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    served = start(tmp_path).wait_ready()
+    url = served.url
+    ask = ["generator=vllm_server", f"generator.urls=[{url}]", "generator.answer_deadline=10"]
+    try:
+        # Restarted by somebody else, at the same address: the run waits, sends the weights again, and goes on.
+        one = run(*SMALL, *ask, "trainer.max_steps=200", "generator.start_deadline=200")
+        one.reach(2)
+        os.killpg(served.group, signal.SIGKILL)
+        served.process.wait(60)
+        end(served)
+        served = start(tmp_path, f"serve.port={url.rpartition(':')[2]}").wait_ready()
+        assert until(lambda: "It is back." in one.said or one.process.poll() is not None, SECONDS), one.said
+        one.reach(len(one.column("train/reward")) + 1)
+        one.process.send_signal(signal.SIGTERM)
+        assert one.end() == 143, one.said
+
+        # Gone for good: exit 5, saved, and the command to go on with.
+        two = run(*SMALL, *ask, "trainer.max_steps=200", "generator.start_deadline=3", folder="two")
+        two.reach(2)
+    finally:
+        end(served)
+    assert two.end() == 5, two.said
+    assert "did not come back within generator.start_deadline=3" in two.said
+    assert "ckpt_path=last" in two.said
+    done = len(two.column("train/reward"))
+    assert (two.folder / "checkpoints" / f"step_{done:08d}.ckpt").exists()
+
+    resumed = run(*SMALL, "generator=native", f"trainer.max_steps={done + 2}", "ckpt_path=last", folder="two")
+    assert resumed.end() == 0, resumed.said
+    assert len(resumed.column("train/reward")) == done + 2
+
+
+def test_another_model_is_refused_before_anything_is_drawn(
+    run: Callable[..., Run], started: Callable[[str], Case]
+) -> None:
+    server = started("server-gloo-untied")
+    server.fresh()
+    url = server.generator.engine.clients[0].url  # pyright: ignore
+    one = run(*SMALL, "trainer.max_steps=2", "generator=vllm_server", f"generator.urls=[{url}]")
+    assert one.end() == 5, one.said
+    assert "another model than the policy (tied: False, the policy's: True)" in " ".join(one.said.split())
+    assert not one.column("train/reward")
+
+
+def test_nobody_listens(run: Callable[..., Run]) -> None:
+    one = run(*SMALL, "trainer.max_steps=2", "generator=vllm_server", "generator.urls=[http://127.0.0.1:9]")
+    assert one.end() == 5, one.said
+    assert "lit-rl serve model=" in one.said and "generator.launch=true" in one.said

@@ -1,0 +1,178 @@
+"""Updates of an engine that go wrong, each in a way that says nothing by itself; and adapters, memory and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import ask, described, largest_gap, perturb, with_lora
+from engine_fixtures import Case
+
+from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import worker
+from lit_rl.generation.vllm.engine import push_weights
+from lit_rl.generation.vllm.in_process import InProcessEngine, VLLMGenerator
+from lit_rl.rollout import Sampling
+
+SAMPLED = Sampling(max_new_tokens=12)
+
+
+@pytest.fixture
+def here(started: Callable[[str], Case]) -> Case:
+    return started("vllm-tied")
+
+
+def refused(case: Case, policy: Any, match: str) -> None:
+    with pytest.raises(GenerationError, match=match):
+        case.sync(policy)
+    with pytest.raises(GenerationError, match="before sync"):
+        case.generator.generate(ask(case.model), SAMPLED)
+
+
+def test_a_head_that_is_not_packed_anew_is_found_out(here: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own reload leaves the tied head of a CPU as it was; no error, and log-probs that are wrong by a little."""
+    policy = here.fresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "repack_heads", lambda model: None)
+        perturb(policy, 1, size=0.05)
+        refused(here, policy, "does not hold policy version")
+    case_is_well_again(here, policy)
+
+
+def test_a_prefix_cache_that_is_not_reset_is_found_out(here: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = here.fresh()
+    with monkeypatch.context() as patch:
+        patch.setattr(InProcessEngine, "reset_caches", lambda self: None)
+        perturb(policy, 2, size=0.05)
+        refused(here, policy, "does not hold policy version")
+    case_is_well_again(here, policy)
+
+
+def test_an_update_that_goes_nowhere_is_found_out_however_small(here: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps too small for the limit add up until the engine's stillness is a proof."""
+    policy = here.fresh()
+    with monkeypatch.context() as patch:
+        for verb in ("begin", "load", "finish"):
+            patch.setattr(InProcessEngine, verb, lambda self, *arguments: None)
+        with pytest.raises(GenerationError, match="did not change, and the trainer's have"):
+            for seed in range(20):
+                perturb(policy, seed, size=2e-6)
+                here.sync(policy)
+    case_is_well_again(here, policy)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda named: {name: t for name, t in named.items() if "k_proj.weight" not in name}, "missing .*k_proj"),
+        (lambda named: named | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(128)}, "unknown .*o_proj.bias"),
+        (lambda named: named | {"model.norm.weight": torch.zeros(7)}, r"another shape.*model\.norm\.weight"),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_names_are_strict(tied: Case, change: Callable[..., Any], match: str) -> None:
+    """A tensor that is missing, unknown (vLLM itself would drop this bias without a word) or of another shape."""
+    policy = tied.fresh()
+    named = change({name: tensor.detach() for name, tensor in policy.named_parameters()})
+
+    @dataclasses.dataclass
+    class Tensors:
+        dtype = torch.float32
+
+        @property
+        def shapes(self) -> dict[str, tuple[int, ...]]:
+            return {name: tuple(tensor.shape) for name, tensor in named.items()}
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(named.items())
+
+    assert tied.generator.engine is not None
+    with pytest.raises(GenerationError, match=match):
+        push_weights(tied.generator.engine, Tensors(), 99)  # pyright: ignore[reportArgumentType]
+    case_is_well_again(tied, policy)
+
+
+def case_is_well_again(case: Case, policy: Any) -> None:
+    perturb(policy, 11)
+    case.sync(policy)
+    prompts = ask(case.model)
+    assert largest_gap(policy, case.generator.generate(prompts, SAMPLED), prompts) < 1e-4
+
+
+def test_another_model_than_the_policys_is_refused(started: Callable[[str], Case]) -> None:
+    tied, untied = started("vllm-tied"), started("vllm-untied")
+    tied.fresh()
+    policy = described(Path(untied.model.name)).load()
+    assert tied.generator.engine is not None
+    with pytest.raises(GenerationError, match=r"another model.*tied: True, the policy's: False"):
+        tied.generator._check_model(tied.generator.engine, policy)
+
+
+@pytest.mark.parametrize("push", ["auto", "merged"])
+def test_adapters(tiny_dir: Path, push: Any) -> None:
+    """Sent by themselves, or merged: the engine's log-probs are PEFT's after each of three updates."""
+    model = with_lora(tiny_dir)
+    policy: Any = model.load()
+    generator = VLLMGenerator(push=push, heartbeat=None)
+    generator.prepare(model)
+    prompts = ask(model)
+    try:
+        for version in range(4):
+            generator.sync(policy, version)
+            out = generator.generate(prompts, SAMPLED)
+            assert largest_gap(policy, out, prompts) < 1e-4
+            assert (generator.facts is not None and generator.facts.max_lora_rank is not None) == (push == "auto")
+            perturb(policy, version)
+    finally:
+        generator.close()
+
+
+def test_an_adapter_that_cannot_travel_alone(tiny_dir: Path, here: Case) -> None:
+    here.fresh()
+    generator = VLLMGenerator(push="adapter", heartbeat=None)
+    generator.prepare(here.model)
+    generator.engine, generator.facts = here.generator.engine, here.generator.facts
+    with pytest.raises(ConfigError, match=r"generator\.push=adapter.*not a LoRA policy.*merged"):
+        generator.sync(here.model.load(), 1)
+
+
+def test_memory_is_given_back_between_rollouts_in_this_order(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order only: on a CPU vLLM ignores both calls. Weights wake before the update, the cache after it."""
+    verbs: list[str] = []
+    for name in ("sleep", "wake", "begin", "finish", "reset_caches", "complete"):
+        verb = getattr(InProcessEngine, name)
+
+        def noted(self: Any, *arguments: Any, _verb: Any = verb, _name: str = name, **named: Any) -> Any:
+            verbs.append(" ".join([_name, *(a for a in arguments if _name == "wake")]))
+            return _verb(self, *arguments, **named)
+
+        monkeypatch.setattr(InProcessEngine, name, noted)
+    model = described(tiny_dir)
+    policy = model.load()
+    generator = VLLMGenerator(sleep="always", probe="off", heartbeat=None)
+    generator.prepare(model)
+    try:
+        generator.sync(policy, 0)
+        generator.generate(ask(model), SAMPLED)
+        generator.rest()
+        generator.rest()
+        generator.sync(policy, 0)  # nothing has changed, and yet the engine holds nothing
+        out = generator.generate(ask(model), SAMPLED)
+    finally:
+        generator.close()
+    update = ["begin", "finish", "reset_caches"]
+    assert verbs == [
+        *update,
+        "complete",
+        "sleep",
+        "wake weights",
+        *update[:2],
+        "reset_caches",
+        "wake kv_cache",
+        "complete",
+    ]
+    assert largest_gap(policy, out, ask(model)) < 1e-4

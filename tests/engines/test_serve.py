@@ -1,0 +1,190 @@
+"""`lit-rl serve`: vLLM's own server as real processes, and how each end of it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server_processes import Served, children, end, is_free, start, until
+
+from lit_rl.errors import GenerationError
+from lit_rl.generation.vllm.calls import ServerHung, ServerRefused
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.launch import ServerProcess, group_members, server_arguments
+from lit_rl.generation.vllm.settings import EngineSettings, model_arguments
+from lit_rl.models import LanguageModel
+
+PROMPT = [5 + 3 * i % 200 for i in range(40)]
+RANK = 4
+LENGTH = 384
+SOON = 240.0
+"""Seconds that a start may take on a machine with other work."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    running = start(tmp_path_factory.mktemp("serve"), f"model.lora.r={RANK}", f"generator.max_model_len={LENGTH}")
+    try:
+        yield running.wait_ready()
+    finally:
+        end(running)
+
+
+def complete(client: Client, **fields: Any) -> list[dict[str, Any]]:
+    body = {"model": "tiny", "prompt": [PROMPT], "max_tokens": 8, "logprobs": 0, "seed": 1, "ignore_eos": True}
+    asked = {**body, "return_token_ids": True, "return_tokens_as_token_ids": True, **fields}
+    return client.complete(asked, 60)["choices"]
+
+
+def worst(choices: list[dict[str, Any]], policy: Any, temperature: float = 1.0) -> float:
+    """The largest difference of a log-prob to the policy's."""
+    gaps = []
+    for choice in choices:
+        assert choice["prompt_token_ids"] == PROMPT
+        row = torch.tensor([PROMPT + choice["token_ids"]])
+        with torch.no_grad():
+            logits = policy.eval()(row).logits[0, len(PROMPT) - 1 : -1].float()
+        ours = torch.log_softmax(logits / temperature, -1).gather(-1, row[0, len(PROMPT) :, None])[:, 0]
+        gaps.append((ours - torch.tensor(choice["logprobs"]["token_logprobs"])).abs().max().item())
+    return max(gaps)
+
+
+def test_it_says_what_a_run_has_to_be_given(served):
+    (line,) = [line for line in served.said.splitlines() if "generator=" in line]
+    words = shlex.split(line)
+    described = ["model=tiny", f"model.lora.r={RANK}", f"generator.max_model_len={LENGTH}"]
+    assert words == ["generator=vllm_server", f"generator.urls=[{served.url}]", *described]
+    assert f"up to {LENGTH} tokens" in served.said
+
+
+def test_token_ids_go_in_and_come_out_with_the_models_own_logprobs(served):
+    policy = LanguageModel("tiny").load()
+    choices = complete(Client(served.url), n=4)
+    assert len(choices) == 4 and all(len(choice["token_ids"]) == 8 for choice in choices)
+    assert worst(choices, policy) < 1e-4
+    assert worst(complete(Client(served.url), n=4, temperature=0.5), policy, temperature=0.5) < 1e-4
+
+
+def test_an_adapter_of_the_models_rank_fits_and_a_higher_one_does_not(served, tmp_path):
+    from lit_rl.models import Lora
+
+    client = Client(served.url)
+    for rank in (RANK, 2 * RANK + 1):
+        policy = LanguageModel("tiny", lora=Lora(r=rank)).load()
+        torch.manual_seed(rank)
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        policy.save_pretrained(str(tmp_path / str(rank)))
+        if rank > RANK:
+            with pytest.raises(ServerRefused, match="rank"):
+                client.load_adapter("policy", str(tmp_path / str(rank)), 30)
+        else:
+            client.load_adapter("policy", str(tmp_path / str(rank)), 30)
+            choices = complete(client, model="policy", n=2)
+            assert worst(choices, policy) < 1e-4 < worst(choices, LanguageModel("tiny").load())
+            client.unload_adapter("policy", 30)
+    assert list(client.models(10)) == ["tiny"]
+
+
+def test_what_updates_weights_can_be_called(served):
+    client = Client(served.url)
+    (facts,) = client.rpc("lit_rl_facts", deadline=10)
+    assert facts["logprobs_mode"] == "processed_logprobs" and facts["dtype"] == "float32"
+    assert facts["max_lora_rank"] >= RANK
+    assert client.world_size(10) == 1
+    client.pause(10)
+    assert client.is_paused(10)
+    began = time.monotonic()
+    with pytest.raises(ServerHung, match="within 0.7 seconds"):
+        client.complete({"model": "tiny", "prompt": [PROMPT], "max_tokens": 1}, 0.7)
+    assert time.monotonic() - began < 3
+    client.reset_caches(10)
+    client.resume(10)
+    assert not client.is_paused(10)
+    assert len(complete(client)[0]["token_ids"]) == 8
+    with pytest.raises(ServerRefused, match="no_such_method") as refusal:
+        client.rpc("no_such_method", deadline=10)
+    assert refusal.value.status == 500
+
+
+def test_a_stopped_server_hangs_and_goes_on(served):
+    client = Client(served.url)
+    os.killpg(served.group, signal.SIGSTOP)
+    try:
+        with pytest.raises(ServerHung, match="within 0.5 seconds"):
+            client.health(0.5)
+    finally:
+        os.killpg(served.group, signal.SIGCONT)
+    client.health(10)
+
+
+def test_ctrl_c_ends_every_process_and_frees_the_port(served):
+    url, group = served.url, served.group
+    assert len(group_members(group)) >= 3 and not is_free(url)
+    served.process.send_signal(signal.SIGINT)
+    assert served.process.wait(30) == 130
+    assert group_members(group) == [] and is_free(url)
+
+
+@pytest.mark.parametrize("number, code, processes", [(signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 4)])
+def test_a_parent_that_is_ended_while_the_server_starts_leaves_no_orphan(tmp_path, number, code, processes):
+    running = start(tmp_path)
+    try:
+        # Two are the supervisor and the server; four have what the server starts among them.
+        assert until(lambda: any(len(group_members(g)) >= processes for g in children(running.process.pid)), SOON)
+        group = running.group
+        running.process.send_signal(number)
+        assert running.process.wait(30) == code
+        assert until(lambda: not group_members(group), 20)
+    finally:
+        end(running)
+
+
+def test_a_server_that_dies_ends_the_command_with_its_last_lines(tmp_path):
+    running = start(tmp_path)
+    try:
+        running.wait_ready()
+        group = running.group
+        engine = [pid for pid in group_members(group) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(engine[0], signal.SIGKILL)
+        _, err = running.process.communicate(timeout=60)
+        assert running.process.returncode == 5, err
+        assert "ended" in err and "The last lines of" in err and "Traceback" not in err.partition("The last lines")[0]
+        assert group_members(group) == []
+    finally:
+        end(running)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    settings = EngineSettings(max_model_len=10**6)
+    engine = settings.engine_arguments(model_dtype="float32", cpu=True) | model_arguments(LanguageModel("tiny"))
+    arguments = server_arguments(engine, name="tiny", host="127.0.0.1", port=0)
+    server = ServerProcess(arguments, url="http://127.0.0.1:9", cpu=True, log=tmp_path / "log")
+    server.start()
+    group = server.group
+    assert group is not None
+    with pytest.raises(
+        GenerationError, match=r"(?s)before it was ready.\nIts first error: \S*Error: .*The last.*1000000"
+    ):
+        server.wait_healthy(SOON)
+    assert group_members(group) == [] and not server.alive
+
+
+def test_a_taken_port_is_said_before_anything_starts(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen(1)
+        port = taken.getsockname()[1]
+        outcome = start(tmp_path, f"serve.port={port}")
+        _, err = outcome.process.communicate(timeout=SOON)
+        assert outcome.process.returncode == 2 and f"serve.port={port}" in err and "Traceback" not in err
+    assert not (tmp_path / "server.log").exists()

@@ -1,0 +1,167 @@
+"""The client of a vLLM server, against a stand-in that hangs, refuses, dies, or talks nonsense."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from standin_server import answers, breaks_off, drips, hangs, standing_in
+
+from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
+from lit_rl.generation.vllm.client import Client
+
+
+@pytest.mark.parametrize("behaviour", [hangs(), drips], ids=["silent", "dripping"])
+def test_a_server_that_hangs_is_noticed_at_the_deadline(behaviour):
+    with standing_in(behaviour) as server:
+        began = time.monotonic()
+        with pytest.raises(ServerHung, match=r"within 0.3 seconds") as hung:
+            Client(server.url).complete({"prompt": [[1]]}, 0.3)
+        assert 0.25 < time.monotonic() - began < 0.9
+        assert hung.value.url == server.url and hung.value.exit_code == 5
+
+
+def test_no_call_is_made_where_no_time_is_left():
+    with standing_in(answers({})) as server:
+        with pytest.raises(ServerHung, match="no time"):
+            Client(server.url).health(0.0)
+        assert server.seen == []
+
+
+def test_a_server_that_is_not_there_or_breaks_off_is_dead():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ServerDead, match="refused"):
+        Client(url).health(1.0)
+    with pytest.raises(ServerDead):
+        Client("http://no-such-host.invalid").health(1.0)
+    with standing_in(breaks_off) as server, pytest.raises(ServerDead):
+        Client(server.url).complete({}, 1.0)
+
+
+def test_an_engine_that_died_behind_its_server_is_dead():
+    with standing_in(answers("", 503)) as server, pytest.raises(ServerDead, match="engine has died"):
+        Client(server.url).health(1.0)
+    message = {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}
+    with standing_in(answers(message, 500)) as server, pytest.raises(ServerDead, match="engine has died"):
+        Client(server.url).complete({}, 1.0)
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ({"error": {"message": "no\n  such\x1b[2J model", "code": 400}}, r"no such\?\[2J model"),
+        ({"error": "no such model"}, "no such model"),
+        ({"detail": "no such model"}, "no such model"),
+        ("no such model", "no such model"),
+    ],
+    ids=["nested", "flat", "detail", "text"],
+)
+def test_a_refusal_carries_the_servers_words(body, said):
+    with standing_in(answers(body, 400)) as server, pytest.raises(ServerRefused, match=said) as refused:
+        Client(server.url).complete({}, 1.0)
+    assert refused.value.status == 400 and "POST /v1/completions" in str(refused.value)
+    assert isinstance(refused.value, ServerError) and isinstance(refused.value, GenerationError)
+
+
+def test_what_is_missing_is_advised():
+    with standing_in(answers({"error": "Unauthorized"}, 401)) as server, pytest.raises(ServerRefused) as refused:
+        Client(server.url).models(1.0)
+    assert "VLLM_API_KEY" in str(refused.value)
+    with standing_in(answers({"detail": "Not Found"}, 404)) as server, pytest.raises(ServerRefused) as refused:
+        Client(server.url).pause(1.0)
+    assert "lit-rl serve" in str(refused.value)
+
+
+@pytest.mark.parametrize("body", ["<html>", "[1]", '{"choices": 3}'], ids=["html", "list", "no_choices"])
+def test_an_answer_of_something_else_is_refused(body):
+    with standing_in(answers(body)) as server, pytest.raises(ServerRefused, match="no answer of a vLLM server"):
+        Client(server.url).complete({}, 1.0)
+
+
+def test_a_redirect_is_not_followed():
+    def elsewhere(handler):
+        handler.send_response(302)
+        handler.send_header("Location", "/v1/models")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    with standing_in(elsewhere) as server:
+        with pytest.raises(ServerRefused, match="302"):
+            Client(server.url).pause(1.0)
+        assert len(server.seen) == 1
+
+
+def test_the_key_comes_from_the_environment_alone(monkeypatch):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with standing_in(answers({"data": []})) as server:
+        client = Client(server.url)
+        client.models(1.0)
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        client.models(1.0)
+        sent = [headers.get("Authorization") for _, _, headers, _ in server.seen]
+    assert sent == [None, "Bearer secret"]
+
+
+def test_a_proxy_of_the_environment_is_for_other_machines_only(monkeypatch):
+    with standing_in(answers({"data": []})) as server, standing_in(answers({"data": [{"id": "far"}]})) as proxy:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, proxy.url)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        assert Client(server.url).models(1.0) == {}
+        assert proxy.seen == []
+        assert Client("http://far.invalid:8000").models(1.0) == {"far": None}
+
+
+def test_an_rpc_gives_the_result_of_every_worker():
+    with standing_in(answers({"results": [{"version": 3}, None]})) as server:
+        assert Client(server.url).rpc("facts", [1], {"a": 2}, deadline=2.0) == [{"version": 3}, None]
+        ((verb, path, _, body),) = server.seen
+    assert (verb, path) == ("POST", "/collective_rpc")
+    assert body == {"method": "facts", "args": [1], "kwargs": {"a": 2}, "timeout": 2.0}
+
+
+def test_caches_are_reset_when_they_are_all_reset():
+    replies = iter([{"success": False}, {"success": True}, {}, {}])
+    with standing_in(lambda handler: answers(next(replies))(handler)) as server:
+        Client(server.url).reset_caches(2.0)
+        paths = [path for _, path, _, _ in server.seen]
+    assert paths == ["/reset_prefix_cache", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"]
+    with standing_in(answers({"success": False})) as server, pytest.raises(ServerRefused, match="prefix cache"):
+        Client(server.url).reset_caches(0.4)
+
+
+def test_query_parameters_reach_the_route():
+    with standing_in(answers({})) as server:
+        client = Client(server.url)
+        client.pause(1.0, mode="keep")
+        client.wake(1.0, tags=["weights", "kv_cache"])
+        client.wake(1.0)
+        paths = [path for _, path, _, _ in server.seen]
+    assert paths == ["/pause?mode=keep", "/wake_up?tags=weights&tags=kv_cache", "/wake_up"]
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("127.0.0.1:8000", "no address"),
+        ("ftp://127.0.0.1", "no address"),
+        ("file:///etc/hostname", "no address"),
+        ("http://", "no address"),
+        ("http://host:port", "no address"),
+        ("http://me:secret@host:8000", "VLLM_API_KEY"),
+        ("http://host:8000/v1", "leave out"),
+    ],
+)
+def test_only_base_addresses_are_taken(url, said):
+    with pytest.raises(ConfigError, match="generator.urls") as refusal:
+        Client(url)
+    assert said in str(refusal.value) and "secret" not in str(refusal.value)
+
+
+def test_a_slash_at_the_end_means_nothing():
+    assert Client("http://127.0.0.1:8000/").url == "http://127.0.0.1:8000"
