@@ -69,7 +69,7 @@ test-chain: $(STAMPS)/dev  ## the chain of `make chain`: every stage is better t
 	$(PYTEST) -m 'chain and not slow' $(args)
 
 test-engines: $(ENGINES)/.stamp  ## the real vLLM, in this process and as a server
-	$(ENGINES)/bin/python -m pytest -m 'not slow' tests/engines $(args)
+	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' tests/engines $(args)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)

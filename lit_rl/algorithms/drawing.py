@@ -86,7 +86,9 @@ def drawn(module: OnPolicyModule, batch: PromptBatch) -> Completions:
 def _ask_ahead(module: OnPolicyModule, upcoming: PromptBatch | None) -> None:
     """Give the engine the weights of now, and begin to draw the next rollout's completions, if that is asked for."""
     if upcoming is not None and not module.ahead.pending:
+        started = time.perf_counter()
         module.ahead.start(_name(upcoming), module.request(upcoming))
+        module._seconds["generate"] += time.perf_counter() - started  # the update of the engine: nothing else goes on
 
 
 def _drawn_ahead(module: OnPolicyModule, batch: PromptBatch) -> Completions | None:

@@ -43,7 +43,8 @@ def together(work: Callable[[], Result]) -> Result:
     In a thread beside the training it does the work and no more: each rank's error is its own.
 
     Raises:
-        LitRLError: this rank's own error, or another's of the same class with its rank in front.
+        LitRLError: of the class of the first rank that failed; this rank's own where it is of that class, else that
+            rank's, with its number in front.
     """
     if beside_the_training():
         return work()
@@ -54,10 +55,8 @@ def together(work: Callable[[], Result]) -> Result:
     except LitRLError as failed:
         error = failed
     said = everyone_says(None if error is None else (type(error), str(error)))
-    if error is not None:
-        raise error
-    for number, theirs in enumerate(said):
-        if theirs is not None:
-            kind, message = theirs
-            raise kind(f"Rank {number}: {message}")
+    failed = [(number, *theirs) for number, theirs in enumerate(said) if theirs is not None]
+    if failed:
+        number, kind, message = failed[0]  # one kind on every rank: they recover from it alike, or not at all
+        raise error if type(error) is kind else kind(f"Rank {number}: {message}")
     return result

@@ -107,12 +107,57 @@ def test_both_engines_learn_what_native_learns(run: Callable[..., Run], started:
         assert abs(rewards[name][1] - reached) < 0.15, rewards
 
 
-def test_two_ranks_each_with_an_engine(run: Callable[..., Run]) -> None:
-    """Two processes, two engines: each proves every update, and the weights of the ranks stay the same."""
-    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp"]
+def test_a_rollout_ahead_while_the_policy_learns(run: Callable[..., Run], started: Callable[[str], Case]) -> None:
+    """`generator.lag=1`: every rollout but the first is one old; a run that was stopped goes on where it was."""
+    server = started("server-tied")
+    server.fresh()
+    url = server.generator.engine.clients[0].url  # pyright: ignore
+    ahead = [*SMALL, "generator=vllm_server", f"generator.urls=[{url}]", "generator.lag=1", "trainer.max_steps=6"]
+    whole = run(*ahead, folder="whole")
+    assert whole.end() == 0, whole.said
+    assert whole.column("train/sampling/staleness/max") == [0, 1, 1, 1, 1, 1]
+    assert max(whole.column("train/sampling/sampling_logp_difference/probe_max")) < 1e-4
+    part = run(*ahead, folder="part")
+    part.reach(3)
+    part.process.send_signal(signal.SIGTERM)
+    assert part.end() == 143, part.said
+    rest = run(*ahead, "ckpt_path=last", folder="part")
+    assert rest.end() == 0, rest.said
+    assert rest.column("train/sampling/staleness/max") == [0, 1, 1, 1, 1, 1]
+    for name in ("train/reward", "train/completions/mean_length", "train/num_tokens"):
+        assert rest.column(name) == whole.column(name), "the same seeds and weights draw the same samples"
+
+
+def test_training_scores_what_a_truncated_engine_draws_from(run: Callable[..., Run]) -> None:
+    """Temperature, top-p and top-k are in the engine's log-probs, and in those of the training: the weights are 1."""
+    cut = ["sampling.temperature=0.8", "sampling.top_p=0.9", "sampling.top_k=20"]
+    one = run(*SMALL, *cut, "generator=vllm", "trainer.max_steps=4")
+    assert one.end() == 0, one.said
+    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-3
+    ratios = [one.column(f"train/sampling/importance_sampling_ratio/{end}") for end in ("min", "max")]
+    assert all(abs(ratio - 1) < 1e-3 for column in ratios for ratio in column)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_each_with_an_engine(run: Callable[..., Run], strategy: str) -> None:
+    """Two processes, two engines, whole policies and sharded ones: each engine proves every update."""
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", f"strategy={strategy}"]
     one = run(*SMALL, *two, "trainer.max_steps=4", "generator=vllm")
     assert one.end() == 0, one.said
     assert len(one.column("train/reward")) == 4
+    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
+
+
+def test_two_ranks_share_a_server(run: Callable[..., Run], started: Callable[[str], Case]) -> None:
+    """Rank 0 sends what both gather; each asks for its own prompts."""
+    server = started("server-tied")
+    server.fresh()
+    url = server.generator.engine.clients[0].url  # pyright: ignore
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=fsdp"]
+    ask = ["generator=vllm_server", f"generator.urls=[{url}]"]
+    one = run(*SMALL, *two, *ask, "trainer.max_steps=3")
+    assert one.end() == 0, one.said
+    assert len(one.column("train/reward")) == 3
     assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
 
 

@@ -127,22 +127,22 @@ class EngineGenerator(ABC):
         """
         self._policy = policy
         if self.engine is None:
-            self.engine = self._start(policy)
-            self._check_model(self.engine, policy)
-        mark = (version, fingerprint(policy))
-        if all(ranks.everyone_says(mark == self._pushed and self._is_current())):
+            engine = self.engine = together(lambda: self._start(policy))
+            together(lambda: self._check_model(engine, policy))
+        mark, current = (version, fingerprint(policy)), self._is_current()
+        if all(ranks.everyone_says(mark == self._pushed and current)):
             self._version = version
             return
         started = time.perf_counter()
         self._pushed = None
-        together(lambda: self._push(policy, version))
+        self._push(policy, version)
         self._version, self._pushed = version, mark
         self.seconds["sync"] = time.perf_counter() - started
         if self.probe == "every_sync":
             self._prove(policy, version)
 
     def _is_current(self) -> bool:
-        """Whether the engine still holds what was sent last."""
+        """Whether the engine still holds what was sent last. May be a collective: every rank asks."""
         return True
 
     def _push(self, policy: nn.Module, version: int) -> None:
@@ -199,7 +199,7 @@ class EngineGenerator(ABC):
         if sampling.greedy:
             answers = [group * prompts.group_size for group in answers]
         device = next(self._policy.parameters()).device
-        return completions_of(prompts, answers, version=self._version, device=device)
+        return together(lambda: completions_of(prompts, answers, version=self._version, device=device))
 
     def _requests(self, prompts: Prompts, sampling: Sampling) -> list[Request]:
         assert self.facts is not None and self._policy is not None
@@ -215,7 +215,7 @@ class EngineGenerator(ABC):
     def _complete(self, requests: list[Request]) -> list[list[Answer]]:
         engine = self.engine
         assert engine is not None
-        return together(lambda: engine.complete(requests, Beat(self.heartbeat)))
+        return together(lambda: engine.complete(requests, Beat(self.heartbeat if ranks.rank() == 0 else None)))
 
     def close(self) -> None:
         """Stop the engine. The next sync starts another one."""

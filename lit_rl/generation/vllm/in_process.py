@@ -38,7 +38,7 @@ class VLLMGenerator(EngineGenerator):
         max_model_len: Longest prompt and response together, in tokens. None is what the model was built for.
         gpu_memory_utilization: Share of the GPU's memory that the engine may take, in (0, 1].
         kv_cache_gib: Key-value cache in GiB, in place of `gpu_memory_utilization`. None is 1 GiB on a CPU.
-        tensor_parallel_size: GPUs that a copy of the model is cut over; in this process, a divisor of the number of ranks.
+        tensor_parallel_size: GPUs that a copy of the model is cut over. In this process it divides the number of ranks.
         max_num_seqs: Most sequences that run at once; more wait. None is vLLM's choice.
         max_lora_rank: Highest rank of an adapter that is sent by itself. None is the policy's own.
         enforce_eager: Compile nothing and capture no CUDA graphs. None does so on a CPU only.

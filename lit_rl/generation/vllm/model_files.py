@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.models.language_model import LanguageModel
 from lit_rl.models.trunk import base_of
@@ -19,7 +20,8 @@ def write_model_files(policy: nn.Module, model: LanguageModel, folder: str | Pat
     """
     base: Any = base_of(policy)
     config = copy.deepcopy(base.config)
-    config.architectures = [type(base).__name__]
+    # Sharding puts a class of its own in front of the model's.
+    config.architectures = [next(kind.__name__ for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))]
     if hasattr(config, "quantization_config"):  # the engine holds whole weights
         del config.quantization_config
     config.save_pretrained(folder)

@@ -49,11 +49,14 @@ class Sender:
         self._send_adapter(engine, weights.policy, version, sends)
 
     def _send(self, engine: Engine, weights: Weights, version: int, sends: bool) -> None:
-        if sends:
-            push_weights(engine, weights, version)
-        else:
-            for _ in weights:  # gathering them is a collective
-                pass
+        def work() -> None:
+            if sends:
+                push_weights(engine, weights, version)
+            else:
+                for _ in weights:  # gathering them is a collective
+                    pass
+
+        ranks.together(work)
 
     def _send_adapter(self, engine: Engine, policy: nn.Module, version: int, sends: bool) -> None:
         # Kept until the next one is there: a server reads it again whenever it makes room for the adapter.
@@ -61,9 +64,8 @@ class Sender:
         self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_adapter_", dir=shared_memory())
         folder = ranks.everyone_says(self._folder.name)[0]  # rank 0 writes, for all of one machine
         write_adapter(policy, folder)
-        if sends:
-            push_adapter(engine, folder, version)
-        ranks.everyone_says(None)  # who has not read it yet must find it
+        # Together, because who has not read the folder yet must find it.
+        ranks.together(lambda: push_adapter(engine, folder, version) if sends else None)
         if before is not None:
             before.cleanup()
 
