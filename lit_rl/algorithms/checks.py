@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lit_rl.algorithms.generating import GeneratingModule
     from lit_rl.algorithms.on_policy import OnPolicyModule
     from lit_rl.algorithms.policy_gradient import PolicyGradient
+    from lit_rl.rollout import Sampling
 
 
 def terms(module: PolicyGradient) -> None:
@@ -171,9 +172,11 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
     if stage == "fit":
         module.reward_functions.bind(data.columns)
         context(module, "sampling", data.longest_prompt, module.sampling.max_new_tokens)
+        _engine(module, module.sampling, data.longest_prompt)
         _limits(module)
         _reference(module)
     if longest := data.longest_val_prompt:
+        _engine(module, module.evaluation.sampling(module.sampling), longest)
         own = module.evaluation.max_new_tokens
         context(module, "sampling" if own is None else "eval", longest, own or module.sampling.max_new_tokens)
     bind_val(module, data)
@@ -190,6 +193,12 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
         split_groups=module.split_groups,
         max_new_tokens=module.sampling.max_new_tokens,
     )
+
+
+def _engine(module: GeneratingModule, sampling: Sampling, longest: int) -> None:
+    """What an engine says of the lengths and settings that it will be asked for."""
+    if hasattr(module.generator, "check"):
+        module.generator.check(sampling, longest)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def bind_val(module: GeneratingModule, data: Any) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.over_ranks import inner
 from lit_rl.generation.base import Generator, is_exact
+from lit_rl.models.loading import drops_out
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.masking import masked_moments
 from lit_rl.ops.mismatch import mismatch_metrics
@@ -39,6 +40,11 @@ def resolved(correction: Correction | None, generator: Generator) -> Correction 
 def compares(module: PolicyGradient) -> bool:
     """Whether the engine's log-probs are held against the policy's: always where the engine is not the policy."""
     return module.correction is not None or module.rejection is not None or not is_exact(module.generator)
+
+
+def needs_a_pass(module: PolicyGradient) -> bool:
+    """Whether the training's own forward pass will not do: with dropout it is that of a policy which drew nothing."""
+    return compares(module) and module.policy is not None and drops_out(module.policy)
 
 
 def corrected(module: PolicyGradient, rollout: Rollout) -> Rollout:

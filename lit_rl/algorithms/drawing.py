@@ -15,10 +15,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms import state
 from lit_rl.algorithms.records import Scored
-from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.generation.ahead import Name
-from lit_rl.generation.base import is_exact, lag_of
-from lit_rl.generation.vllm.engine import EngineLost
+from lit_rl.generation.base import EngineLost, is_exact, lag_of
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -67,41 +66,56 @@ def drawn(module: OnPolicyModule, batch: PromptBatch) -> Completions:
     Raises:
         GenerationError: the generator of any rank failed. All ranks raise it here, so they can still save together.
     """
-    failure: GenerationError | None = None
+    failure: LitRLError | None = None
     completions: Completions | None = None
     try:
         completions = _drawn_ahead(module, batch)
         completions = module.generate(batch) if completions is None else completions
-    except GenerationError as error:
+    except LitRLError as error:
         failure = error
     if module.world_size > 1 and module.trainer.strategy.reduce_boolean_decision(failure is not None, all=False):
         failure = failure or GenerationError("The generator of another rank failed: see what that rank says.")
-        failure.on_every_rank = True
+        _on_every_rank(failure)
     if failure is not None:
         raise failure
     assert completions is not None
     return completions
 
 
+def _on_every_rank(error: LitRLError) -> None:
+    if isinstance(error, GenerationError):
+        error.on_every_rank = True
+
+
 def _ask_ahead(module: OnPolicyModule, upcoming: PromptBatch | None) -> None:
     """Give the engine the weights of now, and begin to draw the next rollout's completions, if that is asked for."""
     if upcoming is not None and not module.ahead.pending:
         started = time.perf_counter()
-        module.ahead.start(_name(upcoming), module.request(upcoming))
+        try:
+            request = module.request(upcoming)
+        except GenerationError as error:
+            _on_every_rank(error)  # ranks fail to update an engine together
+            raise
+        module.ahead.start(_name(upcoming), request)
         module._seconds["generate"] += time.perf_counter() - started  # the update of the engine: nothing else goes on
 
 
 def _drawn_ahead(module: OnPolicyModule, batch: PromptBatch) -> Completions | None:
     """What was drawn for this rollout while the one before it was learned from."""
-    started, lost, found = time.perf_counter(), False, None
+    started = time.perf_counter()
+    found, error = None, None
     try:
         found = module.ahead.take()
-    except EngineLost as error:
-        lost = True
+    except LitRLError as failed:
+        error = failed
+    # All draw anew, or none, and all fail, or none: to bring an engine back is a collective.
+    mine = 0 if error is None else 1 if isinstance(error, EngineLost) else 2
+    worst = int(module.everyones(torch.tensor([mine])).max()) if module.trainer_or_none else mine
+    if worst == 2:
+        raise error or GenerationError("The generator of another rank failed: see what that rank says.")
+    if error is not None:
         rank_zero_warn(f"{error} What was drawn ahead is lost with it, and drawn with the weights of now.")
-    if module.world_size > 1:  # all draw anew, or none: to bring an engine back is a collective
-        lost = module.trainer.strategy.reduce_boolean_decision(lost, all=False)
-    if found is None or lost:
+    if found is None or worst:
         return None
     name, completions = found
     if name != _name(batch):

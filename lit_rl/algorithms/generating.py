@@ -146,15 +146,15 @@ class GeneratingModule(PolicyModule):
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
-        """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes.
-
-        An engine is asked to give its memory back afterwards.
-        """
+        """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes."""
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
         whole = unsharded(self.policy) if is_exact(self.generator) else nullcontext()
         with torch.no_grad(), precision, whole:
             yield
+
+    def rest(self) -> None:
+        """Nothing is drawn for now: an engine may give its memory back."""
         if hasattr(self.generator, "rest"):
             self.generator.rest()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -201,6 +201,7 @@ class GeneratingModule(PolicyModule):
         self._end_evaluation("test")
 
     def _end_evaluation(self, stage: str) -> None:
+        self.rest()
         logged = self.log_generated(stage)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
             checks.monitors(self.trainer, logged)

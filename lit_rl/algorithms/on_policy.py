@@ -123,6 +123,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._seconds, self._sampled = {"generate": 0.0, "reward": 0.0}, 0
             with self.rollout_context():
                 scored, drawn = drawing.taken(self, batch)
+            self.rest()
             self.record(drawing.proof_of(self))
             self._open(scored, drawn)
         self._slot = batch.slot

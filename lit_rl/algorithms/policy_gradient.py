@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lit_rl.algorithms import checks, estimator_checks
 from lit_rl.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
-from lit_rl.algorithms.corrections import corrected, resolved
+from lit_rl.algorithms.corrections import corrected, needs_a_pass, resolved
 from lit_rl.algorithms.credit import Credit, credit_of, greedy_baseline, whitened
 from lit_rl.algorithms.objective import policy_objective
 from lit_rl.algorithms.on_policy import OnPolicyModule
@@ -189,7 +189,7 @@ class PolicyGradient(OnPolicyModule, ABC):
     @property
     def needs_old_logprobs(self) -> bool:
         """Taken anew only where the ratio can differ from 1, or a term is made of them; weights alone are `weighed`."""
-        others = (self.reward_beta, self.rejection, self.weight_norm, self.replay)
+        others = (self.reward_beta, self.rejection, self.weight_norm, self.replay, needs_a_pass(self))
         adaptive = isinstance(self.kl_control, AdaptiveKL)
         return not self.ratio_is_one or adaptive or any(others)
 

@@ -17,6 +17,8 @@ HYDRA = {
     "data-check": "data_check",
     "best-of-n": "best_of_n",
     "chat": "chat",
+    "serve": "serve",
+    "doctor": "doctor",
     "replay": "replay",
 }
 """Our commands, and the task that each stands for."""
@@ -56,6 +58,10 @@ def run(arguments: list[str]) -> int:
         # argparse takes overrides in one row only, before the options or after them
         first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
         rest.insert(first, f"task={HYDRA[command]}")
+        if command == "serve":
+            from lit_rl.cli.serving import generator_of
+
+            rest[first + 1 : first + 1] = generator_of(rest)
     from lit_rl.cli import hydra_app
 
     sys.argv = [sys.argv[0], *rest]

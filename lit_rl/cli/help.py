@@ -42,6 +42,7 @@ def page() -> str:
         "lit-rl reward-test [GROUP=CHOICE ...]                  (scores and times of the reward on a few rows)\n"
         "lit-rl data-check data.path=FILE                       (what a data set becomes: tokens, lengths, counts)\n"
         "lit-rl chat run_dir=DIR                                (talk to a trained model)\n"
+        "lit-rl serve model=qwen0.5b; lit-rl doctor generator=vllm (vLLM's server; does an engine hold the policy?)\n"
         "lit-rl best-of-n data.path=FILE eval.group_size=8      (the best of several completions of each prompt)\n"
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
@@ -50,7 +51,7 @@ def page() -> str:
         + textwrap.fill(" · ".join(parts), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         + "\n\nKeys that matter:\n"
         + _KEYS
-        + "\n\nEvery key: python train.py --cfg job. Examples:\n"
+        + "\nEvery key: python train.py --cfg job. Examples:\n"
         + _EXAMPLES
         + "\n"
     )

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
-from lit_rl.cli import chats, choices, data_choice, quiet, replays, schemas
+from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving
 from lit_rl.cli.build import build, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.commands import best_of_n, evaluate, reward_test, train
@@ -37,7 +37,7 @@ TASKS = {
     "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
     "best_of_n": best_of_n.best_of_n,
 }
-_WITHOUT_A_RUN = {"data_check": data_choice.run, "chat": chats.run}
+_WITHOUT_A_RUN = {"data_check": data_choice.run, "chat": chats.run, "serve": serving.run, "doctor": doctoring.run}
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)
@@ -95,7 +95,11 @@ def run(config: DictConfig) -> int:
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
     config.run_dir = str(run_dir.path)
-    return TASKS[config.task](assemble(config, run_dir, resume=resume or not _is_main()))
+    job = assemble(config, run_dir, resume=resume or not _is_main())
+    try:
+        return TASKS[config.task](job)
+    finally:
+        job.module.close()
 
 
 def _check(config: DictConfig) -> None:

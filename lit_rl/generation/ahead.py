@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from lit_rl.generation.ranks import beside
 from lit_rl.rollout import Completions
 
 Name = tuple[int, tuple[int, ...]]
@@ -40,7 +41,8 @@ class Ahead:
 
         def work() -> None:
             try:
-                self._completions = draw()
+                with beside():
+                    self._completions = draw()
             except BaseException as error:  # raised by `take`, where the run can end in order
                 self._error = error
 

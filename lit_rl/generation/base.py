@@ -57,6 +57,10 @@ class Generator(Protocol):
         ...
 
 
+class EngineLost(GenerationError):
+    """An engine died, hangs, or was restarted: it may be brought back, and synced again."""
+
+
 def is_exact(generator: Any) -> bool:
     """Whether samples are drawn from the very policy that learns, by its own forward pass: the attribute ``exact``.
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lit_rl.errors import LitRLError
+from lit_rl.errors import GenerationError, LitRLError
 
 Result = TypeVar("Result")
+
+_thread = threading.local()
 
 
 def world_size() -> int:
@@ -34,7 +37,17 @@ def everyone_says(mine: Any) -> list[Any]:
 
 def beside_the_training() -> bool:
     """Whether this is a thread beside the one that trains, and uses the ranks' group: no collective may be entered."""
-    return threading.current_thread() is not threading.main_thread()
+    return getattr(_thread, "beside", False)
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """What runs in here, in a thread of its own, enters no collective."""
+    _thread.beside = True
+    try:
+        yield
+    finally:
+        _thread.beside = False
 
 
 def together(work: Callable[[], Result]) -> Result:
@@ -54,9 +67,16 @@ def together(work: Callable[[], Result]) -> Result:
         result = work()
     except LitRLError as failed:
         error = failed
+    except Exception as failed:
+        if world_size() == 1:
+            raise
+        error = GenerationError(f"{type(failed).__name__}: {failed}")
+        error.__cause__ = failed
     said = everyone_says(None if error is None else (type(error), str(error)))
     failed = [(number, *theirs) for number, theirs in enumerate(said) if theirs is not None]
     if failed:
         number, kind, message = failed[0]  # one kind on every rank: they recover from it alike, or not at all
-        raise error if type(error) is kind else kind(f"Rank {number}: {message}")
+        if error is not None and type(error) is kind:
+            raise error
+        raise kind(f"Rank {number}: {message}")
     return result

@@ -124,6 +124,16 @@ def check_causal(name: str, config: PreTrainedConfig) -> None:
         raise ConfigError(f"{wanted}: one saved as {' or '.join(sorted(causal))}.")
 
 
+def drops_out(module: nn.Module) -> bool:
+    """Whether training mode changes what the module computes, as far as its probabilities of dropout tell."""
+    return any(
+        isinstance(value, float) and value > 0
+        for part in module.modules()
+        for key, value in vars(part).items()
+        if "dropout" in key or (isinstance(part, nn.Dropout) and key == "p")
+    )
+
+
 def disable_dropout(module: nn.Module) -> None:
     """Set every dropout probability to 0: modules of dropout, and the numbers that attention layers keep."""
     for part in module.modules():

@@ -65,6 +65,17 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     # truncated sampling and the importance ratio
     ("penalty", ["sampling.repetition_penalty=1.2"], 2, ["sampling.repetition_penalty=1.2", "importance ratio"]),
     ("min_new_tokens", ["sampling.min_new_tokens=2"], 2, ["sampling.min_new_tokens=2", "importance ratio"]),
+    ("bad-words", ["sampling.bad_words=[no]"], 2, ["sampling.bad_words=('no',)", "importance ratio"]),
+    ("logit-bias", ["sampling.logit_bias={5: -1}"], 2, ["sampling.logit_bias={5: -1.0}", "importance ratio"]),
+    ("logit-bias-key", ["sampling.logit_bias.five=-1"], 2, ["sampling.logit_bias has the key 'five'", "token id"]),
+    ("structured", ["sampling.structured.regex=a+"], 2, ["sampling.structured=", "a+", "importance ratio"]),
+    (
+        "structured-two",
+        ["sampling.structured.regex=a+", "sampling.structured.choice=[a]"],
+        2,
+        ["exactly one of regex, json_schema, grammar, choice", "regex and choice are set"],
+    ),
+    ("structured-key", ["sampling.structured.json=x"], 2, ["sampling.structured.json is not a key", "json_schema"]),
     ("top_p-zero", ["sampling.top_p=0"], 2, ["sampling.top_p=0", "(0, 1]"]),
     ("top_k-negative", ["sampling.top_k=-5"], 2, ["sampling.top_k=-5", "[0, inf]"]),
     ("top_p-eval", ["eval.top_p=0", "eval.temperature=1"], 2, ["top_p=0", "(0, 1]"]),

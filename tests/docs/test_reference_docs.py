@@ -43,6 +43,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         ["reward=recipes"],
         *([f"judge={name}"] for name in ("function", "pairwise", "llm")),
         *([f"reference={name}"] for name in ("path", "ema", "bema", "mixing")),
+        *([f"generator={name}"] for name in ("hf_continuous", "vllm", "vllm_server")),
         ["callbacks=preference_sets"],
         ["callbacks=ema"],
     ]
@@ -120,7 +121,7 @@ def test_every_module_has_its_line_in_the_architecture(root: Path) -> None:
                 folder, _, module = name.rpartition("/") if "/" in name.rstrip("/") else (folder, "", name.rstrip("/"))
                 told.setdefault(folder, set()).add(module)
     there: dict[str, set[str]] = {}
-    for path in (root / "lit_rl").glob("*/*.py"):
+    for path in [*(root / "lit_rl").glob("*/*.py"), *(root / "lit_rl" / "generation" / "vllm").glob("*.py")]:
         if path.stem != "__init__":
             there.setdefault(path.parent.name, set()).add(path.stem)
     told["models"] -= {"tiny"}

@@ -189,6 +189,15 @@ def test_structured_responses_have_their_form(tied: Case, name: str) -> None:
     assert all(fits(text) for text in written), written
 
 
+def test_more_prompt_tokens_at_once_than_a_step_takes(tied: Case) -> None:
+    """vLLM 0.32 would cut a prompt over two steps, rewind its seeded generator, which a CPU's cannot, and die."""
+    policy, prompts = tied.fresh(), ask(tied.model)
+    long = [[*prompts.token_ids[2], 5 + row] for row in range(20)]
+    many = dataclasses.replace(prompts, token_ids=long, keys=list(range(20)), group_size=4)
+    assert sum(map(len, long)) > 4096
+    assert largest_gap(policy, tied.generator.generate(many, SAMPLED), many) < 1e-4
+
+
 def test_nothing_to_update_costs_nothing(tied: Case) -> None:
     """A validation syncs before each of its batches; what the engine holds already is not sent again."""
     policy = tied.fresh()
@@ -224,6 +233,9 @@ def test_a_copy_leaves_engine_and_policy_behind(tied: Case, copied: Any) -> None
     tied.fresh()
     twin = copied(tied.generator)
     assert twin.engine is None and twin.settings == tied.generator.settings
+    tied.generator.push = "merged"
+    assert copied(tied.generator)._sender._push == "merged"
+    tied.generator.push = "auto"
     with pytest.raises(GenerationError, match="before sync"):
         twin.generate(ask(tied.model), SAMPLED)
 
@@ -243,6 +255,6 @@ def test_nan_weights_are_an_error(tied: Case) -> None:
     policy = tied.fresh()
     with torch.no_grad():
         policy.model.norm.weight[0] = torch.nan
-    with pytest.raises((NumericError, GenerationError), match="NaN|nan|inf"):
+    with pytest.raises(NumericError, match="NaN"):
         tied.sync(policy)
     tied.fresh()

@@ -138,6 +138,14 @@ def test_training_scores_what_a_truncated_engine_draws_from(run: Callable[..., R
     assert all(abs(ratio - 1) < 1e-3 for column in ratios for ratio in column)
 
 
+def test_groups_drawn_anew_on_two_ranks(run: Callable[..., Run]) -> None:
+    """A rank whose groups all teach something draws no others, and yet takes part where an engine is asked."""
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "algo=dapo"]
+    one = run(*SMALL, *two, "trainer.max_steps=3", "generator=vllm")
+    assert one.end() == 0, one.said
+    assert sum(one.column("train/groups/drawn")) > 0
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_ranks_each_with_an_engine(run: Callable[..., Run], strategy: str) -> None:
     """Two processes, two engines, whole policies and sharded ones: each engine proves every update."""

@@ -11,11 +11,14 @@ import pytest
 import torch
 from engine_cases import ask, described, largest_gap, perturb, with_lora
 from engine_fixtures import Case
+from server_processes import end, start
 
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.vllm import worker
 from lit_rl.generation.vllm.engine import push_weights
-from lit_rl.generation.vllm.in_process import InProcessEngine, VLLMGenerator
+from lit_rl.generation.vllm.in_process import VLLMGenerator
+from lit_rl.generation.vllm.in_process_engine import InProcessEngine
+from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.rollout import Sampling
 
 SAMPLED = Sampling(max_new_tokens=12)
@@ -94,6 +97,63 @@ def test_names_are_strict(tied: Case, change: Callable[..., Any], match: str) ->
     with pytest.raises(GenerationError, match=match):
         push_weights(tied.generator.engine, Tensors(), 99)  # pyright: ignore[reportArgumentType]
     case_is_well_again(tied, policy)
+
+
+def test_an_update_that_was_left_half_done_is_refused_and_the_next_one_heals(here: Case) -> None:
+    policy = here.fresh()
+    engine = here.generator.engine
+    assert isinstance(engine, InProcessEngine)
+    named = [(name, tensor.detach()) for name, tensor in policy.named_parameters()]
+    engine.begin({name: tuple(tensor.shape) for name, tensor in named})
+    engine.load(iter(named[:4]), torch.float32)
+    with pytest.raises(ValueError, match="weights never came"):
+        engine.finish(99)
+    case_is_well_again(here, policy)
+
+
+def test_an_interrupted_rollout_leaves_nothing_behind(here: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a notebook's stop button does: the next rollout must not get the answers of the one before."""
+    policy, prompts = here.fresh(), ask(here.model)
+    expected = here.generator.generate(prompts, SAMPLED).response_ids.tolist()
+
+    def stopped(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("lit_rl.generation.vllm.heartbeat.Beat.__call__", stopped)
+        here.generator.generate(ask(here.model, seed=5), SAMPLED)
+    out = here.generator.generate(prompts, SAMPLED)
+    assert out.response_ids.tolist() == expected
+    assert largest_gap(policy, out, prompts) < 1e-4
+
+
+def test_several_servers_share_the_work_and_an_adapter_travels_alone(
+    started: Callable[[str], Case], tmp_path: Path
+) -> None:
+    first = started("server-tied")
+    first.fresh()
+    served = start(tmp_path, "model.lora.r=4").wait_ready()
+    addresses = [first.generator.engine.clients[0].url, served.url]  # pyright: ignore
+    try:
+        both = VLLMServerGenerator(urls=addresses, heartbeat=None, answer_deadline=10, start_deadline=1)
+        both.prepare(first.model)
+        policy, prompts = first.model.load(), ask(first.model)
+        for version in range(2):
+            both.sync(policy, version)
+            assert largest_gap(policy, both.generate(prompts, SAMPLED), prompts) < 1e-4
+            perturb(policy, version)
+        model = with_lora(Path(first.model.name))
+        lora, alone = model.load(), VLLMServerGenerator(urls=addresses[1:], push="adapter", heartbeat=None)
+        alone.prepare(model)
+        for version in range(3):
+            alone.sync(lora, version)
+            assert largest_gap(lora, alone.generate(prompts, SAMPLED), prompts) < 1e-4
+            perturb(lora, version)
+        end(served)
+        with pytest.raises(GenerationError, match="did not come back"):  # one of the two is gone
+            both.sync(policy, 2)
+    finally:
+        end(served)
 
 
 def case_is_well_again(case: Case, policy: Any) -> None:

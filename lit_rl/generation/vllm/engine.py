@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,16 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import GenerationError
+from lit_rl.errors import GenerationError, LitRLError
+from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.models.shipping import base_weights, weight_shapes, whole_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Whole shapes by the names of the plain Hugging Face model."""
-
-
-class EngineLost(GenerationError):
-    """The engine died, hangs, or was restarted: it may be brought back, and synced again."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +115,11 @@ def push_weights(engine: Engine, weights: Weights, version: int) -> None:
     Raises:
         GenerationError: the engine refused a weight, missed one, or failed. It then has no usable weights.
     """
-    rest = iter(weights)
+    rest, begun = iter(weights), False
     try:
         engine.pause()
         engine.begin(weights.shapes)
+        begun = True
         engine.load(rest, weights.dtype)
         engine.finish(version)
         engine.reset_caches()
@@ -128,7 +127,10 @@ def push_weights(engine: Engine, weights: Weights, version: int) -> None:
     except Exception as error:
         for _ in rest:
             pass
-        if isinstance(error, GenerationError):
+        if not begun and not isinstance(error, EngineLost):  # it has its old weights, and others may use it
+            with contextlib.suppress(GenerationError):
+                engine.resume()
+        if isinstance(error, LitRLError):
             raise
         raise GenerationError(f"The engine did not take over policy version {version}: {error}") from error
 
@@ -145,7 +147,7 @@ def push_adapter(engine: Engine, folder: str, version: int) -> None:
         engine.stamp(version)
         engine.reset_caches()
         engine.resume()
-    except GenerationError:
+    except LitRLError:
         raise
     except Exception as error:
         raise GenerationError(f"The engine did not take over the adapter of version {version}: {error}") from error

@@ -16,7 +16,7 @@ from lit_rl.generation.ranks import together
 from lit_rl.generation.vllm.engine import Engine, Facts, Weights
 from lit_rl.generation.vllm.heartbeat import Beat
 from lit_rl.generation.vllm.probe import Gap, Probe
-from lit_rl.generation.vllm.requests import Answer, Request, completions_of, requests_of
+from lit_rl.generation.vllm.requests import Answer, Request, check_temperature, completions_of, requests_of
 from lit_rl.generation.vllm.sender import PUSHES, Sender, adapter_rank, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.worker import shape_of
@@ -76,7 +76,7 @@ class EngineGenerator(ABC):
         self.engine: Engine | None = None
         self._policy: nn.Module | None = None
         self._version, self._pushed = 0, None
-        self._sender = Sender(self.__dict__.get("push", "auto"))
+        self._sender = Sender(self.push)
         self.facts: Facts | None = None
         """What the engine said of itself when it was started or met."""
         self._probe: Probe | None = None
@@ -92,9 +92,8 @@ class EngineGenerator(ABC):
         return {name: value for name, value in self.__dict__.items() if name not in self._OF_THE_ENGINE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
         self._forget()
-        for name, value in state.items():
-            setattr(self, name, value)
 
     def prepare(self, model: LanguageModel) -> None:
         """Told once which model the policy is: its tokenizer, and where its files are."""
@@ -127,8 +126,9 @@ class EngineGenerator(ABC):
         """
         self._policy = policy
         if self.engine is None:
-            engine = self.engine = together(lambda: self._start(policy))
+            engine = together(lambda: self._start(policy))
             together(lambda: self._check_model(engine, policy))
+            self.engine = engine
         mark, current = (version, fingerprint(policy)), self._is_current()
         if all(ranks.everyone_says(mark == self._pushed and current)):
             self._version = version
@@ -201,6 +201,24 @@ class EngineGenerator(ABC):
         device = next(self._policy.parameters()).device
         return together(lambda: completions_of(prompts, answers, version=self._version, device=device))
 
+    def check(self, sampling: Sampling, longest: int) -> None:
+        """Refuse what the engine would refuse, as far as it is known before there is one.
+
+        Args:
+            sampling: How completions will be drawn.
+            longest: Tokens of the longest prompt.
+
+        Raises:
+            ConfigError: a temperature that vLLM does not take, or lengths above `generator.max_model_len`.
+        """
+        check_temperature(sampling)
+        holds, needed = self.settings.max_model_len, longest + sampling.max_new_tokens
+        if holds is not None and needed > holds:
+            raise ConfigError(
+                f"generator.max_model_len={holds}, and the longest prompt ({longest} tokens) plus "
+                f"max_new_tokens={sampling.max_new_tokens} is {needed}: raise it to {needed}, or shorten them."
+            )
+
     def _requests(self, prompts: Prompts, sampling: Sampling) -> list[Request]:
         assert self.facts is not None and self._policy is not None
         check_request(prompts, sampling, self._policy, structured=True)
@@ -208,7 +226,8 @@ class EngineGenerator(ABC):
         if longest + sampling.max_new_tokens > holds:
             raise ConfigError(
                 f"The longest prompt ({longest} tokens) plus sampling.max_new_tokens={sampling.max_new_tokens} is more "
-                f"than generator.max_model_len={holds}. Raise it to {longest + sampling.max_new_tokens}."
+                f"than the engine's max_model_len={holds}. Set generator.max_model_len to "
+                f"{longest + sampling.max_new_tokens}; a server that runs already has to be started anew with it."
             )
         return requests_of(prompts, sampling)
 
@@ -221,5 +240,4 @@ class EngineGenerator(ABC):
         """Stop the engine. The next sync starts another one."""
         if self.engine is not None:
             self.engine.close()
-        self.engine, self._pushed = None, None
-        self._sender.forget()
+        self._forget()

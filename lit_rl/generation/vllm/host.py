@@ -20,7 +20,7 @@ def undisturbed(environment: Mapping[str, str] | None = None) -> Iterator[None]:
 
     Those are the global random states (it seeds them when it starts, and every sampling call moves torch's), the number
     of threads and `torch.set_num_threads` itself (replaced by a function that only warns), the default type of tensors,
-    and environment variables (a preloaded OpenMP, compiler threads, how processes are started).
+    the current GPU, and environment variables (a preloaded OpenMP, compiler threads, how processes are started).
 
     Args:
         environment: Variables that vLLM needs, where they are not set already. They stay set: vLLM reads them again
@@ -30,6 +30,7 @@ def undisturbed(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         os.environ.setdefault(name, value)
     variables, dtype = dict(os.environ), torch.get_default_dtype()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     python, numpy = random.getstate(), np.random.get_state()
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     quiet = logging.getLogger("torch._library.triton")
@@ -47,6 +48,8 @@ def undisturbed(environment: Mapping[str, str] | None = None) -> Iterator[None]:
         if torch.get_num_threads() != threads:
             set_num_threads(threads)
         torch.set_default_dtype(dtype)
+        if device is not None:
+            torch.cuda.set_device(device)
         for name in set(os.environ) - set(variables):
             del os.environ[name]
         os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})

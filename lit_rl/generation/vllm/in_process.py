@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
 
-from lit_rl.errors import GenerationError, one_of
+from lit_rl.errors import ConfigError, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.vllm import settings as vllm_settings
-from lit_rl.generation.vllm.engine import Engine, Facts, Heartbeat, Shapes
+from lit_rl.generation.vllm.engine import Engine
 from lit_rl.generation.vllm.generator import EngineGenerator
-from lit_rl.generation.vllm.host import undisturbed
-from lit_rl.generation.vllm.in_process_outputs import answer_of, sampling_arguments
+from lit_rl.generation.vllm.in_process_engine import InProcessEngine
 from lit_rl.generation.vllm.model_files import write_model_files
 from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.generation.vllm.settings import EngineSettings
-
-ADAPTER = "policy"
-"""The one adapter that an engine runs, under this name."""
 
 
 class VLLMGenerator(EngineGenerator):
@@ -82,22 +74,46 @@ class VLLMGenerator(EngineGenerator):
         super().__init__(engine, push=push, probe=probe, heartbeat=heartbeat, **limits)
         one_of("generator.sleep", sleep, ("auto", "always", "never"))
         self.sleep = sleep
-        self._asleep = False
         vllm_settings.require_vllm("generator=vllm")
+        if sleep == "always" and vllm_settings.runs_on_cpu():
+            rank_zero_warn("generator.sleep=always: vLLM on a CPU ignores it, and frees no memory.")
+
+    _OF_THE_ENGINE = (*EngineGenerator._OF_THE_ENGINE, "_asleep")
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._asleep = False
 
     def _start(self, policy: nn.Module) -> Engine:
         settings = self.settings_for(policy)
+        if ranks.world_size() % settings.tensor_parallel_size:
+            raise ConfigError(
+                f"generator.tensor_parallel_size={settings.tensor_parallel_size} does not divide the "
+                f"{ranks.world_size()} ranks of the run, which share engines: take a divisor, or generator=vllm_server."
+            )
         sleeps = self.sleep == "always" or (self.sleep == "auto" and not vllm_settings.runs_on_cpu())
         self.sleeps = sleeps
         with tempfile.TemporaryDirectory(prefix="lit_rl_model_") as folder:
             write_model_files(policy, self.model, folder)
             return InProcessEngine(folder, settings, sleeps=sleeps, trust_remote_code=self.model.trust_remote_code)
 
+    def _complete(self, requests: list[Request]) -> list[list[Answer]]:
+        """Ranks that share an engine ask it for the prompts of all of them, and keep their own."""
+        size = self.settings.tensor_parallel_size
+        if size == 1:
+            return super()._complete(requests)
+        first = ranks.rank() // size * size
+        of_group = ranks.everyone_says(requests)[first : first + size]
+        answers = super()._complete([request for theirs in of_group for request in theirs])
+        start = sum(map(len, of_group[: ranks.rank() - first]))
+        return answers[start : start + len(requests)]
+
     # ------------------------------------------------------------------ sleep
 
     def sync(self, policy: nn.Module, version: int) -> None:
         if self._asleep and self.engine is not None:
-            self.engine.wake("weights")
+            engine = self.engine
+            ranks.together(lambda: engine.wake("weights"))
             self._pushed = None  # nothing of them was kept
             self._sender.forget()
         super().sync(policy, version)
@@ -105,7 +121,8 @@ class VLLMGenerator(EngineGenerator):
     def _push(self, policy: nn.Module, version: int) -> None:
         super()._push(policy, version)
         if self._asleep and self.engine is not None:
-            self.engine.wake("kv_cache")
+            engine = self.engine
+            ranks.together(lambda: engine.wake("kv_cache"))
             self._asleep = False
 
     def rest(self) -> None:
@@ -113,135 +130,3 @@ class VLLMGenerator(EngineGenerator):
         if self.engine is not None and self.sleeps and not self._asleep:
             self.engine.sleep()
             self._asleep = True
-
-
-def _launched() -> dict[str, str]:
-    """What a launcher would have told this process: vLLM asks for it where ranks share an engine."""
-    rank, size = str(ranks.rank()), str(ranks.world_size())
-    missing = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    return {name: value for name, value in missing.items() if name not in os.environ}
-
-
-_running: set[InProcessEngine] = set()
-_closed: list[Any] = []
-"""Engines of this process that are in use, and vLLM's parts of those that were closed. They share groups of processes
-that vLLM takes down with any of them, so all are shut down with the last.
-"""
-
-
-class InProcessEngine:
-    """vLLM's `LLM` under the verbs of `Engine`."""
-
-    def __init__(self, folder: str, settings: EngineSettings, *, sleeps: bool, trust_remote_code: bool) -> None:
-        cpu = vllm_settings.runs_on_cpu()
-        arguments = settings.engine_arguments(model_dtype="auto", cpu=cpu)
-        if settings.tensor_parallel_size > 1:
-            # One engine for several ranks, inside the processes that are there already.
-            arguments["distributed_executor_backend"] = "external_launcher"
-        if sleeps and not cpu:
-            arguments["enable_sleep_mode"] = True
-        with undisturbed({**vllm_settings.environment(cpu=cpu), **vllm_settings.IN_PROCESS}):
-            os.environ.update(_launched() if settings.tensor_parallel_size > 1 else {})
-            from vllm import LLM  # pyright: ignore
-
-            try:
-                self._llm: Any = LLM(
-                    model=folder,
-                    load_format="dummy",
-                    seed=0,
-                    trust_remote_code=trust_remote_code,
-                    **arguments,
-                )
-            except Exception as error:
-                raise GenerationError(f"vLLM did not start: {error}") from error
-        self._adapter: Any = None
-        self._facts = Facts(**self._call("lit_rl_facts"))
-        _running.add(self)
-        atexit.register(self.close)
-
-    def _call(self, method: str, *args: Any) -> Any:
-        with undisturbed():
-            return self._llm.collective_rpc(method, args=args)[0]
-
-    def facts(self) -> Facts:
-        return self._facts
-
-    def pause(self) -> None:
-        """Nothing runs: `complete` returns when everything is done."""
-
-    def begin(self, shapes: Shapes) -> None:
-        self._call("lit_rl_expect", {name: list(shape) for name, shape in shapes.items()})
-        self._call("lit_rl_begin")
-
-    def load(self, weights: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        self._call("lit_rl_load", weights)
-
-    def load_adapter(self, folder: str) -> None:
-        with undisturbed():
-            from vllm.lora.request import LoRARequest  # pyright: ignore
-
-            self._adapter = LoRARequest(ADAPTER, 1, folder, load_inplace=True)
-            self._llm.llm_engine.add_lora(self._adapter)
-            self._adapter = LoRARequest(ADAPTER, 1, folder)
-
-    def finish(self, version: int) -> None:
-        self._call("lit_rl_finish", version)
-        self._facts = replace(self._facts, version=version)
-
-    def stamp(self, version: int) -> None:
-        self._call("lit_rl_stamp", version)
-        self._facts = replace(self._facts, version=version)
-
-    def reset_caches(self) -> None:
-        with undisturbed():
-            if not self._llm.reset_prefix_cache():
-                raise GenerationError("vLLM did not reset its prefix cache: something of it is still in use.")
-            self._llm.reset_mm_cache()
-
-    def resume(self) -> None:
-        """See `pause`."""
-
-    def complete(self, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
-        with undisturbed():
-            from vllm import SamplingParams  # pyright: ignore
-
-            asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
-            prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
-            try:
-                self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
-                outputs = self._run(sum(request.completions for request in requests), heartbeat)
-            except Exception as error:
-                raise GenerationError(f"vLLM failed while it generated: {error}") from error
-        return [[answer_of(output, one) for one in output.outputs] for output in outputs]
-
-    def _run(self, asked: int, heartbeat: Heartbeat | None) -> list[Any]:
-        """Every request to its end; the outputs in the order of the requests."""
-        engine, outputs, done = self._llm.llm_engine, [], 0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    outputs.append(output)
-                    done += len(output.outputs)
-            if heartbeat is not None:
-                heartbeat(done, asked)
-        return sorted(outputs, key=lambda output: int(output.request_id))
-
-    def sleep(self) -> None:
-        with undisturbed():
-            self._llm.sleep(level=2)
-
-    def wake(self, what: str) -> None:
-        with undisturbed():
-            self._llm.wake_up(tags=[what])
-
-    def close(self) -> None:
-        """Shut vLLM down, unless the process groups that it would take down are gone: at the end of a process."""
-        atexit.unregister(self.close)
-        llm, self._llm = self._llm, None
-        _running.discard(self)
-        if llm is not None:
-            _closed.append(llm)
-        if not _running and torch.distributed.is_initialized():
-            with undisturbed():
-                while _closed:
-                    _closed.pop().llm_engine.engine_core.shutdown()

@@ -42,7 +42,8 @@ class OwnServer:
             "trust_remote_code": model.trust_remote_code,
         }
         port = checked_port(_LOOPBACK, 0, "generator.launch")
-        flags = server_arguments(engine, name=model.name, host=_LOOPBACK, port=port)
+        transfer = None if cpu else "nccl"
+        flags = server_arguments(engine, name=model.label, host=_LOOPBACK, port=port, transfer=transfer)
         path = temporary_log() if log is None else Path(log)
         self._process = ServerProcess(flags, url=f"http://{_LOOPBACK}:{port}", cpu=cpu, log=path)
 
@@ -85,7 +86,7 @@ def wait_for(urls: Sequence[str], deadline: float, answer_deadline: float) -> No
     for client in map(Client, urls):
         while True:
             try:
-                client.health(min(answer_deadline, max(_POLL, until - time.monotonic())))
+                client.rpc("lit_rl_facts", deadline=min(answer_deadline, max(_POLL, until - time.monotonic())))
                 break
             except ServerError:
                 if time.monotonic() > until:

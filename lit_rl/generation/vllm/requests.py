@@ -57,17 +57,25 @@ def requests_of(prompts: Prompts, sampling: Sampling) -> list[Request]:
     Raises:
         ConfigError: a temperature that vLLM does not take as it is.
     """
+    check_temperature(sampling)
+    fields = _fields(sampling, prompts)
+    return [
+        Request(list(ids), fields | {"seed": key & ((1 << _SEED_BITS) - 1)})
+        for ids, key in zip(prompts.token_ids, prompts.keys, strict=True)
+    ]
+
+
+def check_temperature(sampling: Sampling) -> None:
+    """
+    Raises:
+        ConfigError: a temperature that vLLM does not take as it is.
+    """
     low, high = _TEMPERATURES
     if not sampling.greedy and not low <= sampling.temperature <= high:
         raise ConfigError(
             f"sampling.temperature={sampling.temperature:g} is out of vLLM's range: {low:g} to {high:g}, or 0 for "
             "greedy decoding. Take generator=native for others."
         )
-    fields = _fields(sampling, prompts)
-    return [
-        Request(list(ids), fields | {"seed": key & ((1 << _SEED_BITS) - 1)})
-        for ids, key in zip(prompts.token_ids, prompts.keys, strict=True)
-    ]
 
 
 def _fields(sampling: Sampling, prompts: Prompts) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -10,18 +11,17 @@ from torch import nn
 
 from lit_rl.errors import ConfigError, GenerationError, in_range, one_of
 from lit_rl.generation import ranks
+from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm import settings as vllm_settings
 from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.engine import Engine, EngineLost
+from lit_rl.generation.vllm.engine import Engine
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.own_server import OwnServer, wait_for
 from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.settings import EngineSettings
-from lit_rl.generation.vllm.transports import NCCL, Gloo, SharedMemory, Transport, here
-
-TRANSPORTS: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo, "nccl": NCCL}
+from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
 
 
 class VLLMServerGenerator(EngineGenerator):
@@ -45,7 +45,7 @@ class VLLMServerGenerator(EngineGenerator):
         max_model_len: Longest prompt and response together, in tokens. None is what the model was built for.
         gpu_memory_utilization: Share of the GPU's memory that the engine may take, in (0, 1].
         kv_cache_gib: Key-value cache in GiB, in place of `gpu_memory_utilization`. None is 1 GiB on a CPU.
-        tensor_parallel_size: GPUs that a copy of the model is cut over. In this process it divides the number of ranks.
+        tensor_parallel_size: GPUs that a copy of the model is cut over.
         max_num_seqs: Most sequences that run at once; more wait. None is vLLM's choice.
         max_lora_rank: Highest rank of an adapter that is sent by itself. None is the policy's own.
         enforce_eager: Compile nothing and capture no CUDA graphs. None does so on a CPU only.
@@ -109,6 +109,8 @@ class VLLMServerGenerator(EngineGenerator):
                 "(generator.urls=[http://127.0.0.1:8000], as `lit-rl serve` prints it), or let the run start one "
                 "(generator.launch=true)."
             )
+        if transport == "nccl" and len(self.urls) > 1:
+            raise ConfigError("generator.transport=nccl sends to one server: name one in generator.urls, or take gloo.")
         if launch:
             vllm_settings.require_vllm("generator.launch=true")
 
@@ -126,37 +128,40 @@ class VLLMServerGenerator(EngineGenerator):
     # ------------------------------------------------------------------ servers
 
     def _start(self, policy: nn.Module) -> Engine:
-        urls = ranks.together(lambda: self._launched(policy)) if self.launch else self.urls
+        urls = self.urls
         if self.launch:
-            urls = ranks.everyone_says(urls)[0]
+            if len(set(ranks.everyone_says(socket.gethostname()))) > 1:
+                raise ConfigError(
+                    "generator.launch=true starts a server that its own machine alone can reach, and the run has "
+                    "several: start servers with `lit-rl serve` and name them in generator.urls."
+                )
+            urls = ranks.everyone_says(ranks.together(lambda: self._launched(policy)))[0]
         return ranks.together(lambda: self._connected(urls))
 
-    def _connected(self, urls: Sequence[str]) -> Engine:
+    def _connected(self, urls: Sequence[str], *, after_loss: bool = False) -> Engine:
         clients = [Client(url) for url in urls]
         deadlines = {"deadline": self.deadline, "answer_deadline": self.answer_deadline}
         try:
-            return ServerEngine(clients, self._transport(clients), **deadlines)
+            return ServerEngine(
+                clients,
+                transport_for(self.transport, clients, self.answer_deadline),
+                after_loss=after_loss,
+                **deadlines,
+            )
         except EngineLost as error:
+            if self.launch or after_loss:
+                raise self._last_words(str(error)) from error
             raise GenerationError(
                 f"{error} Start a server with `lit-rl serve model={self.model.name}`, or set generator.launch=true."
             ) from error
-
-    def _transport(self, clients: Sequence[Client]) -> Transport:
-        urls = [client.url for client in clients]
-        kind = self.transport
-        if kind == "auto":
-            import torch
-
-            kind = "shared_memory" if here(urls) else "nccl" if torch.cuda.is_available() else "gloo"
-        return TRANSPORTS[kind](clients, self.answer_deadline)
 
     def _launched(self, policy: nn.Module) -> list[str]:
         """Start a server on rank 0; the addresses that every rank will ask."""
         if ranks.rank() != 0:
             return []
-        self._process = OwnServer(policy, self.model, self.settings_for(policy), self.log)
-        self._process.start(self.start_deadline, self._say)
-        return [self._process.url]
+        own = self._process = OwnServer(policy, self.model, self.settings_for(policy), self.log)
+        own.start(self.start_deadline, self._say)
+        return [own.url]
 
     # ------------------------------------------------------------------ one that is lost
 
@@ -164,8 +169,7 @@ class VLLMServerGenerator(EngineGenerator):
         self._with_recovery(lambda: super(VLLMServerGenerator, self).sync(policy, version), policy)
 
     def _is_current(self) -> bool:
-        assert self.engine is not None
-        return ranks.together(self.engine.facts).version == self._version
+        return self.engine is not None and ranks.together(self.engine.facts).version == self._version
 
     def _complete(self, requests: list[Request]) -> list[list[Answer]]:
         if ranks.beside_the_training():
@@ -183,8 +187,14 @@ class VLLMServerGenerator(EngineGenerator):
     def _attempt(self, requests: list[Request]) -> list[list[Answer]]:
         assert self.engine is not None
         engine, answers = self.engine, super()._complete(requests)
-        ranks.together(engine.facts)  # a server that was restarted meanwhile has answered with other weights
+        ranks.together(lambda: self._unchanged(engine))
         return answers
+
+    def _unchanged(self, engine: Engine) -> None:
+        """A server that was restarted, or updated by somebody else, has answered with other weights."""
+        version = engine.facts().version
+        if version != self._version:
+            raise EngineLost(f"The servers hold version {version}, not {self._version}: another program updates them.")
 
     def _with_recovery(self, work: Any, policy: nn.Module) -> Any:
         """Do `work`; where an engine is lost, bring it back and do it once more. The same on every rank."""
@@ -193,22 +203,27 @@ class VLLMServerGenerator(EngineGenerator):
         except EngineLost as lost:
             self._pushed, error = None, lost
             self._sender.forget()
+        ranks.together(lambda: self._restart(error))
         ranks.together(lambda: self._bring_back(error, policy))
         try:
             return work()
         except EngineLost as lost:
             raise self._last_words(f"The server was lost again, right after it was brought back: {lost}") from lost
 
-    def _bring_back(self, error: EngineLost, policy: nn.Module) -> None:
-        assert isinstance(self.engine, ServerEngine)
+    def _restart(self, error: EngineLost) -> None:
+        """Start our own server again; nobody may look for it before it is gone."""
         self._say(f"{error} Trying once to get it back.")
-        urls = [client.url for client in self.engine.clients]
-        self.engine.close()
         if self._process is not None:
             self._say(str(self._last_words("It is stopped and started again.")))
             self._process.start(self.start_deadline, self._say)
+
+    def _bring_back(self, error: EngineLost, policy: nn.Module) -> None:
+        if not isinstance(self.engine, ServerEngine):
+            raise error  # there never was one
+        urls = [client.url for client in self.engine.clients]
+        self.engine.close()
         self._wait_for(urls, error)
-        self.engine = self._connected(urls)
+        self.engine = self._connected(urls, after_loss=True)
         self._check_model(self.engine, policy)
         self._say("It is back.")
 
@@ -233,10 +248,9 @@ class VLLMServerGenerator(EngineGenerator):
             sys.stdout.flush()
 
     def close(self) -> None:
-        super().close()
         if self._process is not None:
             self._process.stop()
-            self._process = None
+        super().close()
 
 
 def _addresses(urls: Sequence[str]) -> list[str]:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import GenerationError, NumericError
+from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
 from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.engine import EngineLost, Facts, Heartbeat, Shapes
+from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
 from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.generation.vllm.transports import Transport
 
 ADAPTER = "lit_rl_policy"
-_LOOK_EVERY = 1.0
+_LOOK_EVERY = 2.0
 _AT_ONCE = 64
 """Requests that wait on one server at the same time, each for all completions of a prompt; vLLM queues the rest."""
 
@@ -32,22 +33,30 @@ class ServerEngine:
         transport: How weights reach them.
         deadline: Seconds for all completions of a rollout.
         answer_deadline: Seconds for any other call; while completions are made, how long a server may be silent.
+        after_loss: Requests of ours may still run there that nobody waits for: the first pause aborts them.
 
     All methods raise `EngineLost` where a server died, hangs or was restarted, and `GenerationError` where it refuses.
     """
 
     def __init__(
-        self, clients: Sequence[Client], transport: Transport, *, deadline: float, answer_deadline: float
+        self,
+        clients: Sequence[Client],
+        transport: Transport,
+        *,
+        deadline: float,
+        answer_deadline: float,
+        after_loss: bool = False,
     ) -> None:
         self.clients, self.transport = list(clients), transport
         self.deadline, self.answer_deadline = deadline, answer_deadline
         self._adapter: str | None = None
+        self._leftovers = after_loss
         self._names = [self._name(client) for client in self.clients]
         self._instances = [facts.instance for facts in self._all_facts()]
 
     def _name(self, client: Client) -> str:
         with server_errors():
-            return next(iter(client.models(self.answer_deadline)))
+            return next(iter(client.models(self.answer_deadline)), "")
 
     def _all_facts(self) -> list[Facts]:
         with server_errors():
@@ -76,7 +85,8 @@ class ServerEngine:
     # ------------------------------------------------------------------ an update
 
     def pause(self) -> None:
-        self._everywhere(lambda client: client.pause(self.answer_deadline, mode="wait"))
+        mode, self._leftovers = ("abort" if self._leftovers else "wait"), False
+        self._everywhere(lambda client: client.pause(self.answer_deadline, mode=mode))
 
     def begin(self, shapes: Shapes) -> None:
         self._shapes = shapes
@@ -168,7 +178,7 @@ class ServerEngine:
             if heartbeat is not None:
                 heartbeat(sum(map(len, answers.values())), asked)
             if time.monotonic() - looked > _LOOK_EVERY:
-                self.transport.everywhere(lambda client: client.health(self.answer_deadline))
+                self.facts()  # /health is answered by a process in front of the engine, also where the engine hangs
                 looked = time.monotonic()
         return [answers[index] for index in range(len(requests))]
 

@@ -105,6 +105,8 @@ class EngineSettings:
             "max_num_seqs": self.max_num_seqs,
             "enforce_eager": cpu if self.enforce_eager is None else self.enforce_eager,
             "enable_prefix_caching": True,
+            # A prompt that is cut over two steps rewinds its seeded generator, which a CPU's cannot: vLLM would die.
+            "enable_chunked_prefill": False if cpu else None,
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "generation_config": "vllm",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import BackendError
+from lit_rl.generation.vllm.calls import ServerDead
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Shapes
 from lit_rl.generation.vllm.host import shared_memory
@@ -111,8 +112,13 @@ class Gloo(Transport):
 
             with ThreadPoolExecutor(1) as thread:
                 received = thread.submit(self.everywhere, receive)
-                for _, tensor in chunk:
-                    group.broadcast(tensor.cpu().contiguous(), 0).wait()
+                try:
+                    for _, tensor in chunk:
+                        group.broadcast(tensor.cpu().contiguous(), 0).wait()
+                except RuntimeError as error:
+                    self.close()  # a group that has lost a member is of no use
+                    received.result()  # what that member says of it, if it can
+                    raise ServerDead(self.clients[0].url, "broadcast of weights", str(error)) from error
                 received.result()
 
     def close(self) -> None:
@@ -136,8 +142,6 @@ class NCCL(Transport):
         self.everywhere(lambda client: client.rpc("lit_rl_expect", [as_lists(shapes)], deadline=self.deadline))
 
     def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
-        if len(self.clients) > 1:
-            raise BackendError("generator.transport=nccl sends to one server: take gloo, or shared_memory.")
         if not self._senders:
             self._senders = [self._sender()]
         sender = self._senders[0]
@@ -218,3 +222,14 @@ def here(urls: Sequence[str]) -> bool:
     """Whether every server runs on this machine."""
     names = ("localhost", "127.0.0.1", "::1", socket.gethostname(), os.uname().nodename)
     return all(urlsplit(url).hostname in names for url in urls)
+
+
+TRANSPORTS: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo, "nccl": NCCL}
+
+
+def transport_for(kind: str, clients: Sequence[Client], deadline: float) -> Transport:
+    """The transport of a name; "auto" takes shared memory on one machine, else NCCL with a GPU, else gloo."""
+    if kind == "auto":
+        alone = here([client.url for client in clients])
+        kind = "shared_memory" if alone else "nccl" if torch.cuda.is_available() and len(clients) == 1 else "gloo"
+    return TRANSPORTS[kind](clients, deadline)

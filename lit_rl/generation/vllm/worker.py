@@ -144,7 +144,8 @@ class WeightUpdates:
             raise ValueError(f"{len(missing)} weights never came: {', '.join(missing[:5])}.")
         own = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         # A tied head is the embedding itself: it is not loaded under its own name.
-        left = sorted(own - worker._lit_rl_loaded - {"lm_head.weight"}) if worker._lit_rl_loaded else []
+        tied = {"lm_head.weight"} if worker.vllm_config.model_config.hf_config.tie_word_embeddings else set()
+        left = sorted(own - worker._lit_rl_loaded - tied) if worker._lit_rl_loaded else []
         if left:
             raise ValueError(f"vLLM's model took nothing for {len(left)} of its weights: {', '.join(left[:5])}.")
         self._lit_rl_close()

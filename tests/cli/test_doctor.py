@@ -1,0 +1,118 @@
+"""`lit-rl doctor` of generators that decode with the policy itself. (vLLM: `tests/engines/test_doctor_engines.py`.)"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import re
+from typing import Any
+
+import pytest
+from cli_helpers import Command, Outcome, contents, refused
+
+from lit_rl.generation.native import NativeGenerator
+
+CPU = ("doctor", "trainer.accelerator=cpu", "doctor.prompts=2", "doctor.completions=3")
+
+needs_no_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+
+
+def numbers(outcome: Outcome, row: str) -> list[float]:
+    """The numbers of a row of the tables."""
+    (line,) = [line for line in outcome.out.splitlines() if line.startswith(row)]
+    return [float(word.rstrip("%")) for word in line[len(row) :].split()]
+
+
+@pytest.mark.parametrize("generator", ["native", "hf", "hf_continuous"])
+def test_a_generator_that_decodes_with_the_policy_is_exact(command: Command, cwd, generator):
+    outcome = command(*CPU, f"generator={generator}")
+    assert outcome.code == 0, outcome.err
+    ours, coarse, after = numbers(outcome, "mean |difference|, nats")
+    assert max(ours, after) < 1e-5 < 1e-3 < coarse, "a forward pass in bfloat16 is another one"
+    assert numbers(outcome, "effective share of tokens")[0] == 1
+    moved = re.search(r"SOUND: .*moved by ([\d.]+) nats", outcome.out)
+    assert moved and float(moved[1]) >= 0.5
+    assert "algo/correction=none" in outcome.out and "generator.dtype" not in outcome.out
+    assert contents(cwd) == []
+
+
+def test_adapters_and_mixed_precision_follow_too(command: Command):
+    """Autocast keeps its copies of weights while it is open: the move has to be seen all the same."""
+    outcome = command(*CPU, "model.lora.r=2", "trainer.precision=bf16-mixed")
+    assert outcome.code == 0, outcome.err
+    ours, exact, after = numbers(outcome, "mean |difference|, nats")
+    assert max(ours, after) < 1e-5 < exact < 0.1
+
+
+def test_memory_is_that_of_the_planned_rollout(command: Command):
+    planned = ["data.prompts_per_rollout=64", "algo.group_size=16", "data.max_prompt_tokens=100"]
+    outcome = command(*CPU, *planned, "sampling.max_new_tokens=28")
+    # 2 layers, 4 heads of 32, keys and values in float32: 2048 bytes a token.
+    gib = 2048 * 64 * 16 * (100 + 28) / 2**30
+    assert f"= {gib:.3g} GiB" in " ".join(outcome.out.split()), outcome.out
+
+
+def test_settings_that_training_does_not_score_by_are_named(command: Command):
+    outcome = command(*CPU, "sampling.repetition_penalty=1.5")
+    assert outcome.code == 0, outcome.err
+    ours, _, after = numbers(outcome, "mean |difference|, nats")
+    assert ours > 1e-2 > 1e-5 > after
+    assert "sampling.repetition_penalty" in outcome.out
+    assert command(*CPU, "sampling.temperature=0").code == 0
+
+
+def stale(sync: Any) -> Any:
+    """A copy of the first policy that came."""
+
+    def kept(self: Any, policy: Any, version: int) -> None:
+        sync(self, copy.deepcopy(policy) if self._policy is None else self._policy, version)
+
+    return kept
+
+
+def flattened(generate: Any) -> Any:
+    """Log-probs of another distribution than that which was drawn from."""
+
+    def other(self: Any, prompts: Any, sampling: Any) -> Any:
+        out = generate(self, prompts, sampling)
+        return dataclasses.replace(out, sampler_logprobs=out.sampler_logprobs * 0.9)
+
+    return other
+
+
+@pytest.mark.parametrize("verb, broken, version", [("sync", stale, 1), ("generate", flattened, 0)], ids=["old", "flat"])
+def test_a_generator_that_does_not_hold_the_policy_ends_with_5(command: Command, monkeypatch, verb, broken, version):
+    monkeypatch.setattr(NativeGenerator, verb, broken(getattr(NativeGenerator, verb)))
+    outcome = command(*CPU)
+    refused(outcome, 5, f"does not draw from policy version {version}", "allowed in float32: 0.001")
+    assert "SOUND" not in outcome.out
+
+
+def test_a_policy_that_cannot_move_proves_nothing(command: Command, monkeypatch):
+    def frozen(model):
+        policy = load(model)
+        policy.requires_grad_(False)
+        return policy
+
+    from lit_rl.models import LanguageModel
+
+    load = LanguageModel.load
+    monkeypatch.setattr(LanguageModel, "load", frozen)
+    refused(command(*CPU), 5, "nobody can see whether the generator follows")
+
+
+@needs_no_vllm
+def test_without_vllm_it_says_how_to_get_it(command: Command):
+    refused(command(*CPU, "generator=vllm"), 8, "generator=vllm needs vLLM", "make engines")
+
+
+@pytest.mark.parametrize("word", ["algo=dpo", "data.path=x.jsonl", "run_dir=x", "trainer.devices=2"])
+def test_what_has_no_meaning_is_refused(command: Command, word):
+    refused(command("doctor", word), 2, word.partition("=")[0], "lit-rl doctor", "model, generator, sampling")
+
+
+def test_settings_out_of_range_are_refused(command: Command):
+    refused(command("doctor", "doctor.prompts=0"), 2, "doctor.prompts=0")
+    refused(command("doctor", "doctor.completions=0"), 2, "doctor.completions=0")
+    refused(command("doctor", "doctor.prompt=1"), 2, "doctor.prompt", "Did you mean 'prompts'?")
