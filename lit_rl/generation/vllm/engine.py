@@ -59,6 +59,20 @@ class Facts:
     max_lora_rank: int | None
     device: str
 
+    @classmethod
+    def told(cls, facts: Mapping[str, Any]) -> Facts:
+        """
+        Raises:
+            GenerationError: a worker of another version of lit_rl says other things.
+        """
+        try:
+            return cls(**facts)
+        except TypeError as error:
+            raise GenerationError(
+                f"The engine's workers run another version of lit_rl than the trainer ({error}). Install the same one "
+                "where the server runs, and start it anew."
+            ) from error
+
 
 class Engine(Protocol):
     """What runs vLLM, here or elsewhere. `push_weights` and `push_adapter` alone call the verbs of an update."""

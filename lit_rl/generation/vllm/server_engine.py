@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, Se
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
 from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.generation.vllm.settings import WORKER_EXTENSION
 from lit_rl.generation.vllm.transports import Transport
 
 ADAPTER = "lit_rl_policy"
@@ -59,12 +61,20 @@ class ServerEngine:
             return next(iter(client.models(self.answer_deadline)), "")
 
     def _all_facts(self) -> list[Facts]:
+        def ask(client: Client) -> Facts:
+            try:
+                return Facts.told(client.rpc("lit_rl_facts", deadline=self.answer_deadline)[0])
+            except ServerRefused as error:
+                raise GenerationError(
+                    f"{error} Its workers do not know lit_rl: start it by `lit-rl serve`, or with "
+                    f"--worker-extension-cls {WORKER_EXTENSION}."
+                ) from error
+
         with server_errors():
-            found = self.transport.everywhere(lambda client: client.rpc("lit_rl_facts", deadline=self.answer_deadline))
-        return [Facts(**workers[0]) for workers in found]
+            return self.transport.everywhere(ask)
 
     def facts(self) -> Facts:
-        """Of the first server; all have to be alike.
+        """Of the first server; all have to be alike. The version is None where they hold different ones.
 
         Raises:
             EngineLost: a server was restarted since this engine was made, so it has no weights of ours.
@@ -75,12 +85,13 @@ class ServerEngine:
             if facts.instance != instance:
                 raise EngineLost(f"{client.url} was restarted: it has lost the policy's weights.")
             first = everyone[0]
-            if (facts.model, facts.dtype, facts.version) != (first.model, first.dtype, first.version):
+            if (facts.model, facts.dtype) != (first.model, first.dtype):
                 raise GenerationError(
-                    f"The servers differ: {self.clients[0].url} runs {first.model} in {first.dtype} (version "
-                    f"{first.version}), {client.url} runs {facts.model} in {facts.dtype} (version {facts.version})."
+                    f"The servers differ: {self.clients[0].url} runs {first.model} in {first.dtype}, {client.url} "
+                    f"runs {facts.model} in {facts.dtype}. Start them alike."
                 )
-        return everyone[0]
+        common = everyone[0].version if len({facts.version for facts in everyone}) == 1 else None
+        return replace(everyone[0], version=common)
 
     # ------------------------------------------------------------------ an update
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
-from lit_rl.errors import BackendError
+from lit_rl.errors import BackendError, GenerationError
 from lit_rl.generation.vllm.calls import ServerDead
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Shapes
@@ -63,12 +63,19 @@ class SharedMemory(Transport):
     """Files of this machine's memory: the quickest way on one host, and the simplest."""
 
     def send(self, weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         with tempfile.TemporaryDirectory(prefix="lit_rl_weights_", dir=shared_memory()) as folder:
             for number, chunk in enumerate(chunks(weights)):
                 path = Path(folder) / f"{number}.safetensors"
-                save_file({name: tensor.cpu().contiguous() for name, tensor in chunk}, path)
+                try:
+                    save_file({name: tensor.cpu().contiguous() for name, tensor in chunk}, path)
+                except (OSError, SafetensorError) as error:
+                    raise GenerationError(
+                        f"{folder} does not take {sum(tensor.nbytes for _, tensor in chunk)} bytes of weights: {error}. "
+                        "Give this machine more shared memory (docker --shm-size), or set generator.transport=gloo."
+                    ) from error
                 self.everywhere(lambda client: client.rpc("lit_rl_load_file", [str(path)], deadline=self.deadline))  # noqa: B023
                 path.unlink()
 

@@ -1,0 +1,137 @@
+"""Parts of the vLLM generators that need no vLLM."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from lit_rl.errors import ConfigError, GenerationError, NumericError
+from lit_rl.generation import ranks
+from lit_rl.generation.vllm import transports
+from lit_rl.generation.vllm.calls import ServerRefused
+from lit_rl.generation.vllm.engine import Facts
+from lit_rl.generation.vllm.generator import EngineGenerator
+from lit_rl.generation.vllm.heartbeat import Beat
+from lit_rl.generation.vllm.requests import Answer, completions_of, requests_of
+from lit_rl.generation.vllm.server import VLLMServerGenerator
+from lit_rl.rollout import Prompts, Sampling
+
+PROMPTS = Prompts(token_ids=[[1, 2, 3], [4]], keys=[-1, 2**63 - 1], group_size=2, eos_ids=(9,), pad_id=0)
+FACTS = Facts("a", None, {}, "float32", 64, 16, "processed_logprobs", None, "cpu")
+
+
+def test_weights_travel_in_chunks_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most so many bytes at once, but never less than a tensor; nothing is left out."""
+    monkeypatch.setattr(transports, "CHUNK_BYTES", 100)
+    named = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (60, 40, 1, 300, 5, 5)]
+    cut = [[name for name, _ in chunk] for chunk in transports.chunks(iter(named))]
+    assert cut == [["60", "40"], ["1"], ["300"], ["5", "5"]]
+    assert list(transports.chunks(iter(()))) == []
+
+
+def test_the_heartbeat_says_how_far_it_is_and_not_too_often(capsys: pytest.CaptureFixture[str]) -> None:
+    beat = Beat(3600)
+    beat(1, 8)
+    assert capsys.readouterr().out == ""
+    beat._last -= 4000
+    beat(3, 8)
+    beat(4, 8)
+    assert capsys.readouterr().out == "generating: 3 of 8 completions\n"
+    silent = Beat(None)
+    silent._last -= 4000
+    silent(3, 8)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_worker_of_another_version_is_named() -> None:
+    assert Facts.told(asdict(FACTS)) == FACTS
+    with pytest.raises(GenerationError, match="another version of lit_rl"):
+        Facts.told({**asdict(FACTS), "colour": "green"})
+
+
+def test_requests_name_every_field_and_a_seed_that_vllm_takes() -> None:
+    sampling = Sampling(
+        temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_new_tokens=7, stop=("x",), logit_bias={3: 1}
+    )
+    first, second = requests_of(PROMPTS, sampling)
+    assert first.token_ids == [1, 2, 3] and first.completions == 2
+    assert {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "max_tokens": 7}.items() <= first.fields.items()
+    assert first.fields["stop_token_ids"] == [9] and first.fields["ignore_eos"] is True
+    assert first.fields["logit_bias"] == {"3": 1.0}
+    assert all(0 <= request.fields["seed"] < 2**62 for request in (first, second))
+    assert first.fields["seed"] == second.fields["seed"] == 2**62 - 1, "keys that differ above the 62nd bit alone"
+    greedy = requests_of(PROMPTS, Sampling(temperature=0, top_p=0.5, max_new_tokens=7))[0]
+    assert greedy.completions == 1 and greedy.fields["top_p"] == 1.0, "greedy decoding cuts nothing"
+
+
+def test_answers_become_rows_and_what_is_missing_is_an_error() -> None:
+    answers = [[Answer([5, 9], [-1.0, -0.5], True), Answer([6], [-2.0], False)]] * 2
+    out = completions_of(PROMPTS, answers, version=4, device=torch.device("cpu"))
+    assert out.response_ids.tolist() == [[5, 9], [6, 0], [5, 9], [6, 0]]
+    assert out.response_mask.tolist() == [[True, True], [True, False]] * 2
+    assert out.sampler_logprobs.tolist() == [[-1.0, -0.5], [-2.0, 0.0]] * 2
+    assert out.ended.tolist() == [True, False] * 2 and out.version == 4
+    with pytest.raises(GenerationError, match="1 completions of prompt 1"):
+        completions_of(PROMPTS, [answers[0], answers[0][:1]], version=0, device=torch.device("cpu"))
+    for broken in (Answer([], [], True), Answer([5, 9], [-1.0], True)):
+        with pytest.raises(GenerationError, match="Completion 0"):
+            completions_of(PROMPTS, [[broken, broken]] * 2, version=0, device=torch.device("cpu"))
+    nan = Answer([5], [float("nan")], True)
+    with pytest.raises(NumericError, match="NaN"):
+        completions_of(PROMPTS, [[nan, nan]] * 2, version=0, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({}, r"generator\.urls=\[\] with generator\.launch=false.*lit-rl serve"),
+        ({"urls": ["http://127.0.0.1:1"], "launch": True}, "with generator.launch=true"),
+        ({"urls": "http://127.0.0.1:1"}, "takes a list"),
+        ({"urls": ["http://127.0.0.1:1"], "lag": 2}, r"generator\.lag=2"),
+        ({"urls": ["http://127.0.0.1:1"], "deadline": 0}, r"generator\.deadline=0"),
+        ({"urls": ["http://127.0.0.1:1"], "transport": "smoke"}, r"generator\.transport='smoke'.*shared_memory"),
+        ({"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"], "transport": "nccl"}, "nccl sends to one server"),
+        ({"urls": ["http://127.0.0.1:1"], "push": "pull"}, r"generator\.push='pull'"),
+        ({"urls": ["http://127.0.0.1:1"], "probe": "never"}, r"generator\.probe='never'.*every_sync"),
+        ({"urls": ["http://127.0.0.1:1"], "heartbeat": 0}, r"generator\.heartbeat=0"),
+    ],
+)
+def test_settings_are_checked(settings: dict, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        VLLMServerGenerator(**settings)
+
+
+def test_lengths_and_temperatures_are_checked_before_there_is_an_engine() -> None:
+    generator: EngineGenerator = VLLMServerGenerator(urls=["http://127.0.0.1:1"], max_model_len=100)
+    generator.check(Sampling(max_new_tokens=40), 60)
+    with pytest.raises(ConfigError, match=r"generator\.max_model_len=100.*raise it to 101"):
+        generator.check(Sampling(max_new_tokens=41), 60)
+    for temperature in (0.001, 2.5):
+        with pytest.raises(ConfigError, match="vLLM's range"):
+            generator.check(Sampling(temperature=temperature), 60)
+
+
+def test_together_alone_is_the_work_itself() -> None:
+    assert ranks.together(lambda: 3) == 3
+    with pytest.raises(ServerRefused):
+        ranks.together(lambda: (_ for _ in ()).throw(ServerRefused("u", "c", "w", 500)))
+    with pytest.raises(ZeroDivisionError):
+        ranks.together(lambda: 1 / 0)
+
+
+def test_only_the_marked_thread_is_beside_the_training() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(ranks.beside_the_training())
+        with ranks.beside():
+            seen.append(ranks.beside_the_training())
+        seen.append(ranks.beside_the_training())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False, True, False] and not ranks.beside_the_training()
