@@ -73,7 +73,7 @@ class SharedMemory(Transport):
                     save_file({name: tensor.cpu().contiguous() for name, tensor in chunk}, path)
                 except (OSError, SafetensorError) as error:
                     raise GenerationError(
-                        f"{folder} does not take {sum(tensor.nbytes for _, tensor in chunk)} bytes of weights: {error}. "
+                        f"{folder} cannot take {sum(t.nbytes for _, t in chunk)} bytes of weights ({error}). "
                         "Give this machine more shared memory (docker --shm-size), or set generator.transport=gloo."
                     ) from error
                 self.everywhere(lambda client: client.rpc("lit_rl_load_file", [str(path)], deadline=self.deadline))  # noqa: B023
