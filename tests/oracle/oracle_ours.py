@@ -32,7 +32,8 @@ from lit_rl.algorithms.policy_gradient import PolicyGradient
 from lit_rl.models import LanguageModel
 from lit_rl.models.reference import FrozenCopy
 from lit_rl.ops import advantages, kl, losses, mismatch, ratios, reductions, selection
-from lit_rl.ops.step import Highest, Lowest, Metrics
+from lit_rl.ops.mismatch import effective_share
+from lit_rl.ops.step import Effective, Highest, Lowest, Metrics
 from lit_rl.rewards.base import Rewards
 from lit_rl.rollout import Completions, Rollout, Sampling
 
@@ -182,6 +183,8 @@ def ours(oracle: Oracle, module: PolicyGradient, case: Case, completions: Comple
 
 
 def value(metric: Any) -> float:
+    if isinstance(metric, Effective):
+        return effective_share(metric.moments).item()
     if isinstance(metric, (Highest, Lowest)):
         return metric.value.item()
     return (metric[0] / metric[1]).item()
