@@ -38,6 +38,7 @@ class World:
     def on(self, module: Any) -> Any:
         module.trainer.datamodule = SimpleNamespace(spare=SimpleNamespace(batch=self._spare))
         module.generate, module.reward, module.record = self.generate, self.reward, self._record
+        module.generator = SimpleNamespace(exact=True)
         alone = module.world_size == 1
         module.counts_of_ranks = lambda n: [n] if alone else module.all_gather(torch.tensor(n)).tolist()
         return module

@@ -65,8 +65,14 @@ def base(loss_type: str, level: str) -> dict[str, Any]:
 
 
 def case_of(settings: dict[str, Any]) -> Case:
-    """TRL's entropy bonus is a mean over a micro-batch, ours over the step: they are the same where these are."""
-    return Case(micro_batches=1 if settings.get("entropy_coef") else 2)
+    """TRL's entropy bonus is a mean over a micro-batch, ours over the step: they are the same where these are.
+
+    With one step a rollout the policy that learns is the one that took the rollout. TRL scores it a second time for the
+    engine's weights and finds the same; we make them of the training's own forward pass.
+    """
+    same_policy = settings.get("num_iterations") == 1 and settings.get("use_vllm", False)
+    micro_batches = 1 if settings.get("entropy_coef") else 2
+    return Case(micro_batches=micro_batches, now="rollout") if same_policy else Case(micro_batches=micro_batches)
 
 
 def both(oracle: Oracle, settings: dict[str, Any], case: Case) -> tuple[Outcome, Outcome]:
