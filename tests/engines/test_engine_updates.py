@@ -14,10 +14,12 @@ from engine_fixtures import Case
 from server_processes import end, start
 
 from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm import worker
 from lit_rl.generation.vllm.engine import push_weights
 from lit_rl.generation.vllm.in_process import VLLMGenerator
 from lit_rl.generation.vllm.in_process_engine import InProcessEngine
+from lit_rl.generation.vllm.requests import requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.rollout import Sampling
 
@@ -125,6 +127,20 @@ def test_an_interrupted_rollout_leaves_nothing_behind(here: Case, monkeypatch: p
     out = here.generator.generate(prompts, SAMPLED)
     assert out.response_ids.tolist() == expected
     assert largest_gap(policy, out, prompts) < 1e-4
+
+
+def test_the_completions_of_a_rollout_have_a_deadline(
+    started: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that lives and is too slow counts as lost when `generator.deadline` comes."""
+    case = started("server-tied")
+    policy, engine = case.fresh(), case.generator.engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "deadline", 0.02)
+        many = requests_of(ask(case.model, group_size=32, eos_ids=()), Sampling(max_new_tokens=200))
+        with pytest.raises(EngineLost, match=r"no answer within|no time was left"):
+            engine.complete(many)  # pyright: ignore[reportOptionalMemberAccess]
+    case_is_well_again(case, policy)
 
 
 def test_several_servers_share_the_work_and_an_adapter_travels_alone(
