@@ -102,6 +102,8 @@ def _ask_ahead(module: OnPolicyModule, upcoming: PromptBatch | None) -> None:
 
 def _drawn_ahead(module: OnPolicyModule, batch: PromptBatch) -> Completions | None:
     """What was drawn for this rollout while the one before it was learned from."""
+    if not lag_of(module.generator) and not module.ahead.pending:
+        return None
     started = time.perf_counter()
     found, error = None, None
     try:

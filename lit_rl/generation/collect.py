@@ -38,31 +38,18 @@ class Vocabulary:
         return Prompts(token_ids, keys, group_size, self.eos_ids, self.pad_id, self.decode, self.encode)
 
 
-def collect(
-    generator: Generator,
-    policy: nn.Module,
-    batch: PromptBatch,
-    *,
-    sampling: Sampling,
-    group_size: int,
-    vocabulary: Vocabulary,
-    version: int,
-    seed: int,
-) -> Completions:
+def collect(generator: Generator, policy: nn.Module, batch: PromptBatch, **how: Any) -> Completions:
     """Sync, then sample `group_size` completions of every prompt. Nobody else syncs: a stale engine cannot answer.
 
     The samples depend on `seed`, the rollout, the row and its occurrence, never on rank or batch.
+
+    Args:
+        generator: What draws.
+        policy: Whose weights it draws with.
+        batch: The prompts.
+        how: The keywords of `request`.
     """
-    return request(
-        generator,
-        policy,
-        batch,
-        sampling=sampling,
-        group_size=group_size,
-        vocabulary=vocabulary,
-        version=version,
-        seed=seed,
-    )()
+    return request(generator, policy, batch, **how)()
 
 
 def request(

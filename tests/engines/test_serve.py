@@ -91,7 +91,7 @@ def test_an_adapter_of_the_models_rank_fits_and_a_higher_one_does_not(served, tm
             client.load_adapter("policy", str(tmp_path / str(rank)), 30)
             choices = complete(client, model="policy", n=2)
             assert worst(choices, policy) < 1e-4 < worst(choices, LanguageModel("tiny").load())
-            client.unload_adapter("policy", 30)
+            client.post("/v1/unload_lora_adapter", 30, {"lora_name": "policy"})
     assert list(client.models(10)) == ["tiny"]
 
 
@@ -102,14 +102,14 @@ def test_what_updates_weights_can_be_called(served):
     assert facts["max_lora_rank"] >= RANK
     assert client.world_size(10) == 1
     client.pause(10)
-    assert client.is_paused(10)
+    assert client.get("/is_paused", 10) == {"is_paused": True}
     began = time.monotonic()
     with pytest.raises(ServerHung, match="within 0.7 seconds"):
         client.complete({"model": "tiny", "prompt": [PROMPT], "max_tokens": 1}, 0.7)
     assert time.monotonic() - began < 3
     client.reset_caches(10)
     client.resume(10)
-    assert not client.is_paused(10)
+    assert client.get("/is_paused", 10) == {"is_paused": False}
     assert len(complete(client)[0]["token_ids"]) == 8
     with pytest.raises(ServerRefused, match="no_such_method") as refusal:
         client.rpc("no_such_method", deadline=10)

@@ -139,8 +139,8 @@ def test_query_parameters_reach_the_route():
     with standing_in(answers({})) as server:
         client = Client(server.url)
         client.pause(1.0, mode="keep")
-        client.wake(1.0, tags=["weights", "kv_cache"])
-        client.wake(1.0)
+        client.post("/wake_up", 1.0, tags=["weights", "kv_cache"])
+        client.post("/wake_up", 1.0, tags=[])
         paths = [path for _, path, _, _ in server.seen]
     assert paths == ["/pause?mode=keep", "/wake_up?tags=weights&tags=kv_cache", "/wake_up"]
 

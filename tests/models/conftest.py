@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -131,3 +133,13 @@ def completions_of(
 @pytest.fixture
 def make_completions() -> Callable[..., Completions]:
     return completions_of
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """One device of a process group that is this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()

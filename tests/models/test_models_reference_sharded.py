@@ -5,14 +5,10 @@ Scoring stands between the updates, because it leaves gathered parameters behind
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from reference_cases import logprobs, make_policy, score
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -20,15 +16,6 @@ from lit_rl.models.moving_reference import BEMA, EMA, Mixing
 from lit_rl.models.reference import FrozenCopy, InitialAdapter
 from lit_rl.models.sharding import shard
 from lit_rl.models.shards import local, stored_parameters
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture

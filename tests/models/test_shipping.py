@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from shipping_cases import CHANGES, LORAS, UNTIED, assert_unchanged, described, learn, state_of
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,15 +26,6 @@ from lit_rl.models.export import export_policy
 from lit_rl.models.forward import token_logits
 from lit_rl.models.sharding import full_state_dict, shard, unsharded
 from lit_rl.models.shipping import adapter_only, base_weights, fingerprint, weight_shapes, whole_weights
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 import torch
-from runs_helpers import SMALL, assert_same_run, newest, rows
+from runs_helpers import SMALL, assert_same_run, interrupted, newest, rows
 
 EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
 SHAPES = {
@@ -42,15 +41,7 @@ def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_pat
 
     for step in (1, 3, 6, 8, 11):
         again = tmp_path / f"from_{step}"
-        shutil.copytree(whole, again)
-        shutil.rmtree(again / "hf")
-        for path in (again / "checkpoints").glob("*.ckpt"):
-            if int(path.stem[5:]) > step:
-                path.unlink()
-        summary = json.loads((again / "summary.json").read_text())
-        (again / "summary.json").write_text(
-            json.dumps({"status": "running", "before": summary["before"], "seconds": 1.0})
-        )
+        interrupted(whole, again, step)
         assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
         assert_same_run(whole, again)
 

@@ -38,10 +38,6 @@ class Client(JSONCalls):
         except (TypeError, KeyError, AttributeError) as error:
             raise self.nonsense("GET /v1/models", answer) from error
 
-    def server_info(self, deadline: float) -> dict[str, Any]:
-        """vLLM's whole configuration. The first call takes seconds: vLLM looks at its machine."""
-        return self.get("/server_info", deadline, config_format="json")
-
     def world_size(self, deadline: float) -> int:
         """Workers behind the server, of all copies of the model together."""
         return int(self.get("/get_world_size", deadline)["world_size"])
@@ -76,9 +72,6 @@ class Client(JSONCalls):
         """Work again after `pause`."""
         self.post("/resume", deadline)
 
-    def is_paused(self, deadline: float) -> bool:
-        return bool(self.get("/is_paused", deadline)["is_paused"])
-
     def reset_caches(self, deadline: float) -> None:
         """Empty every cache that holds what older weights computed: of prefixes, of images, of encoders.
 
@@ -101,42 +94,6 @@ class Client(JSONCalls):
         Requests with ``"model": name`` then use it. The caches stay as they are.
         """
         self.post("/v1/load_lora_adapter", deadline, {"lora_name": name, "lora_path": path, "load_inplace": True})
-
-    def unload_adapter(self, name: str, deadline: float) -> None:
-        """Forget an adapter."""
-        self.post("/v1/unload_lora_adapter", deadline, {"lora_name": name})
-
-    def sleep(self, deadline: float, level: int = 1) -> None:
-        """Free GPU memory: 1 moves the weights to the host's memory, 2 drops them. Does nothing on a CPU."""
-        self.post("/sleep", deadline, level=level)
-
-    def wake(self, deadline: float, tags: Sequence[str] = ()) -> None:
-        """Take the memory back: all, or that of ``tags`` ("weights", "kv_cache")."""
-        self.post("/wake_up", deadline, tags=list(tags))
-
-    def init_transfer(self, info: Mapping[str, Any], deadline: float) -> None:
-        """Let the server's weight-transfer engine meet the trainer; ``info`` is that engine's own."""
-        self.post("/init_weight_transfer_engine", deadline, {"init_info": dict(info)})
-
-    def shutdown_transfer(self, deadline: float) -> None:
-        """Close what `init_transfer` opened."""
-        self.post("/shutdown_weight_transfer_engine", deadline)
-
-    def start_update(self, deadline: float) -> None:
-        """Open an update of vLLM's weight-transfer engine."""
-        self.post("/start_weight_update", deadline)
-
-    def update_weights(self, info: Mapping[str, Any], deadline: float) -> None:
-        """Receive weights; returns when they have arrived. ``info`` is the transfer engine's own."""
-        self.post("/update_weights", deadline, {"update_info": dict(info)})
-
-    def finish_update(self, version: int, deadline: float) -> None:
-        """Close the update, and stamp it with the policy's version."""
-        self.post("/finish_weight_update", deadline, {"weight_version": str(version)})
-
-    def weight_version(self, deadline: float) -> str:
-        """The stamp of the last finished update."""
-        return str(self.get("/weight_info", deadline)["weight_version"])
 
 
 def _left(until: float) -> float:

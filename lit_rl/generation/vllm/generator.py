@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lit_rl.errors import ConfigError, GenerationError, in_range, one_of
+from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.base import check_request
 from lit_rl.generation.ranks import together
@@ -17,7 +17,7 @@ from lit_rl.generation.vllm.engine import Engine, Facts, Weights
 from lit_rl.generation.vllm.heartbeat import Beat
 from lit_rl.generation.vllm.probe import Gap, Probe
 from lit_rl.generation.vllm.requests import Answer, Request, check_temperature, completions_of, requests_of
-from lit_rl.generation.vllm.sender import PUSHES, Sender, adapter_rank, torch_dtype
+from lit_rl.generation.vllm.sender import PUSHES, Sender, rank_of_adapter, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.language_model import LanguageModel
@@ -34,7 +34,14 @@ class EngineGenerator(ABC):
     (`algo/correction`), and samples are the same again only as far as the engine's arithmetic is.
 
     Args:
-        engine: How vLLM holds the policy.
+        dtype: Type of the engine's weights: "float32", "bfloat16" or "float16". None is the policy's own.
+        max_model_len: Longest prompt and response together, in tokens. None is what the model was built for.
+        gpu_memory_utilization: Share of the GPU's memory that the engine may take, in (0, 1].
+        kv_cache_gib: Key-value cache in GiB, in place of `gpu_memory_utilization`. None is 1 GiB on a CPU.
+        tensor_parallel_size: GPUs that a copy of the model is cut over. In this process it divides the number of ranks.
+        max_num_seqs: Most sequences that run at once; more wait. None is vLLM's choice.
+        max_lora_rank: Highest rank of an adapter that is sent by itself. None is the policy's own.
+        enforce_eager: Compile nothing and capture no CUDA graphs. None does so on a CPU only.
         push: How a LoRA policy is sent: "adapter" sends the adapter alone, "merged" all weights with the adapter in
             them, "auto" the adapter alone where vLLM can run it.
         probe: Whether the log-probs of a probe are compared after every update: "every_sync" or "off".
@@ -47,10 +54,17 @@ class EngineGenerator(ABC):
     exact = False
     """The engine's log-probs are nearly, not exactly, those of the policy that learns."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword a setting)
         self,
-        engine: EngineSettings,
         *,
+        dtype: Literal["float32", "bfloat16", "float16"] | None = EngineSettings.dtype,
+        max_model_len: int | None = EngineSettings.max_model_len,
+        gpu_memory_utilization: float = EngineSettings.gpu_memory_utilization,
+        kv_cache_gib: float | None = EngineSettings.kv_cache_gib,
+        tensor_parallel_size: int = EngineSettings.tensor_parallel_size,
+        max_num_seqs: int | None = EngineSettings.max_num_seqs,
+        max_lora_rank: int | None = EngineSettings.max_lora_rank,
+        enforce_eager: bool | None = EngineSettings.enforce_eager,
         push: Literal["auto", "adapter", "merged"] = "auto",
         probe: Literal["every_sync", "off"] = "every_sync",
         probe_mean_limit: float | None = None,
@@ -66,7 +80,17 @@ class EngineGenerator(ABC):
         ):
             if value is not None:
                 in_range(f"generator.{key}", value, low=0, open_low=True)
-        self.settings, self.push, self.probe, self.heartbeat = engine, push, probe, heartbeat
+        self.settings = EngineSettings(
+            dtype=dtype,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_gib=kv_cache_gib,
+            tensor_parallel_size=tensor_parallel_size,
+            max_num_seqs=max_num_seqs,
+            max_lora_rank=max_lora_rank,
+            enforce_eager=enforce_eager,
+        )
+        self.push, self.probe, self.heartbeat = push, probe, heartbeat
         self._limits = {"mean_limit": probe_mean_limit, "max_limit": probe_max_limit}
         self._model: LanguageModel | None = None
         self._forget()
@@ -127,7 +151,11 @@ class EngineGenerator(ABC):
         self._policy = policy
         if self.engine is None:
             engine = together(lambda: self._start(policy))
-            together(lambda: self._check_model(engine, policy))
+            try:
+                together(lambda: self._check_model(engine, policy))
+            except LitRLError:
+                engine.close()
+                raise
             self.engine = engine
         mark, current = (version, fingerprint(policy)), self._is_current()
         if all(ranks.everyone_says(mark == self._pushed and current)):
@@ -171,7 +199,7 @@ class EngineGenerator(ABC):
 
     def settings_for(self, policy: nn.Module) -> EngineSettings:
         """The settings with what is left open taken from the policy: its type, and the rank of its adapter."""
-        rank = None if self.push == "merged" else self.settings.max_lora_rank or adapter_rank(policy)
+        rank = None if self.push == "merged" else self.settings.max_lora_rank or rank_of_adapter(policy)
         return replace(self.settings, dtype=self.dtype(policy), max_lora_rank=rank)
 
     def _check_model(self, engine: Engine, policy: nn.Module) -> None:

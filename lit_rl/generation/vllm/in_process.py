@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -16,7 +16,6 @@ from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.in_process_engine import InProcessEngine
 from lit_rl.generation.vllm.model_files import write_model_files
 from lit_rl.generation.vllm.requests import Answer, Request
-from lit_rl.generation.vllm.settings import EngineSettings
 
 
 class VLLMGenerator(EngineGenerator):
@@ -26,52 +25,17 @@ class VLLMGenerator(EngineGenerator):
     loads no weights from the disk; the policy's are sent.
 
     Args:
-        dtype: Type of the engine's weights: "float32", "bfloat16" or "float16". None is the policy's own.
-        max_model_len: Longest prompt and response together, in tokens. None is what the model was built for.
-        gpu_memory_utilization: Share of the GPU's memory that the engine may take, in (0, 1].
-        kv_cache_gib: Key-value cache in GiB, in place of `gpu_memory_utilization`. None is 1 GiB on a CPU.
-        tensor_parallel_size: GPUs that a copy of the model is cut over. In this process it divides the number of ranks.
-        max_num_seqs: Most sequences that run at once; more wait. None is vLLM's choice.
-        max_lora_rank: Highest rank of an adapter that is sent by itself. None is the policy's own.
-        enforce_eager: Compile nothing and capture no CUDA graphs. None does so on a CPU only.
         sleep: Give the engine's memory back to the training between rollouts: "auto" does so on a GPU (a CPU's is not
             freed by it), or "always" or "never".
+        shared: What every `EngineGenerator` takes.
 
     Raises:
         ConfigError: a setting out of range.
         BackendError: vLLM is not installed.
     """
 
-    def __init__(  # noqa: PLR0913 (one keyword a setting)
-        self,
-        *,
-        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.3,
-        kv_cache_gib: float | None = None,
-        tensor_parallel_size: int = 1,
-        max_num_seqs: int | None = None,
-        max_lora_rank: int | None = None,
-        enforce_eager: bool | None = None,
-        sleep: Literal["auto", "always", "never"] = "auto",
-        push: Literal["auto", "adapter", "merged"] = "auto",
-        probe: Literal["every_sync", "off"] = "every_sync",
-        probe_mean_limit: float | None = None,
-        probe_max_limit: float | None = None,
-        heartbeat: float | None = 30.0,
-    ) -> None:
-        engine = EngineSettings(
-            dtype=dtype,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_gib=kv_cache_gib,
-            tensor_parallel_size=tensor_parallel_size,
-            max_num_seqs=max_num_seqs,
-            max_lora_rank=max_lora_rank,
-            enforce_eager=enforce_eager,
-        )
-        limits = {"probe_mean_limit": probe_mean_limit, "probe_max_limit": probe_max_limit}
-        super().__init__(engine, push=push, probe=probe, heartbeat=heartbeat, **limits)
+    def __init__(self, *, sleep: Literal["auto", "always", "never"] = "auto", **shared: Any) -> None:
+        super().__init__(**shared)
         one_of("generator.sleep", sleep, ("auto", "always", "never"))
         self.sleep = sleep
         vllm_settings.require_vllm("generator=vllm")

@@ -72,7 +72,7 @@ class Sender:
     def by_adapter(self, policy: nn.Module, facts: Facts) -> bool:
         """Whether the adapter travels by itself."""
         why = adapter_only(policy)
-        rank, room = adapter_rank(policy), facts.max_lora_rank or 0
+        rank, room = rank_of_adapter(policy), facts.max_lora_rank or 0
         if why is None and rank is not None and rank > room:
             why = f"its rank is {rank}, and the engine has room for {room}: raise generator.max_lora_rank"
         if self._push == "adapter" and why is not None:
@@ -80,7 +80,7 @@ class Sender:
         return self._push != "merged" and why is None
 
 
-def adapter_rank(policy: nn.Module) -> int | None:
+def rank_of_adapter(policy: nn.Module) -> int | None:
     """The highest rank of an adapter that an engine can run by itself; None where the policy has none."""
     if adapter_only(policy) is not None:
         return None

@@ -20,7 +20,6 @@ from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.own_server import OwnServer, wait_for
 from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.generation.vllm.server_engine import ServerEngine
-from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
 
 
@@ -29,7 +28,6 @@ class VLLMServerGenerator(EngineGenerator):
 
     A server that dies, hangs or was restarted is found out within the deadlines; it is started again, or waited for,
     once, synced and asked again. Else the run ends with exit code 5, a checkpoint and the server's last lines.
-    From `dtype` to `enforce_eager` the settings are those of a server that is launched; one that runs has its own.
 
     Args:
         urls: Addresses of the servers, such as ``[http://127.0.0.1:8000]``. Requests are dealt out to them in turn.
@@ -41,21 +39,14 @@ class VLLMServerGenerator(EngineGenerator):
         answer_deadline: Seconds for any other call, and for how long a server may be silent.
         start_deadline: Seconds for a server to start, or to come back.
         lag: Rollouts that are drawn ahead with older weights while the policy learns: 0 or 1.
-        dtype: Type of the engine's weights: "float32", "bfloat16" or "float16". None is the policy's own.
-        max_model_len: Longest prompt and response together, in tokens. None is what the model was built for.
-        gpu_memory_utilization: Share of the GPU's memory that the engine may take, in (0, 1].
-        kv_cache_gib: Key-value cache in GiB, in place of `gpu_memory_utilization`. None is 1 GiB on a CPU.
-        tensor_parallel_size: GPUs that a copy of the model is cut over.
-        max_num_seqs: Most sequences that run at once; more wait. None is vLLM's choice.
-        max_lora_rank: Highest rank of an adapter that is sent by itself. None is the policy's own.
-        enforce_eager: Compile nothing and capture no CUDA graphs. None does so on a CPU only.
+        shared: What every `EngineGenerator` takes; of the engine, what a server is launched with.
 
     Raises:
         ConfigError: a setting out of range, or neither `urls` nor `launch`.
         BackendError: a server is to be launched and vLLM is not installed.
     """
 
-    def __init__(  # noqa: PLR0913 (one keyword a setting)
+    def __init__(
         self,
         *,
         urls: Sequence[str] = (),
@@ -66,32 +57,9 @@ class VLLMServerGenerator(EngineGenerator):
         answer_deadline: float = 60.0,
         start_deadline: float = 600.0,
         lag: int = 0,
-        dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        max_model_len: int | None = None,
-        gpu_memory_utilization: float = 0.3,
-        kv_cache_gib: float | None = None,
-        tensor_parallel_size: int = 1,
-        max_num_seqs: int | None = None,
-        max_lora_rank: int | None = None,
-        enforce_eager: bool | None = None,
-        push: Literal["auto", "adapter", "merged"] = "auto",
-        probe: Literal["every_sync", "off"] = "every_sync",
-        probe_mean_limit: float | None = None,
-        probe_max_limit: float | None = None,
-        heartbeat: float | None = 30.0,
+        **shared: Any,
     ) -> None:
-        engine = EngineSettings(
-            dtype=dtype,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_gib=kv_cache_gib,
-            tensor_parallel_size=tensor_parallel_size,
-            max_num_seqs=max_num_seqs,
-            max_lora_rank=max_lora_rank,
-            enforce_eager=enforce_eager,
-        )
-        limits = {"probe_mean_limit": probe_mean_limit, "probe_max_limit": probe_max_limit}
-        super().__init__(engine, push=push, probe=probe, heartbeat=heartbeat, **limits)
+        super().__init__(**shared)
         one_of("generator.transport", transport, ("auto", *TRANSPORTS))
         for key, value in {
             "deadline": deadline,
@@ -159,6 +127,8 @@ class VLLMServerGenerator(EngineGenerator):
         """Start a server on rank 0; the addresses that every rank will ask."""
         if ranks.rank() != 0:
             return []
+        if self._process is not None:  # of a start that came to nothing
+            self._process.stop()
         own = self._process = OwnServer(policy, self.model, self.settings_for(policy), self.log)
         own.start(self.start_deadline, self._say)
         return [own.url]
