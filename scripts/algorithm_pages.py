@@ -24,11 +24,11 @@ from metric_meanings import MEANINGS, METRICS
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lit_rl.algorithms import GKD, ORPO, SFT
-from lit_rl.algorithms.offline import OfflineModule
-from lit_rl.algorithms.online_pairs import OnlinePairs
-from lit_rl.algorithms.pairs import PairModule
-from lit_rl.algorithms.scalar_module import ScalarModule
-from lit_rl.algorithms.verdicts import VerdictModule
+from lit_rl.algorithms.families.judged import OnlinePairs
+from lit_rl.algorithms.families.pairs import PairModule
+from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.families.verdicts import VerdictModule
+from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.cli import schemas
 from lit_rl.cli.build import ABSENT, build, plain
 

@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_rl.algorithms import SFT
-from lit_rl.algorithms.evaluation import Evaluation
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.cli.quiet import filter_warnings
 from lit_rl.data.offline.datamodule import SupervisedDataModule
 from lit_rl.data.tasks import AdditionText

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lit_rl.algorithms import CPO, GKD, ORPO, SFT, NashMD, ProcessRewardModeling
-from lit_rl.algorithms.online_pairs import OnlinePairs
-from lit_rl.algorithms.verdicts import VerdictModule
+from lit_rl.algorithms.families.judged import OnlinePairs
+from lit_rl.algorithms.families.verdicts import VerdictModule
 
 METRICS = {
     "clip_ratio/low_mean": "share of the loss tokens below the lower bound with a negative advantage: no gradient",

@@ -23,8 +23,8 @@ from algorithm_pages import CLASSES, COMPLETED, FAMILIES, OFFLINE, PAGES, compos
 from curve_runs import BLUE, GREY, IMAGES, ORANGE, band, spread, styled
 from offline_points import Curve, Curves, Point, column, read, save
 
-from lit_rl.algorithms.scalar_module import ScalarModule
-from lit_rl.algorithms.verdicts import VerdictModule
+from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.families.verdicts import VerdictModule
 
 SCORERS = [name for name in OFFLINE if issubclass(CLASSES[name], ScalarModule)]
 

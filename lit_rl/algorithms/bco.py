@@ -18,15 +18,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.density_ratio import DensityRatio, prompt_embeddings
-from lit_rl.algorithms.precomputed import text_key
-from lit_rl.algorithms.verdicts import VerdictModule
-from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.algorithms.families.verdicts import VerdictModule
+from lit_rl.algorithms.terms.density_ratio import DensityRatio, prompt_embeddings
+from lit_rl.algorithms.terms.precomputed_reference import text_key
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Encoded, Example
 from lit_rl.data.offline.example_set import token_batch
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch, VerdictBatch
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.preference.verdicts import bco
 from lit_rl.ops.step import Metrics
 

@@ -19,13 +19,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.over_ranks import inner, setting
-from lit_rl.algorithms.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
-from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.algorithms.families.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
+from lit_rl.algorithms.ranks import inner, setting
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.text_forward import TextScores
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.text_forward import TextScores
 from lit_rl.ops.preference.common import alpha_reward
 from lit_rl.ops.preference.losses import ipo, sigmoid, sigmoid_norm
 from lit_rl.ops.preference.reference_free import alphapo, simpo

@@ -18,16 +18,16 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import pair_checks
-from lit_rl.algorithms.over_ranks import inner
-from lit_rl.algorithms.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
-from lit_rl.algorithms.precomputed import PrecomputedReference
-from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.algorithms.families.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
+from lit_rl.algorithms.preflight import preferences as pair_checks
+from lit_rl.algorithms.ranks import inner
+from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.reference import ReferenceFree
-from lit_rl.models.text_forward import TextScores
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.text_forward import TextScores
+from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops.masking import masked_mean
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.losses import sigmoid

@@ -25,13 +25,13 @@ from lit_rl.algorithms.gkd_parts import (
     rewritten,
     writer_of,
 )
-from lit_rl.algorithms.offline import OfflineModule, mean_over
-from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.algorithms.loop.offline import OfflineModule, mean_over
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import ExampleBatch, TextBatch, Totals
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.reference import Scorer
-from lit_rl.models.text_forward import refuse_leaks, text_logits
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.text_forward import refuse_leaks, text_logits
+from lit_rl.models.reference.base import Scorer
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd

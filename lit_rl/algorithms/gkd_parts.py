@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lit_rl.algorithms import checks
-from lit_rl.algorithms.batching import mix
+from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.generation.collect import Vocabulary, collect
 from lit_rl.generation.native import for_another_policy
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.reference import Held, OnCPU, Scorer
-from lit_rl.models.sharding import unsharded
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.sharding import unsharded
+from lit_rl.models.reference.base import Held, OnCPU, Scorer
 from lit_rl.rollout import Completions, PromptBatch
 
 if TYPE_CHECKING:

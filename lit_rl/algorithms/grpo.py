@@ -8,14 +8,14 @@ For G completions of one prompt, each with a reward:
 
 Which advantage, loss, KL estimator and average is a choice of functions (`algo/advantage`, `algo/loss`, `algo/kl`,
 `algo/reduction`): DAPO, Dr. GRPO, GSPO, CISPO and the like are such choices, files in `conf/algo`, not classes. Every
-further term, off by default, stands in `lit_rl.algorithms.policy_gradient`.
+further term, off by default, stands in `lit_rl.algorithms.families.policy_gradient`.
 """
 
 from __future__ import annotations
 
 from typing import final
 
-from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 
 
 @final

@@ -22,15 +22,16 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_rl.algorithms import checks, mismatched
-from lit_rl.algorithms.over_ranks import inner, setting
-from lit_rl.algorithms.verdicts import VerdictModule
-from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.algorithms.families.verdicts import VerdictModule
+from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.ranks import inner, setting
+from lit_rl.algorithms.terms import mismatched
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
 from lit_rl.examples import VerdictBatch
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.text_forward import score_texts
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.verdicts import kto
 from lit_rl.ops.step import Metrics

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lit_rl.algorithms import state
-from lit_rl.algorithms.evaluation import prefixed
-from lit_rl.algorithms.statistics import Averages
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.evaluation.validation import prefixed
+from lit_rl.algorithms.rollouts import state
 from lit_rl.examples import Totals
 from lit_rl.ops.step import Metrics
 
 if TYPE_CHECKING:
-    from lit_rl.algorithms.offline import OfflineModule
+    from lit_rl.algorithms.loop.offline import OfflineModule
 
 
 class OfflineRecords:

@@ -18,8 +18,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lit_rl.algorithms.online_preference import OnlinePreference
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.algorithms.families.judged_pairs import OnlinePreference
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens

@@ -10,7 +10,7 @@ For every response token t of a row, with values V_t of the critic when the roll
     objective      policy + vf_coef critic + ptx_coef cross-entropy of supervised text, each averaged over its tokens
 
 One optimizer trains both, in two parameter groups. Every further term of the policy, off by default, stands in
-`lit_rl.algorithms.policy_gradient`.
+`lit_rl.algorithms.families.policy_gradient`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms import checks, estimator_checks
-from lit_rl.algorithms.credit import Credit
-from lit_rl.algorithms.objective import policy_objective
-from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.families.objective import policy_objective
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.optim.schedules import After, Schedule
 from lit_rl.algorithms.ppo_parts import (
     frozen_values,
     objective_metrics,
@@ -34,12 +33,14 @@ from lit_rl.algorithms.ppo_parts import (
     ratio_moments,
     with_values,
 )
-from lit_rl.algorithms.schedules import After, Schedule
+from lit_rl.algorithms.preflight import estimators as estimator_checks
+from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.terms.credit import Credit
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.models.critic import Critic, SeparateCritic
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.reward_adapter import RewardAdapter
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.scoring.critic import Critic, SeparateCritic
+from lit_rl.models.scoring.reward_adapter import RewardAdapter
 from lit_rl.ops.advantages import whiten_tokens
 from lit_rl.ops.masking import variance
 from lit_rl.ops.reductions import StepTotals, token_mean

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rl.algorithms.credit import Credit
-from lit_rl.algorithms.micro_batches import trimmed
-from lit_rl.models.text_forward import score_texts
+from lit_rl.algorithms.rollouts.micro_batches import trimmed
+from lit_rl.algorithms.terms.credit import Credit
+from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.ops.losses import MAX_LOG_RATIO
 from lit_rl.ops.masking import masked_moments, masked_sum
 from lit_rl.ops.ratios import token_ratio

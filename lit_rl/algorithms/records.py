@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import state
-from lit_rl.algorithms.evaluation import prefixed
-from lit_rl.algorithms.statistics import Averages, rollout_metrics
-from lit_rl.algorithms.tables import sample_table
+from lit_rl.algorithms.evaluation.statistics import Averages, rollout_metrics
+from lit_rl.algorithms.evaluation.tables import sample_table
+from lit_rl.algorithms.evaluation.validation import prefixed
+from lit_rl.algorithms.rollouts import state
 from lit_rl.errors import RewardError
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.masking import masked_sum
@@ -21,7 +21,7 @@ from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 if TYPE_CHECKING:
-    from lit_rl.algorithms.on_policy import OnPolicyModule
+    from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 
 MAX_UNSCORED = 8
 """Rollouts in a row without any reward after which a run ends."""

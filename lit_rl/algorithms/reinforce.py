@@ -6,7 +6,7 @@
 
 `algo=reinforce` is the plain estimator (Williams, 1992): the reward itself as advantage, and no clip; `algo=remax`
 takes the reward of the greedy completion as baseline (2310.10505). Every further term, off by default, stands in
-`lit_rl.algorithms.policy_gradient`.
+`lit_rl.algorithms.families.policy_gradient`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from lit_rl.algorithms.policy_gradient import PolicyGradient
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.returns import reinforce_plus_plus
 from lit_rl.rewards.base import Rewards
 

@@ -13,14 +13,14 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.offline import mean_over
-from lit_rl.algorithms.scalar_module import ScalarModule
-from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.loop.offline import mean_over
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.encode import marks_start
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.scoring_model import SEQUENCES
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.scoring.model import SEQUENCES
 from lit_rl.ops.preference.rewards import bradley_terry
 from lit_rl.ops.step import Highest, Lowest, Metrics
 

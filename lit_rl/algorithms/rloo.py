@@ -8,7 +8,7 @@ For G completions of one prompt, each with a reward:
     objective   - min(r_i A_i, clip(r_i, 1 - clip_low, 1 + clip_high) A_i), averaged over sequences
 
 With one optimizer step a rollout the ratio is 1 and this is the paper's estimator. Every further term, off by default,
-stands in `lit_rl.algorithms.policy_gradient`.
+stands in `lit_rl.algorithms.families.policy_gradient`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 
-from lit_rl.algorithms.policy_gradient import PolicyGradient
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.advantages import leave_one_out
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.ratios import sequence_sum_ratio

@@ -17,11 +17,11 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lit_rl.algorithms import online_checks
-from lit_rl.algorithms.offline import mean_over
-from lit_rl.algorithms.online_preference import OnlinePreference
-from lit_rl.algorithms.opponents import duels
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.algorithms.families.judged_pairs import OnlinePreference
+from lit_rl.algorithms.loop.offline import mean_over
+from lit_rl.algorithms.preflight import judged as online_checks
+from lit_rl.algorithms.rollouts.opponents import duels
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals

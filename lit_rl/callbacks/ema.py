@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.models.sharding import full_state_dict
-from lit_rl.models.shards import laid_out, local, stored_parameters
+from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.policy.shards import laid_out, local, stored_parameters
 
 
 class EMAWeights(L.Callback):

@@ -21,10 +21,10 @@ ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
 """Prefixes that `_target_` may have. `allow_targets=[my_package]` adds the user's own, by their own hand."""
 
 _CLASSES_ONLY = ("lightning.", "torch.", "lit_rl.")
-_FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.", "lit_rl.algorithms.groups.")
+_FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.", "lit_rl.algorithms.terms.groups.")
 """Where a config may name functions too."""
 
-OPTIONAL = {"lit_rl.models.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
+OPTIONAL = {"lit_rl.models.policy.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
 """Objects that are there only if one of their settings is."""
 
 

@@ -23,8 +23,8 @@ import yaml
 from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lit_rl.algorithms import optimizers, schedules
-from lit_rl.algorithms.policy_module import PolicyModule
+from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop
 from lit_rl.cli import quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
@@ -35,7 +35,9 @@ from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
 from lit_rl.errors import INTERRUPTED, TERMINATED, ConfigError, did_you_mean
-from lit_rl.models import moving_reference, other_model, reference
+from lit_rl.models.reference import base as reference
+from lit_rl.models.reference import moving as moving_reference
+from lit_rl.models.reference import other_model
 
 CONFIG_NAME = "lit_rl_config.yaml"
 

@@ -13,8 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from lit_rl.algorithms.groups import DynamicSampling
-from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
 from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
 from lit_rl.commands.replay import Replay, replay

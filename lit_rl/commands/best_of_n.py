@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lit_rl.algorithms.statistics import mean_with_interval
+from lit_rl.algorithms.evaluation.statistics import mean_with_interval
 from lit_rl.callbacks.preference_sets import readable
 from lit_rl.commands.run_dir import finite
 from lit_rl.commands.train import Run

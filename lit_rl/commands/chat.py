@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lit_rl.algorithms.policy_module import PolicyModule
+from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.text import printable
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError, NumericError, StorageError
@@ -22,7 +22,7 @@ from lit_rl.generation.collect import Vocabulary
 from lit_rl.generation.native import DecodingSteps
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.transforms import EndDetector, TokenSampler
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Message, Prompt, Sampling
 
 _COMMANDS = "/reset forgets the conversation, /quit ends it"

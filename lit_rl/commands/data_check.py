@@ -22,7 +22,7 @@ from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.offline.formats import COLUMNS
 from lit_rl.data.splits import prompt_key
 from lit_rl.errors import DataError, in_range
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.language_model import LanguageModel
 
 _LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
 _OPEN, _CLOSE = "⟦", "⟧"

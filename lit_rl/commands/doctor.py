@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.policy_module import PolicyModule
+from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.commands.doctor_advice import Compared, Findings, Planned, Sides, Update, scored, unscored
 from lit_rl.commands.doctor_report import say, say_versions
 from lit_rl.data.templates import encode_prompt
@@ -22,8 +22,8 @@ from lit_rl.generation.collect import Vocabulary
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.probe import LIMITS
-from lit_rl.models.forward import score
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.engine import engine_log_ratio, engine_ratios
 from lit_rl.ops.masking import masked_mean, masked_moments
 from lit_rl.ops.mismatch import effective_share, token_truncate

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lit_rl.generation.vllm.probe import LIMITS, Gap
-from lit_rl.models.trunk import base_of
+from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import Sampling
 
 _GIB = 2**30

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_rl.commands.doctor_advice import Findings, advice
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.language_model import LanguageModel
 
 _NORMAL = (
     "Normal are 1e-5 nats at most where both compute in float32, and 0.02 on average and 0.2 at most where one "

@@ -13,14 +13,14 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms import state
-from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.algorithms.corrections import corrected
-from lit_rl.algorithms.look_ahead import look_ahead
-from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
-from lit_rl.algorithms.objective import policy_objective
-from lit_rl.algorithms.policy_gradient import PolicyGradient
-from lit_rl.algorithms.statistics import Averages
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.families.objective import policy_objective
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.terms.engine_correction import corrected
+from lit_rl.algorithms.terms.look_ahead import look_ahead
 from lit_rl.callbacks.rollouts import SavedRollout
 from lit_rl.commands.replay_report import Outcome, Report, say, write
 from lit_rl.errors import StorageError

@@ -22,7 +22,7 @@ from lit_rl.generation.vllm.settings import (
     require_vllm,
     runs_on_cpu,
 )
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.language_model import LanguageModel
 
 _LOOK_EVERY = 0.5
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")

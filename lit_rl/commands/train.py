@@ -17,12 +17,12 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
-from lit_rl.algorithms.generating import GeneratingModule
+from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import INTERRUPTED, TERMINATED, GenerationError
-from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.policy.sharding import full_state_dict
 
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 

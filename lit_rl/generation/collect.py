@@ -12,7 +12,7 @@ from torch import nn
 
 from lit_rl.generation.base import Generator
 from lit_rl.generation.noise import prompt_key
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
 
 

@@ -12,7 +12,7 @@ def auto_correction(
     """:func:`~lit_rl.ops.mismatch.token_truncate` with its own bounds: truncated importance sampling.
 
     An algorithm that is given it takes no correction at all where the generator draws by the policy's own forward pass
-    (`lit_rl.algorithms.corrections`): all weights are 1 there, but for roundings.
+    (`lit_rl.algorithms.terms.engine_correction`): all weights are 1 there, but for roundings.
 
     By tokens, where TRL masks whole responses: the ratio of a response is a product, so it leaves any bounds as
     responses grow, and with it the longest ones would leave the loss. A token's does not depend on the length.

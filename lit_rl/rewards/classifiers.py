@@ -51,7 +51,7 @@ class Classifier:
         overlong: str,
         chat_template: str | None,
     ) -> None:
-        from lit_rl.models import hub
+        from lit_rl.models.policy import hub
 
         for key, value, allowed in (("dtype", dtype, _DTYPES), ("overlong", overlong, self.allowed_overlong)):
             if value not in allowed:
@@ -133,7 +133,7 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
     import transformers
     from transformers import AutoConfig, AutoTokenizer
 
-    from lit_rl.models import hub
+    from lit_rl.models.policy import hub
 
     name, path, revision = description.name, description.path, description.revision
     with hub.reading("name", name, path):

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
-from lit_rl.algorithms.controllers import AdaptiveEntropy, FixedEntropy
+from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.critic import SeparateCritic, SharedTrunk
+from lit_rl.models.scoring.critic import SeparateCritic, SharedTrunk
 from lit_rl.ops import advantages, losses, mismatch, ratios, reductions, rejection, returns, selection, shaping
 from lit_rl.ops.kl import corrected_k1, corrected_k2, k2, k3, sequence_corrected_k3
 from lit_rl.ops.reductions import sequence_mean

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.offline import OfflineModule
-from lit_rl.algorithms.statistics import Averages
-from lit_rl.algorithms.whole_step import WholeStep
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.offline.loader import ExampleLoader
 from lit_rl.models import LanguageModel

@@ -10,8 +10,8 @@ import lightning as L
 import torch
 
 from lit_rl.algorithms import BCO, KTO, Constant
-from lit_rl.algorithms.density_ratio import DensityRatio
-from lit_rl.algorithms.optimizers import ByPath
+from lit_rl.algorithms.optim.optimizers import ByPath
+from lit_rl.algorithms.terms.density_ratio import DensityRatio
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.rollout import Sampling

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
-from lit_rl.algorithms.online_pairs import WIN_RATE
+from lit_rl.algorithms.families.judged import WIN_RATE
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 

@@ -90,7 +90,7 @@ class EachBatch(L.Callback):
 
 
 class Ranks:
-    """Several ranks as threads of this process, with the collectives that `lit_rl.algorithms.over_ranks` uses.
+    """Several ranks as threads of this process, with the collectives that `lit_rl.algorithms.ranks` uses.
 
     `Ranks(2).run(function)` calls `function(module)` on each, with a stand-in for a module, and returns what each gave.
     """

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.batching import BatchPlan, Slot, micro_rows, minibatch_rows
+from lit_rl.algorithms.rollouts.plan import BatchPlan, Slot, micro_rows, minibatch_rows
 from lit_rl.errors import ConfigError
 
 

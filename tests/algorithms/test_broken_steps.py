@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
-from lit_rl.algorithms.broken_steps import LIMIT
-from lit_rl.algorithms.controllers import FixedEntropy
+from lit_rl.algorithms.optim.broken_steps import LIMIT
+from lit_rl.algorithms.terms.controllers import FixedEntropy
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import NumericError
@@ -121,7 +121,7 @@ def test_a_gradient_scaler_leaves_out_its_own_steps(tmp_path):
     """Under 16-mixed an infinite norm is how the scale is found: no step of ours, and no count."""
     from types import SimpleNamespace
 
-    from lit_rl.algorithms.broken_steps import BrokenSteps
+    from lit_rl.algorithms.optim.broken_steps import BrokenSteps
 
     module: Any = SimpleNamespace(
         trainer=SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object())), grad_norm=torch.tensor(math.inf)

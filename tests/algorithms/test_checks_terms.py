@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce, estimator_checks
-from lit_rl.algorithms.controllers import AdaptiveKL
-from lit_rl.algorithms.groups import DynamicSampling
-from lit_rl.algorithms.loss_ranges import loss_settings
-from lit_rl.algorithms.replay import GroupReplay
-from lit_rl.algorithms.running_norm import RunningNorm
+from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
+from lit_rl.algorithms.preflight import estimators as estimator_checks
+from lit_rl.algorithms.preflight.losses import loss_settings
+from lit_rl.algorithms.terms.controllers import AdaptiveKL
+from lit_rl.algorithms.terms.groups import DynamicSampling
+from lit_rl.algorithms.terms.replay import GroupReplay
+from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.errors import ConfigError
 from lit_rl.generation.native import NativeGenerator

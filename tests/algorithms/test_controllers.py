@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
+from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
 from lit_rl.errors import ConfigError, NumericError, StorageError
 
 

@@ -12,8 +12,8 @@ from copied_engines import CopiedPolicyGenerator
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Constant, Evaluation, Reinforce
-from lit_rl.algorithms.optimizers import ByPath
-from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.datamodule import RolloutDataModule
@@ -177,8 +177,8 @@ def test_weights_change_the_gradient(tmp_path):
 
 def forwards(tmp_path: Any, monkeypatch: Any, settings: dict[str, Any], **how: Any) -> tuple[int, int]:
     """Rows that the policy scored with and without gradient; the engine's copy is another model."""
-    import lit_rl.algorithms.micro_batches as micro_batches
-    import lit_rl.algorithms.on_policy as on_policy
+    import lit_rl.algorithms.loop.on_policy as on_policy
+    import lit_rl.algorithms.rollouts.micro_batches as micro_batches
 
     rows = {True: 0, False: 0}
 

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
-from lit_rl.algorithms.controllers import AdaptiveKL, FixedEntropy
-from lit_rl.algorithms.credit import token_rewards
-from lit_rl.algorithms.running_norm import RunningNorm
+from lit_rl.algorithms.terms.controllers import AdaptiveKL, FixedEntropy
+from lit_rl.algorithms.terms.credit import token_rewards
+from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError
 from lit_rl.ops import advantages, returns, selection

@@ -8,8 +8,8 @@ import pytest
 import torch
 from small_rollouts import Ranks, completions, rollout
 
-from lit_rl.algorithms.corrections import corrected
-from lit_rl.algorithms.statistics import Averages
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.terms.engine_correction import corrected
 
 WIDTHS = 2, 3
 WEIGHTS = 0.2, 3.0

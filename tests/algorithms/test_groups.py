@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from small_rollouts import EachBatch, Ranks, batch, completions, scores, trainer
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.algorithms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
-from lit_rl.algorithms.micro_batches import step_counts
+from lit_rl.algorithms.rollouts.micro_batches import step_counts
+from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.ops.advantages import group_normalized

@@ -15,7 +15,7 @@ from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.models.moving_reference import Mixing
+from lit_rl.models.reference.moving import Mixing
 
 
 @pytest.fixture

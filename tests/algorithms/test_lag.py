@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from small_rollouts import EachBatch, completions, trainer
 
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO
-from lit_rl.algorithms.groups import DynamicSampling
+from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks import GracefulStop
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition

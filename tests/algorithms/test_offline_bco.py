@@ -11,10 +11,10 @@ import torch
 from offline_cuts import CUTS, MODEL, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import BCO
-from lit_rl.algorithms.density_ratio import DensityRatio, prompt_embeddings
+from lit_rl.algorithms.terms.density_ratio import DensityRatio, prompt_embeddings
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.errors import ConfigError, NumericError
-from lit_rl.models.moving_reference import EMA
+from lit_rl.models.reference.moving import EMA
 
 SUMS = ["1+2=", "11+22=", "5+5=", "40+2=", "7+1=", "60+60=", "9+9=", "3+4="]
 OTHERS = ["a", "bb", "c?", "dd!", "e", "ff", "g.", "h h"]

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from lit_rl.algorithms import DPO
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.examples import PairBatch, TokenBatch
-from lit_rl.models.reference import ReferenceFree
+from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops import preference
 from lit_rl.ops.preference import sft, sigmoid
 

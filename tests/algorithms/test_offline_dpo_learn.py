@@ -19,7 +19,7 @@ from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
-from lit_rl.models.moving_reference import Mixing
+from lit_rl.models.reference.moving import Mixing
 from lit_rl.ops.preference import sft, sigmoid
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling

@@ -14,9 +14,9 @@ from lit_rl.algorithms import DPO, AdamW, Constant
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.moving_reference import EMA
-from lit_rl.models.other_model import OtherModel
-from lit_rl.models.reference import AdapterBase, Auto, FrozenCopy, ReferenceFree
+from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, ReferenceFree
+from lit_rl.models.reference.moving import EMA
+from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.ops.preference import aot
 from lit_rl.rollout import Sampling
 

@@ -14,14 +14,14 @@ from small_rollouts import EachBatch, trainer
 from torch import Tensor
 
 from lit_rl.algorithms import GKD, AdamW, Constant
+from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.gkd_parts import as_tokens, prompts_of, rewritten, writer_of
-from lit_rl.algorithms.statistics import Averages
 from lit_rl.data.offline.datamodule import SupervisedDataModule
 from lit_rl.data.offline.loader import ExampleLoader
 from lit_rl.data.tasks import AdditionText
 from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.models import LanguageModel
-from lit_rl.models.lora import Lora
+from lit_rl.models.policy.lora import Lora
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Completions, Sampling
 

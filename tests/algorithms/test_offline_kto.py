@@ -16,7 +16,7 @@ from offline_cuts import CUTS, MODEL, PAIRS, VERDICTS, assert_same_step, data_of
 from lit_rl.algorithms import KTO
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
-from lit_rl.models.reference import ReferenceFree
+from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops.preference import apo_zero_unpaired, kto
 
 WEIGHTED = partial(kto, desirable_weight=1.5, undesirable_weight=0.7)

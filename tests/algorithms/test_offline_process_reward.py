@@ -15,7 +15,7 @@ from lit_rl.data.tasks import AdditionSteps
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.examples import Totals
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.policy.sharding import full_state_dict
 from lit_rl.rewards import ProcessRewardModel
 
 MODEL = LanguageModel("tiny")

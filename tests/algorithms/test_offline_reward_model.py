@@ -16,7 +16,7 @@ from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataMod
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.policy.sharding import full_state_dict
 from lit_rl.rewards import RewardModel
 
 FACTS = {"base_model": "tiny", "algorithm": "rewardmodeling"}

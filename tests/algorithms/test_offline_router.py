@@ -17,8 +17,8 @@ from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataMod
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.scoring_forward import scoring_logits
-from lit_rl.models.text_forward import score_texts
+from lit_rl.models.policy.text_forward import score_texts
+from lit_rl.models.scoring.forward import scoring_logits
 
 NO_IDS: dict[str, Any] = dict(bos_token_id=None, eos_token_id=None)
 WIDTH: dict[str, Any] = dict(

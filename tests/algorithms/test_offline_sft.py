@@ -15,7 +15,8 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lit_rl.algorithms import SFT, AdamW, Constant, offline
+from lit_rl.algorithms import SFT, AdamW, Constant
+from lit_rl.algorithms.loop import offline
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.offline.datamodule import SupervisedDataModule

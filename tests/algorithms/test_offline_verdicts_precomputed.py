@@ -11,13 +11,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from precomputed_runs import Look, data, files, fit
 from small_rollouts import trainer
 
-from lit_rl.algorithms import BCO, KTO, AdamW, Constant, mismatched
-from lit_rl.algorithms.density_ratio import DensityRatio
+from lit_rl.algorithms import BCO, KTO, AdamW, Constant
+from lit_rl.algorithms.terms import mismatched
+from lit_rl.algorithms.terms.density_ratio import DensityRatio
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.moving_reference import EMA
-from lit_rl.models.reference import Auto, FrozenCopy
+from lit_rl.models.reference.base import Auto, FrozenCopy
+from lit_rl.models.reference.moving import EMA
 from lit_rl.ops.preference import apo_zero_unpaired
 from lit_rl.rollout import Sampling
 
@@ -186,7 +187,9 @@ def test_settings_that_do_not_fit(make: Any) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("lit_rl.algorithms.precomputed._score", lambda *_: pytest.fail("the reference was asked"))
+    monkeypatch.setattr(
+        "lit_rl.algorithms.terms.precomputed_reference._score", lambda *_: pytest.fail("the reference was asked")
+    )
     (tmp_path / "file").write_text("")
     kept = module("kto", precompute_reference=True, reference_cache=str(tmp_path / "file" / "cache"))
     with pytest.raises(StorageError, match=r"cannot be written .*algo\.reference_cache"):

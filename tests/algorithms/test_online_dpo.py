@@ -23,15 +23,15 @@ from small_rollouts import EachBatch, trainer
 from torch.nn.functional import logsigmoid
 
 from lit_rl.algorithms import Constant, OnlineDPO
-from lit_rl.algorithms.best_of_group import BestOfGroup
-from lit_rl.algorithms.groups import DynamicSampling
-from lit_rl.algorithms.online_pairs import WIN_RATE
-from lit_rl.algorithms.online_preference import best_and_worst, compared
-from lit_rl.algorithms.optimizers import AdamW
+from lit_rl.algorithms.families.judged import WIN_RATE
+from lit_rl.algorithms.families.judged_pairs import best_and_worst, compared
+from lit_rl.algorithms.optim.optimizers import AdamW
+from lit_rl.algorithms.terms.best_of_group import BestOfGroup
+from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.models.reference import FrozenCopy, ReferenceFree
+from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
 from lit_rl.ops import preference
 from lit_rl.rewards import exact_match
 from lit_rl.rewards.judges import RewardJudge

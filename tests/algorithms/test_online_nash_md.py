@@ -11,12 +11,12 @@ from online_modules import completions, gradient_by_hand, rollout_of, step_of, w
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import Constant, NashMD
-from lit_rl.algorithms.optimizers import AdamW
+from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
 from lit_rl.generation.hf import HFGenerator
-from lit_rl.models.reference import FrozenCopy, ReferenceFree
+from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
 from lit_rl.rewards import exact_match
 from lit_rl.rewards.judges import RewardJudge
 from lit_rl.rollout import Completions, Sampling

@@ -13,12 +13,12 @@ from small_rollouts import EachBatch, trainer
 from torch.nn.functional import logsigmoid
 
 from lit_rl.algorithms import XPO, Constant
-from lit_rl.algorithms.optimizers import AdamW
+from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference import FrozenCopy, ReferenceFree
+from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 

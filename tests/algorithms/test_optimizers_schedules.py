@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from lit_rl.algorithms.optimizers import AdamW, AdamW8bit, ByPath
-from lit_rl.algorithms.schedules import After, Constant, Cosine, Linear, by_group
+from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, ByPath
+from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, by_group
 from lit_rl.errors import BackendError, ConfigError
 
 

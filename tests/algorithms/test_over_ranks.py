@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_rollouts import Ranks
 
-from lit_rl.algorithms import over_ranks
-from lit_rl.algorithms.over_ranks import all_tokens, everyones, named, over_all_ranks, parameters
+from lit_rl.algorithms import ranks as over_ranks
+from lit_rl.algorithms.ranks import all_tokens, everyones, named, over_all_ranks, parameters
 from lit_rl.ops.advantages import batch_normalized, normalize_then_sum
 from lit_rl.ops.returns import reinforce_plus_plus
 

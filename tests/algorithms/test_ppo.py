@@ -12,14 +12,14 @@ import torch
 from small_rollouts import EachBatch, completions, scores, trainer
 
 from lit_rl.algorithms import PPO, AdamW, Constant, Linear
-from lit_rl.algorithms.optimizers import ByPath
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError, DataError
-from lit_rl.models.critic import AdapterCritic, SeparateCritic, SharedTrunk
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.lora import Lora
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.lora import Lora
+from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic, SharedTrunk
 from lit_rl.ops.kl import k1
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.returns import gae

@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 
 import lit_rl.algorithms
-from lit_rl.algorithms.on_policy import OnPolicyModule
+from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.datamodule import RolloutDataModule

@@ -14,14 +14,14 @@ from hydra.core.global_hydra import GlobalHydra
 from small_rollouts import EachBatch, batch, completions, scores, trainer
 
 from lit_rl.algorithms import GRPO, Reinforce
-from lit_rl.algorithms.best_of_group import BestOfGroup
+from lit_rl.algorithms.terms.best_of_group import BestOfGroup
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel
-from lit_rl.models.forward import score
+from lit_rl.models.policy.forward import score
 from lit_rl.ops.constant import constant
 from lit_rl.ops.losses import reinforce_loss
 from lit_rl.rewards import Rewards

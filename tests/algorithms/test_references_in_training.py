@@ -11,15 +11,15 @@ import torch
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, AdamW, Constant
-from lit_rl.algorithms.controllers import AdaptiveKL
+from lit_rl.algorithms.terms.controllers import AdaptiveKL
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.lora import Lora
-from lit_rl.models.moving_reference import BEMA, EMA, Mixing
-from lit_rl.models.other_model import OtherModel
-from lit_rl.models.reference import AdapterBase, Auto, FrozenCopy, InitialAdapter
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.lora import Lora
+from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter
+from lit_rl.models.reference.moving import BEMA, EMA, Mixing
+from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.rollout import Sampling
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from small_rollouts import ONE, EachBatch, completions, rollout, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
-from lit_rl.algorithms.micro_batches import trimmed_rollout
-from lit_rl.algorithms.policy_gradient import PolicyGradient
-from lit_rl.algorithms.replay import GroupReplay
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.rollouts.micro_batches import trimmed_rollout
+from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError

@@ -11,13 +11,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
 from lit_rl.algorithms import PPO, Evaluation
-from lit_rl.algorithms.optimizers import AdamW
+from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.critic import AdapterCritic
-from lit_rl.models.reference import AdapterBase
+from lit_rl.models.reference.base import AdapterBase
+from lit_rl.models.scoring.critic import AdapterCritic
 from lit_rl.rewards import Rewards, exact_match
 from lit_rl.rollout import Sampling
 

@@ -9,7 +9,7 @@ import torch
 from small_rollouts import batch, completions, scores
 
 from lit_rl.algorithms.ppo_parts import with_values
-from lit_rl.algorithms.rows import Part, join_completions, joined, take_rows
+from lit_rl.algorithms.rollouts.rows import Part, join_completions, joined, take_rows
 
 
 def part(rows: list[int], weights: list[list[float]]) -> Part:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.running_norm import RunningNorm
+from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.errors import ConfigError
 
 REWARDS = st.lists(

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.evaluation import EvaluationRows
-from lit_rl.algorithms.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
+from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
+from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.rewards.base import Scores
 
 

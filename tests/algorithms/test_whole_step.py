@@ -13,8 +13,9 @@ from offline_cuts import PAIRS, VERDICTS, data_of, loaded, micro_batches
 from small_rollouts import Ranks
 from torch import Tensor
 
-from lit_rl.algorithms import BCO, CPO, DPO, KTO, over_ranks
-from lit_rl.algorithms.whole_step import WholeStep, share_of
+from lit_rl.algorithms import BCO, CPO, DPO, KTO
+from lit_rl.algorithms import ranks as over_ranks
+from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals

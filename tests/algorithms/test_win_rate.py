@@ -29,9 +29,9 @@ from lit_rl.algorithms import (
     Constant,
     Evaluation,
     OnlineDPO,
-    win_rate,
 )
-from lit_rl.algorithms.evaluation import EvaluationRows
+from lit_rl.algorithms.evaluation import win_rate
+from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionText

@@ -17,7 +17,7 @@ from doc_blocks import blocks, table_rows
 from doc_runs import left_as_found
 from hydra import compose, initialize_config_module
 
-from lit_rl.algorithms.batching import BatchPlan
+from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.cli import schemas
 from lit_rl.cli.build import plain
 

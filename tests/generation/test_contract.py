@@ -24,7 +24,7 @@ from lit_rl.generation.base import Generator
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.models.forward import score
+from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 ENGINES: dict[str, Callable[[], Any]] = {

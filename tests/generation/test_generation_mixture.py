@@ -14,7 +14,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.mixture import GeometricMixture
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.reference import AdapterBase, FrozenCopy
+from lit_rl.models.reference.base import AdapterBase, FrozenCopy
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 TEXTS = ["1+2=", "17+25=", "9+9=", "88+1=", "4+4="]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.forward import token_logprobs
+from lit_rl.models.policy.forward import token_logprobs
 
 KINDS = ("full", "fresh", "continued")
 """All weights are trained, a fresh LoRA, a LoRA that was trained before."""

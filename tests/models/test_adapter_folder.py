@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.forward import token_logits
-from lit_rl.models.shipping import adapter_only, write_adapter
+from lit_rl.models.export.shipping import adapter_only, write_adapter
+from lit_rl.models.policy.forward import token_logits
 
 SHIPPED = ("lora", "rslora", "patterns")
 

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from lit_rl.errors import BackendError, ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export import export_policy, model_card
-from lit_rl.models.sharding import full_state_dict
-from lit_rl.models.text_forward import score_texts
+from lit_rl.models.export.policy import export_policy, model_card
+from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.policy.text_forward import score_texts
 
 TEMPLATE = "{% for m in messages %}{{ '<|role|>' + m['role'] + '<tool>' + m['content'] + '<|end|>' }}{% endfor %}"
 OLD = 261

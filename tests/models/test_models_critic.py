@@ -11,12 +11,13 @@ from torch import distributed, nn
 from transformers import AutoModelForSequenceClassification
 
 from lit_rl.errors import ConfigError, StorageError
-from lit_rl.models import LanguageModel, Lora, forward
-from lit_rl.models.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
-from lit_rl.models.reference import AdapterBase
-from lit_rl.models.reward_adapter import RewardAdapter
-from lit_rl.models.sharding import full_state_dict, shard
-from lit_rl.models.value_head import ValueHead
+from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.policy import forward
+from lit_rl.models.policy.sharding import full_state_dict, shard
+from lit_rl.models.reference.base import AdapterBase
+from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
+from lit_rl.models.scoring.reward_adapter import RewardAdapter
+from lit_rl.models.scoring.value_head import ValueHead
 from lit_rl.rollout import Completions, Sampling
 
 CRITICS: list[Critic] = [SeparateCritic(), SharedTrunk(), AdapterCritic(r=2)]

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export import export_policy, verify
-from lit_rl.models.export import model_card as make_card
-from lit_rl.models.forward import token_logits
-from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.export.policy import export_policy, verify
+from lit_rl.models.export.policy import model_card as make_card
+from lit_rl.models.policy.forward import token_logits
+from lit_rl.models.policy.sharding import full_state_dict
 
 CARD = make_card({"base_model": "me/base", "algorithm": "grpo"})
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Olmo
 
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.forward import score, token_logits, token_logprobs
+from lit_rl.models.policy.forward import score, token_logits, token_logprobs
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.transforms import Truncation
 from lit_rl.rollout import Sampling, trim

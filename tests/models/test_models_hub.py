@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lit_rl.errors import ConfigError
-from lit_rl.models import hub
+from lit_rl.models.policy import hub
 
 
 def refused(name: str | Path) -> str:

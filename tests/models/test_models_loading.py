@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lit_rl.models
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.forward import token_logits
-from lit_rl.models.loading import Float32Head
-from lit_rl.models.tokenizer import load_tokenizer
+from lit_rl.models.policy.forward import token_logits
+from lit_rl.models.policy.loading import Float32Head
+from lit_rl.models.policy.tokenizer import load_tokenizer
 
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 

@@ -11,9 +11,9 @@ from reference_cases import KINDS, logprobs, make_policy, score, train_a_little
 from torch import nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.models.moving_reference import BEMA, EMA, Mixing
-from lit_rl.models.other_model import OtherModel
-from lit_rl.models.reference import AdapterBase, Auto, FrozenCopy, InitialAdapter, OnCPU
+from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter, OnCPU
+from lit_rl.models.reference.moving import BEMA, EMA, Mixing
+from lit_rl.models.reference.other_model import OtherModel
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from reference_cases import Two, logprobs, make_policy, score, train_a_little, t
 from torch import nn
 
 from lit_rl.errors import ConfigError, StorageError
-from lit_rl.models.moving_reference import BEMA, EMA, Mixing
+from lit_rl.models.reference.moving import BEMA, EMA, Mixing
 
 MAKE = {
     "ema": lambda **settings: EMA(decay=0.9, **settings),

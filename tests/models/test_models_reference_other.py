@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.loading import Float32Head
-from lit_rl.models.other_model import OtherModel
+from lit_rl.models.policy.loading import Float32Head
+from lit_rl.models.reference.other_model import OtherModel
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lit_rl.models.moving_reference import BEMA, EMA, Mixing
-from lit_rl.models.reference import FrozenCopy, InitialAdapter
-from lit_rl.models.sharding import shard
-from lit_rl.models.shards import local, stored_parameters
+from lit_rl.models.policy.sharding import shard
+from lit_rl.models.policy.shards import local, stored_parameters
+from lit_rl.models.reference.base import FrozenCopy, InitialAdapter
+from lit_rl.models.reference.moving import BEMA, EMA, Mixing
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from torch import nn
 
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.sharding import decoder_layers, full_state_dict, shard, unsharded
+from lit_rl.models.policy.sharding import decoder_layers, full_state_dict, shard, unsharded
 
 
 def test_a_plain_module_is_left_alone(make_model):

@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, BloomConfig, GptOssConfig, Lfm2Co
 
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
-from lit_rl.models import LanguageModel, Lora, text_forward
-from lit_rl.models.text_forward import refuse_leaks, score_texts
+from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.policy import text_forward
+from lit_rl.models.policy.text_forward import refuse_leaks, score_texts
 
 PAD = 256
 TEXTS = [[5, 6, 7, 8, 1], [9, 2], [10, 11, 3, 4, 5, 258, 7], [258, 12, 13]]

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from lit_rl.errors import ConfigError, NumericError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.export import export_policy
-from lit_rl.models.forward import token_logits
-from lit_rl.models.sharding import full_state_dict, shard, unsharded
-from lit_rl.models.shipping import adapter_only, base_weights, fingerprint, weight_shapes, whole_weights
+from lit_rl.models.export.policy import export_policy
+from lit_rl.models.export.shipping import adapter_only, base_weights, fingerprint, weight_shapes, whole_weights
+from lit_rl.models.policy.forward import token_logits
+from lit_rl.models.policy.sharding import full_state_dict, shard, unsharded
 
 
 @pytest.fixture

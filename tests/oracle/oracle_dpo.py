@@ -19,7 +19,7 @@ from torch import Tensor
 from lit_rl.algorithms import DPO
 from lit_rl.examples import PairBatch, TokenBatch, Totals
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference import AdapterBase, FrozenCopy
+from lit_rl.models.reference.base import AdapterBase, FrozenCopy
 from lit_rl.ops import preference
 
 ROWS = [

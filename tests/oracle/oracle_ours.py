@@ -25,12 +25,12 @@ from oracle_cases import (
 from oracle_trl import Oracle
 
 from lit_rl.algorithms import GRPO, RLOO
-from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.algorithms.controllers import AdaptiveEntropy, FixedEntropy
-from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
-from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference import FrozenCopy
+from lit_rl.models.reference.base import FrozenCopy
 from lit_rl.ops import advantages, kl, losses, mismatch, ratios, reductions, selection
 from lit_rl.ops.mismatch import effective_share
 from lit_rl.ops.step import Effective, Highest, Lowest, Metrics

@@ -32,7 +32,7 @@ from oracle_cases import (
 )
 from torch import Tensor
 
-from lit_rl.algorithms.micro_batches import frozen_logprobs
+from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs
 from lit_rl.rollout import Completions, Sampling
 
 

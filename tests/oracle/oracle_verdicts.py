@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_rl.algorithms import KTO
 from lit_rl.examples import TokenBatch, Totals, VerdictBatch
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference import AdapterBase, FrozenCopy
+from lit_rl.models.reference.base import AdapterBase, FrozenCopy
 from lit_rl.ops import preference
 
 ROWS = [

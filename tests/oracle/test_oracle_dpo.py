@@ -148,7 +148,7 @@ def weights_of(batch: Any, scores: Any) -> torch.Tensor:
 
 
 def test_without_a_reference_log_ratios_are_log_probs(trl: Any) -> None:
-    from lit_rl.models.reference import ReferenceFree
+    from lit_rl.models.reference.base import ReferenceFree
 
     module = DPO("tiny", reference=ReferenceFree(), preference={"sigmoid": sigmoid, "sft": sft})
     _, pairs, _ = columns_of(trl, module)

@@ -13,8 +13,8 @@ from oracle_cases import GROUP, ROWS, Case, Outcome, assert_same_step
 from oracle_ours import REDUCTIONS, SCALES, our_grpo, our_rollout, ours, plan_of, value
 from oracle_trl import Oracle, completions_of, theirs
 
-from lit_rl.algorithms.micro_batches import step_counts, totals_of
-from lit_rl.algorithms.statistics import rollout_metrics
+from lit_rl.algorithms.evaluation.statistics import rollout_metrics
+from lit_rl.algorithms.rollouts.micro_batches import step_counts, totals_of
 from lit_rl.rollout import select
 
 RATIOS: dict[str, dict[str, Any]] = {

@@ -11,10 +11,10 @@ from oracle_trl import save_policy
 from torch import Tensor
 
 from lit_rl.algorithms import OnlineDPO
-from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.models import LanguageModel
-from lit_rl.models.reference import AdapterBase, FrozenCopy
+from lit_rl.models.reference.base import AdapterBase, FrozenCopy
 from lit_rl.ops import preference
 from lit_rl.rewards.base import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Sampling, select

@@ -12,11 +12,11 @@ from oracle_cases import Case, Outcome, assert_same_step, backward
 from oracle_ours import our_grpo, our_rollout, ours, plan_of
 from oracle_trl import Oracle, completions_of, theirs
 
-from lit_rl.algorithms.look_ahead import look_ahead
-from lit_rl.algorithms.micro_batches import micro_batch, step_counts, totals_of
-from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.terms.look_ahead import look_ahead
 from lit_rl.errors import ConfigError
-from lit_rl.models.forward import score
+from lit_rl.models.policy.forward import score
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rollout import Rollout, select
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.sharding import full_state_dict
 
 
 def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import dist_equal
 
-from lit_rl.algorithms.strategies import FSDP2Strategy
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 
 SHAPES: dict[str, list[str]] = {
     "sft": ["algo=sft"],

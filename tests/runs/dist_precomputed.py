@@ -10,7 +10,7 @@ import dist_equal
 import torch
 
 from lit_rl.algorithms import DPO, Constant
-from lit_rl.algorithms.optimizers import ByPath
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.ops import preference

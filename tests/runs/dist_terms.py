@@ -20,15 +20,15 @@ sys.path.append(str(Path(__file__).parents[1] / "algorithms"))
 from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 
 from lit_rl.algorithms import GRPO, PPO, Constant, Reinforce
-from lit_rl.algorithms.controllers import AdaptiveEntropy, AdaptiveKL
-from lit_rl.algorithms.groups import DynamicSampling
-from lit_rl.algorithms.optimizers import ByPath
-from lit_rl.algorithms.running_norm import RunningNorm
-from lit_rl.algorithms.strategies import FSDP2Strategy
+from lit_rl.algorithms.optim.optimizers import ByPath
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
+from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL
+from lit_rl.algorithms.terms.groups import DynamicSampling
+from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
-from lit_rl.models.critic import SeparateCritic
-from lit_rl.models.sharding import full_state_dict
+from lit_rl.models.policy.sharding import full_state_dict
+from lit_rl.models.scoring.critic import SeparateCritic
 from lit_rl.ops import losses, mismatch, selection
 from lit_rl.rollout import Sampling
 

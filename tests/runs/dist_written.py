@@ -9,7 +9,7 @@ from typing import Any
 import dist_equal
 import torch
 
-from lit_rl.algorithms.strategies import FSDP2Strategy
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 
 ONE_LAYER = "model.init_kwargs={num_hidden_layers: 1, layer_types: [full_attention]}"
 REWARDS = Path(__file__).with_name("dist_rewards.py")

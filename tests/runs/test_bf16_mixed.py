@@ -32,8 +32,8 @@ from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataMod
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionSteps, AdditionText
 from lit_rl.examples import TokenBatch
 from lit_rl.models import LanguageModel
-from lit_rl.models.forward import score
-from lit_rl.models.text_forward import score_texts, text_logits
+from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.text_forward import score_texts, text_logits
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd
 from lit_rl.rollout import Completions, Sampling
 

@@ -14,7 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from lit_rl.models import LanguageModel
-from lit_rl.models.shipping import weight_shapes, whole_weights
+from lit_rl.models.export.shipping import weight_shapes, whole_weights
 
 pytestmark = pytest.mark.dist
 

@@ -13,7 +13,7 @@ import torch
 from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
 
-from lit_rl.algorithms.evaluation import EvaluationRows
+from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.callbacks.samples import Samples, _storable
 from lit_rl.callbacks.text import console_table, html_table, printable
 

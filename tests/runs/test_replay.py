@@ -19,8 +19,8 @@ import torch
 from runs_helpers import SMALL, rows
 
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
-from lit_rl.algorithms.groups import DynamicSampling, TopOfGroup, shortest
-from lit_rl.algorithms.policy_gradient import PolicyGradient
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, shortest
 from lit_rl.callbacks import Rollouts, SavedRollout
 from lit_rl.callbacks.rollouts import saved_rollouts
 from lit_rl.commands.replay import Replay, replay

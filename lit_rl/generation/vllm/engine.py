@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_rl.errors import GenerationError, LitRLError
 from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm.requests import Answer, Request
-from lit_rl.models.shipping import base_weights, weight_shapes, whole_weights
+from lit_rl.models.export.shipping import base_weights, weight_shapes, whole_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Whole shapes by the names of the plain Hugging Face model."""
@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Weights:
-    """What an engine is to hold: see `lit_rl.models.shipping`. To iterate it is a collective where it is sharded."""
+    """What an engine is to hold, see `lit_rl.models.export.shipping`. Iterating is a collective where it is sharded."""
 
     policy: nn.Module
     dtype: torch.dtype

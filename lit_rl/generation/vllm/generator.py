@@ -20,9 +20,9 @@ from lit_rl.generation.vllm.requests import Answer, Request, check_temperature, 
 from lit_rl.generation.vllm.sender import PUSHES, Sender, rank_of_adapter, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.worker import shape_of
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.shipping import fingerprint
-from lit_rl.models.trunk import base_of
+from lit_rl.models.export.shipping import fingerprint
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.trunk import base_of
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.trunk import base_of
 
 
 def write_model_files(policy: nn.Module, model: LanguageModel, folder: str | Path) -> None:

@@ -16,7 +16,7 @@ from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments, temporary_log
 from lit_rl.generation.vllm.model_files import write_model_files
 from lit_rl.generation.vllm.settings import EngineSettings
-from lit_rl.models.language_model import LanguageModel
+from lit_rl.models.policy.language_model import LanguageModel
 
 _LOOPBACK = "127.0.0.1"
 _POLL = 0.5

@@ -18,7 +18,7 @@ from lit_rl.generation.base import rollout_mode
 from lit_rl.generation.batches import left_pad
 from lit_rl.generation.vllm.engine import Engine, Facts
 from lit_rl.generation.vllm.requests import Answer, Request, completions_of
-from lit_rl.models.forward import score
+from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation import ranks
 from lit_rl.generation.vllm.engine import Engine, Facts, Weights, push_adapter, push_weights
 from lit_rl.generation.vllm.host import shared_memory
-from lit_rl.models.adapter_folder import adapter_only, write_adapter
+from lit_rl.models.export.adapter_folder import adapter_only, write_adapter
 
 PUSHES = ("auto", "adapter", "merged")
 

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, in_range
-from lit_rl.models import hub
-from lit_rl.models.language_model import LanguageModel
-from lit_rl.models.loading import check_causal
+from lit_rl.models.policy import hub
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loading import check_causal
 
 WORKER_EXTENSION = "lit_rl.generation.vllm.worker.WeightUpdates"
 """What vLLM's workers learn from us: taking over the weights of the policy."""
@@ -157,7 +157,7 @@ def model_dtype(model: LanguageModel) -> str:
 
 def adapter_rank(model: LanguageModel) -> int | None:
     """Highest rank of the policy's LoRA adapter where vLLM can run it beside the base, by the description alone; else
-    None. What the policy itself says is `lit_rl.models.adapter_folder.adapter_only`.
+    None. What the policy itself says is `lit_rl.models.export.adapter_folder.adapter_only`.
     """
     if model.lora is not None:
         whole = model.lora.dora or model.lora.modules_to_save or model.new_tokens

@@ -176,7 +176,7 @@ class WeightUpdates:
         if worker._lit_rl_names is None:
             from transformers import AutoModelForCausalLM
 
-            from lit_rl.models.shipping import weight_shapes
+            from lit_rl.models.export.shipping import weight_shapes
 
             config = worker.vllm_config.model_config
             with torch.device("meta"):

@@ -1,0 +1,154 @@
+"""Validation by generating: own sampling, means with 95 % intervals, pass@k, each prompt counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lit_rl.algorithms.evaluation.statistics import mean_with_interval, pass_at_k
+from lit_rl.errors import in_range
+from lit_rl.rewards.base import Scores
+from lit_rl.rollout import Completions, PromptBatch, Sampling
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How `validate`, `test` and `predict` sample. Nothing of it is inherited from the training's truncation.
+
+    Args:
+        group_size: Completions a prompt. Above 1, pass@k is reported too.
+        temperature: 0 is greedy decoding; sampling needs it above 0 where `group_size` is above 1 to be of use.
+        top_p: As `Sampling.top_p`.
+        top_k: As `Sampling.top_k`.
+        max_new_tokens: Longest response in tokens; null takes `sampling.max_new_tokens`.
+        limit: At most this many prompts of each validation set; null takes all.
+        win_rate_against: A model whose completions of the same prompts the policy's are compared with: its name, folder
+            or hub id, or "base" for the policy as it was before its first step. Null compares with none.
+    """
+
+    group_size: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int | None = None
+    limit: int | None = None
+    win_rate_against: str | None = None
+
+    def __post_init__(self) -> None:
+        in_range("eval.group_size", self.group_size, low=1)
+        in_range("eval.temperature", self.temperature, low=0)
+        in_range("eval.top_p", self.top_p, low=0, high=1, open_low=True)
+        in_range("eval.top_k", self.top_k, low=0)
+        for key in ("max_new_tokens", "limit"):
+            value = getattr(self, key)
+            if value is not None:
+                in_range(f"eval.{key}", value, low=1)
+
+    def sampling(self, training: Sampling) -> Sampling:
+        """The training's stop strings and lengths with the evaluation's own distribution."""
+        return replace(
+            training,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=0.0,
+            repetition_penalty=1.0,
+            max_new_tokens=self.max_new_tokens or training.max_new_tokens,
+            min_new_tokens=0,
+        )
+
+
+class EvaluationRows:
+    """What the validation of one data set has seen, by row of the set: a row seen twice counts once."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.names: tuple[str, ...] = ()
+
+    def add(
+        self, batch: PromptBatch, completions: Completions, scores: Scores, wins: torch.Tensor | None = None
+    ) -> None:
+        """Keep the numbers of one batch; completions of a prompt are neighbours.
+
+        `wins`: `(b,)`, the probability of each completion to be better than the other model's; NaN without a verdict.
+        """
+        self.names = scores.names
+        per_prompt = len(scores.total) // len(batch)
+        for i, row in enumerate(batch.rows):
+            part = slice(i * per_prompt, (i + 1) * per_prompt)
+            self.rows[row] = {
+                "total": scores.total[part].tolist(),
+                "values": scores.values[part].tolist(),
+                "length": completions.lengths[part].tolist(),
+                "ended": completions.ended[part].tolist(),
+                "wins": None if wins is None else wins[part].tolist(),
+            }
+
+    def gather(self) -> None:
+        """Take in the rows of every rank."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            parts: list[Any] = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(parts, (self.rows, self.names))
+            self.rows = {row: seen for rows, _ in parts for row, seen in rows.items()}
+            self.names = max((names for _, names in parts), key=len)
+
+    def metrics(self) -> dict[str, float]:
+        """Means over prompts of the means over their completions, the reward with its 95 % interval."""
+        seen = [self.rows[row] for row in sorted(self.rows)]
+        totals = torch.tensor([row["total"] for row in seen], dtype=torch.float64).reshape(len(seen), -1)
+        by_prompt = totals.nanmean(1)
+        by_prompt = by_prompt[~by_prompt.isnan()]
+        mean, low, high = mean_with_interval(by_prompt)
+        lengths = torch.tensor([row["length"] for row in seen], dtype=torch.float64)
+        ended = torch.tensor([row["ended"] for row in seen])
+        metrics = {"reward": mean, "reward_low": low, "reward_high": high} if self.names else {}
+        metrics |= {
+            "prompts": float(len(by_prompt) if self.names else len(seen)),
+            "completions/mean_length": float(lengths.mean()) if len(seen) else math.nan,
+            "completions/clipped_ratio": float((~ended).double().mean()) if len(seen) else math.nan,
+        }
+        values = torch.tensor([row["values"] for row in seen], dtype=torch.float64)
+        for i, name in enumerate(self.names):
+            metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
+        wins = [row["wins"] for row in seen if row["wins"] is not None]
+        return metrics | (self._pass_at_k(totals) if self.names else {}) | (_win_rate(wins) if wins else {})
+
+    def _pass_at_k(self, totals: torch.Tensor) -> dict[str, float]:
+        """pass@k for k = 1, 2, 4, ... up to the group size; a completion passes with a total of 1 or more.
+
+        An unscored completion is no sample: a prompt counts for the k that its scored ones reach.
+        """
+        n = totals.shape[1]
+        if n < 2:
+            return {}
+        counts = [(int((row >= 1).sum()), int((~row.isnan()).sum())) for row in totals]
+        metrics = {}
+        for k in sorted({*(2**i for i in range(int(math.log2(n)) + 1)), n}):
+            chances = [pass_at_k(right, scored, k) for right, scored in counts if scored >= k]
+            metrics[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
+        return metrics
+
+
+def _win_rate(rows: list[list[float]]) -> dict[str, float]:
+    """Mean over prompts of the mean over their comparisons, a tie being half a win, with its 95 % interval."""
+    wins = torch.tensor(rows, dtype=torch.float64)
+    by_prompt = wins.nanmean(1)
+    mean, low, high = mean_with_interval(by_prompt[~by_prompt.isnan()])
+    judged = ~wins.isnan()
+    return {
+        "win_rate": mean,
+        "win_rate_low": max(0.0, low),
+        "win_rate_high": min(1.0, high),
+        "win_rate_ties": float((wins == 0.5).sum() / judged.sum()),
+        "win_rate_unjudged": float((~judged).double().mean()),
+    }
+
+
+def prefixed(metrics: Mapping[str, float], *parts: str) -> dict[str, float]:
+    """Names under a prefix: `prefixed({"reward": 1}, "val", "math")` is `{"val/math/reward": 1}`."""
+    head = "/".join(part for part in parts if part)
+    return {f"{head}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,175 @@
+"""What the methods share that write completions, have them judged in pairs, and learn from the verdicts.
+
+generate -> reward -> judge -> which completions are learned from -> loss. No term of an objective is here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.algorithms.preflight import judged as online_checks
+from lit_rl.algorithms.records import Scored
+from lit_rl.algorithms.rollouts.micro_batches import step_counts
+from lit_rl.algorithms.rollouts.opponents import policys_own
+from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.rewards.base import Scores, TrainerState
+from lit_rl.rewards.judges import Judge, checked
+from lit_rl.rollout import Completions, PromptBatch, Rollout, select
+
+WIN_RATE = "judge/win_rate"
+"""Column of a scored rollout: how often each completion wins against the others of its prompt, None where unjudged."""
+
+
+class OnlinePairs(OnPolicyModule, ABC):
+    """Abstract: subclasses say which completions are learned from, and how.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function. What the default judge compares; None where the judge
+            needs no rewards.
+        judge: Says which of two completions is better: a judge of `lit_rl.rewards.judges`, or a function. None compares
+            the summed rewards. Of more than two completions a prompt it is asked about every pair. Win rates of
+            validation (`eval.win_rate_against`) are by the same one.
+        beta: Strength of the KL to the reference, above 0; or a list, one for each epoch, the last for all after it.
+        missing_eos_penalty: Taken off the reward of a completion that `max_new_tokens` cut, before it is judged. None:
+            nothing is.
+        group_size: Completions a prompt.
+        shared: What every `OnPolicyModule` takes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward: Any = None,
+        *,
+        judge: Judge | Callable[..., Any] | None = None,
+        beta: float | Sequence[float] = 0.1,
+        missing_eos_penalty: float | None = None,
+        group_size: int = 2,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, group_size=group_size, judge=judge, **shared)
+        self.beta, self.missing_eos_penalty = beta, missing_eos_penalty
+        online_checks.terms(self)
+
+    # ------------------------------------------------------------------ generate -> reward -> judge
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit" and (data := getattr(self.trainer, "datamodule", None)) is not None:
+            self.judge.bind(getattr(data, "columns", []))
+        super().setup(stage)
+
+    def judged(self, batch: PromptBatch, completions: Completions, scores: Scores) -> Scores:
+        """The scores with the win rates that the judge gives the completions, and what it logged."""
+        started = time.perf_counter()
+        group = len(completions) // len(batch)
+        texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        prompts, answers, columns = as_reward_input(batch, texts, group)
+        rewards = [None if math.isnan(value) else value for value in self.penalised(completions, scores).tolist()]
+        duels = [(i + a, i + b) for i in range(0, len(texts), group) for a, b in combinations(range(group), 2)]
+        logged: dict[str, tuple[float, int]] = dict(scores.metrics)
+
+        def log_metric(name: str, value: float) -> None:
+            total, count = logged.get(name, (0.0, 0))
+            logged[name] = total + float(value), count + 1
+
+        trainer = self.trainer_or_none
+        verdicts = self.judge(
+            [prompts[a] for a, _ in duels],
+            [answers[a] for a, _ in duels],
+            [answers[b] for _, b in duels],
+            first_rewards=[rewards[a] for a, _ in duels],
+            second_rewards=[rewards[b] for _, b in duels],
+            log_metric=log_metric,
+            trainer_state=TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else None,
+            **{name: [values[a] for a, _ in duels] for name, values in columns.items()},
+        )
+        verdicts = checked(type(self.judge).__name__, verdicts, len(duels))
+        wins = _win_rates(len(texts), duels, verdicts)
+        logged["judge/failures"] = float(verdicts.count(None)), len(verdicts)  # pyright: ignore
+        flat = [
+            len({rate for rate in wins[i : i + group] if rate is not None}) == 1 for i in range(0, len(wins), group)
+        ]
+        logged["judge/ties"] = float(sum(flat)), len(flat)
+        total = scores.total
+        if not self.reward_functions.names:  # what the log shows, and what counts as scored, is the judge's
+            total = _numbers(wins)
+        self._seconds["reward"] += time.perf_counter() - started
+        return replace(scores, total=total, metrics=logged, extras={**scores.extras, WIN_RATE: wins})
+
+    learns_by_judge = True
+
+    opponent_writes = False
+    """Whether the second completion of each prompt is an opponent's, and so no part of what `reward` is a mean of."""
+
+    def _open(self, scored: Scored, drawn: Rollout) -> None:
+        if not self.opponent_writes:
+            super()._open(scored, drawn)
+            return
+        super()._open(*policys_own(self, scored, drawn))
+        assert self.plan is not None
+        self.rollout = self.replaced(drawn)
+        self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
+
+    def penalised(self, completions: Completions, scores: Scores) -> Tensor:
+        """`(b,)`: the summed rewards, less the penalty where a completion did not end."""
+        total = scores.total
+        if self.missing_eos_penalty is None:
+            return total
+        return total - self.missing_eos_penalty * (~completions.ended).to(total)
+
+    def wins(self, completions: Completions, scores: Scores, kept: Tensor | None) -> Tensor:
+        """Float `(n, g)` of `n` prompts: win rates; NaN where a completion was not judged, or is left out."""
+        rates = _numbers(scores.extras[WIN_RATE]).to(completions.response_ids.device)
+        if kept is not None:
+            rates = rates.masked_fill(~kept, torch.nan)
+        return rates.view(-1, int((completions.group_id == completions.group_id[0]).sum()))
+
+    # ------------------------------------------------------------------ what losses are made with
+
+    def at_epoch(self, value: float | Sequence[float]) -> float:
+        """A number, or that of the epoch."""
+        if not isinstance(value, Sequence):
+            return float(value)
+        epoch = self.trainer_or_none.current_epoch if self.trainer_or_none else 0
+        return float(value[min(epoch, len(value) - 1)])
+
+    def coefficients(self) -> dict[str, float]:
+        return super().coefficients() | {"beta": self.at_epoch(self.beta)}
+
+    def ref_of(self, completions: Completions, rows: Tensor) -> Tensor:
+        """`(b, t)` under the reference in the given rows, without gradient; 0 in the others and without a reference."""
+        out = torch.zeros(completions.response_ids.shape, device=completions.response_ids.device)
+        if self.needs_reference:
+            out[rows] = self.ref_logprobs(select(completions, rows))
+        return out
+
+    def rollout_of(self, completions: Completions, scores: Scores, kept: Tensor | None, **fields: Any) -> Rollout:
+        """A rollout with the rewards that were judged."""
+        rewards = self.penalised(completions, scores).to(completions.response_ids.device)
+        return Rollout(completions, rewards if kept is None else rewards.masked_fill(~kept, torch.nan), **fields)
+
+
+def _win_rates(rows: int, duels: Sequence[tuple[int, int]], verdicts: Sequence[float | None]) -> list[float | None]:
+    """The mean probability of each row to win over the pairs of it that have a verdict."""
+    won, judged = [0.0] * rows, [0] * rows
+    for (first, second), verdict in zip(duels, verdicts, strict=True):
+        if verdict is not None:
+            for row, chance in ((first, verdict), (second, 1.0 - verdict)):
+                won[row] += chance
+                judged[row] += 1
+    return [total / count if count else None for total, count in zip(won, judged)]
+
+
+def _numbers(rates: Sequence[float | None]) -> Tensor:
+    return torch.tensor([math.nan if rate is None else rate for rate in rates], dtype=torch.float32)

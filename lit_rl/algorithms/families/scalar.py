@@ -1,0 +1,86 @@
+"""What the methods share that train a model to score texts: the head, its export, and validation without generation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.algorithms.optim.schedules import Schedule
+from lit_rl.examples import TokenBatch
+from lit_rl.models.export.policy import ExportReport, model_card
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.scoring.export import export_scoring
+from lit_rl.models.scoring.forward import scoring_logits
+from lit_rl.models.scoring.model import Scoring, check_scoring, load_scoring
+
+
+class ScalarModule(OfflineModule, ABC):
+    """Abstract: subclasses say what is scored, and what the scores should be.
+
+    The policy of a base class is the scoring model here. It writes nothing, so there is no generator, no sampling and
+    no reward.
+
+    Args:
+        model: The language model whose trunk it starts from, or a scoring model of the same kind to go on with: a
+            description, or its name, folder or hub id.
+        optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
+        scheduler: Makes the learning-rate schedule. None is linear to zero.
+        seed: Of the fresh head.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
+            is defined over a micro-batch.
+    """
+
+    scoring: ClassVar[Scoring]
+    generates = False
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        *,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: Schedule | None = None,
+        seed: int = 0,
+        router_aux_loss_coef: float = 0.0,
+    ) -> None:
+        shared: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "seed": seed}
+        super().__init__(model, router_aux_loss_coef=router_aux_loss_coef, **shared)
+
+    @property
+    def loaded_by(self) -> str:
+        return self.scoring.auto
+
+    def load_policy(self) -> nn.Module:
+        return load_scoring(self.model, self.scoring)
+
+    def setup(self, stage: str) -> None:
+        check_scoring(self.model, self.scoring)
+        super().setup(stage)
+
+    def logits(self, tokens: TokenBatch) -> Tensor:
+        """What the model itself says, in float32, with gradient: `(b, labels)`, or `(b, s, labels)` for tokens."""
+        return scoring_logits(self.policy, tokens)[0]
+
+    def logits_and_aux(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """The same with the router's load-balancing loss, where that has a weight."""
+        return scoring_logits(self.policy, tokens, router_aux=self.router_aux_loss_coef > 0)
+
+    @abstractmethod
+    def scores(self, batch: Any) -> dict[str, list[Any]]:
+        """What the model says of a batch, as columns for `predict`."""
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
+        return {"row": list(batch.rows), **self.scores(batch)}
+
+    def reads(self) -> dict[str, Any]:
+        """How a text must be prepared to be read as in training, for the exported config."""
+        return {}
+
+    def export(self, state: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
+        card = model_card(facts, loaded_by=self.scoring.auto, pipeline=self.scoring.pipeline)
+        return export_scoring(self.model, self.scoring, state, self.policy, folder, card=card, reads=self.reads())

@@ -1,0 +1,88 @@
+"""What the methods share that learn from single completions, each found desirable or not."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.loop.offline import OfflineModule, mean_over
+from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
+from lit_rl.errors import ConfigError, in_range
+from lit_rl.examples import VerdictBatch
+from lit_rl.models.policy.text_forward import TextScores
+from lit_rl.models.reference.base import ReferenceFree
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.step import Metrics
+
+
+class VerdictModule(OfflineModule, ABC):
+    """Abstract: subclasses say what a reward is compared with. Pairs serve too: each is a good and a bad completion.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions for the completions that validation writes. Nothing is learned from it.
+        beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
+        precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
+            disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
+        reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
+        shared: What every `OfflineModule` takes.
+    """
+
+    learns_from = "verdicts"
+    headline = ("loss", "rewards/margins")
+    needs_reference = True
+
+    def __init__(
+        self,
+        model: Any,
+        reward: Any = None,
+        *,
+        beta: float = 0.1,
+        precompute_reference: bool = False,
+        reference_cache: str | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(model, reward, **shared)
+        in_range("algo.beta", beta, low=0, open_low=True)
+        if isinstance(self.reference, ReferenceFree):
+            raise ConfigError(
+                f"reference=free: a verdict of {type(self).__name__} says whether the policy is to write a completion "
+                "more or less often than a reference does, so there has to be one. Take reference=auto."
+            )
+        self.beta = beta
+        self.precomputed = PrecomputedReference.of(self.reference, precompute_reference, reference_cache)
+
+    def ratios(self, batch: VerdictBatch, scores: TextScores) -> Tensor:
+        """`(b,)`: log pi - log pi_ref of each completion, summed over its tokens, with gradient."""
+        return masked_sum(scores.logprobs - self.ref_logprobs(batch), batch.tokens.learned, dim=1)
+
+    @torch.no_grad()
+    def verdict_metrics(self, batch: VerdictBatch, scores: TextScores, ratios: Tensor) -> Metrics:
+        """TRL's metrics of a micro-batch. Those of one verdict are means over its rows, NaN where there are none."""
+        good, mask, rewards = _desirable(batch), batch.tokens.learned, self.beta * ratios
+        metrics: Metrics = {"entropy": mean_over(scores.entropy, mask)}
+        logps = masked_sum(scores.logprobs, mask, dim=1)
+        for name, rows in (("chosen", good), ("rejected", ~good)):
+            metrics[f"rewards/{name}"] = mean_over(rewards, rows)
+            metrics[f"logps/{name}"] = mean_over(logps, rows)
+            if scores.stats is not None:
+                metrics[f"logits/{name}"] = mean_over(scores.stats.mean_logit, mask & rows.unsqueeze(1))
+        return metrics | self._margin(batch, rewards)
+
+    def _margin(self, batch: VerdictBatch, rewards: Tensor) -> Metrics:
+        """The difference of two means over the step; a step with one verdict only has none."""
+        totals, good = batch.totals, _desirable(batch)
+        if not 0 < totals.desirable < totals.rows:
+            nothing = rewards.new_zeros(())
+            return {"rewards/margins": (nothing, nothing)}
+        weights = torch.where(good, 1 / totals.desirable, -1 / (totals.rows - totals.desirable))
+        # A step weighs as many rows as it has.
+        return {"rewards/margins": (totals.rows * (weights * rewards).sum(), rewards.new_tensor(float(len(batch))))}
+
+
+def _desirable(batch: VerdictBatch) -> Tensor:
+    assert batch.desirable is not None
+    return batch.desirable

@@ -1,0 +1,242 @@
+"""What every algorithm with a policy shares: loading, sharding, optimizer, clipping, what a checkpoint holds.
+
+Mechanics only: no advantage, no loss and no reward formula stands here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lit_rl.algorithms.optim.broken_steps import BrokenSteps
+from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
+from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
+from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.errors import StorageError
+from lit_rl.models.export.policy import ExportReport, export_policy, model_card
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.sharding import shard
+from lit_rl.models.reference.base import Auto, Reference, Scorer
+
+
+class PolicyModule(L.LightningModule):
+    """A LightningModule with a policy that is described at once and loaded in `configure_model`.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reference: What the KL is measured against, loaded only where a term needs it. None chooses by the policy.
+        optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
+        scheduler: Makes the learning-rate schedule. None is linear to zero.
+        seed: Of the samples and of the order of groups.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        *,
+        reference: Reference | None = None,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: Schedule | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.model = LanguageModel(model) if isinstance(model, str) else model
+        self.reference: Reference = Auto() if reference is None else reference
+        self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
+        self.scheduler: Schedule = Linear() if scheduler is None else scheduler
+        self.seed = seed
+        self.policy: Any = None
+        self.reference_policy: Scorer | None = None
+        self.grad_norm = torch.zeros(())
+        self.broken_steps = BrokenSteps()
+        self._resumed_rng: dict[str, Any] | None = None
+        self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
+
+    needs_reference = False
+    """Whether a term of the objective reads the reference; without one no reference is loaded."""
+
+    trained_beside: tuple[str, ...] = ()
+    """Attribute names of `companions`: modules whose weights belong into a checkpoint too."""
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    @property
+    def trainer_or_none(self) -> L.Trainer | None:
+        """The Trainer, or None where the module is used by hand (a notebook's cells)."""
+        return getattr(self, "_trainer", None)
+
+    @property
+    def world_size(self) -> int:
+        return self.trainer_or_none.world_size if self.trainer_or_none else 1
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken: the version of the policy."""
+        return self.trainer_or_none.global_step if self.trainer_or_none else 0
+
+    def configure_model(self) -> None:
+        """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
+        if self.policy is not None:
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
+            policy = self.load_policy()
+            reference = self.reference.module(policy) if self.needs_reference else None
+            others = self.companions(policy)
+        strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
+        if isinstance(strategy, ModelParallelStrategy):
+            mesh = strategy.device_mesh["data_parallel"]
+            for module in (policy, reference, *others.values()):
+                if isinstance(module, nn.Module):
+                    shard(module, mesh)
+        self.policy, self.reference_policy = policy, reference
+        for name, module in others.items():
+            setattr(self, name, module)
+
+    def load_policy(self) -> nn.Module:
+        """What is trained, made from the description: a language model, unless a method trains another head."""
+        return self.model.load()
+
+    def export(self, state: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
+        """Write what was trained as a Hugging Face folder, and verify it.
+
+        Args:
+            state: Every tensor of the policy, whole, under the policy's own names.
+            folder: A new folder, or an earlier export, which is replaced.
+            facts: Of the model card, see `model_card`.
+        """
+        return export_policy(self.model, state, self.policy, folder, card=model_card(facts))
+
+    loaded_by = "AutoModelForCausalLM"
+    """The class of transformers that loads what `export` writes."""
+
+    def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
+        """What is trained beside the policy, made from the policy as it is loaded, by attribute name."""
+        return {}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """What the optimizer trains, the policy's group first."""
+        return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "name": "policy"}]
+
+    def schedules(self) -> list[Schedule]:
+        """One for each parameter group."""
+        return [self.scheduler]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(self.parameter_groups())
+        # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
+        optimizer._step_supports_amp_scaling = False  # pyright: ignore
+        schedule = by_group(optimizer, self.total_steps, self.schedules())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    @property
+    def total_steps(self) -> float:
+        """Optimizer steps of the whole run; infinite where nothing ends it.
+
+        Not `Trainer.estimated_stepping_batches`: read before a checkpoint is restored, that makes Lightning set up the
+        training data at once, and the restored position of the loader is never used.
+        """
+        trainer: Any = self.trainer
+        steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
+        if trainer.max_epochs in (None, -1):
+            return steps
+        batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return min(steps, math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip, and keep the norm from before the clipping. Without a limit the norm is measured all the same."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            return  # its engine clips, with the Trainer's setting
+        by_value = gradient_clip_algorithm == "value"
+        limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
+        if isinstance(strategy, FSDPStrategy):
+            norm = self.trainer.model.clip_grad_norm_(limit)  # pyright: ignore
+        else:
+            norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], limit)
+        self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
+        if by_value:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        self.broken_steps.check(self, optimizer)
+
+    def step_batch(self) -> dict[str, Any]:
+        """What the optimizer step at hand learns from, to be looked at where it broke: tensors, numbers and strings."""
+        return {}
+
+    def on_fit_start(self) -> None:
+        self.policy.train()  # from_pretrained gives evaluation mode, where gradient checkpointing is silently off
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank needs beyond weights to go on exactly; tensors, numbers and strings only."""
+        return {}
+
+    def load_rank_state(self, saved: dict[str, Any]) -> None:
+        """The counterpart of `rank_state`."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep trained tensors only (no reference, no frozen base), and every rank's own state."""
+        if checkpoint.get("state_dict"):
+            trained = self._trained_names()
+            weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
+            checkpoint["state_dict"] = weights
+        mine = {"module": self.rank_state(), "rng": state.rng_state(), "broken_steps": self.broken_steps.in_a_row}
+        checkpoint["lit_rl"] = state.gather_ranks(mine)
+        if self.needs_reference and self.reference.moves:
+            checkpoint["reference"] = self.reference.state(self.reference_policy)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if weights := checkpoint.get("state_dict"):
+            state.check_weights(weights, self._trained_names())
+        if self.needs_reference and self.reference.moves:
+            self._load_reference(checkpoint)
+        if "lit_rl" in checkpoint and self.trainer_or_none is not None:
+            saved = state.of_rank(checkpoint["lit_rl"], self.global_rank, self.world_size)
+            self.load_rank_state(saved["module"])
+            self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
+
+    def _load_reference(self, checkpoint: dict[str, Any]) -> None:
+        if "reference" in checkpoint:
+            self.reference.load_state(self.reference_policy, checkpoint["reference"])
+        elif self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING:
+            raise StorageError(
+                f"The checkpoint holds no reference, and reference={type(self.reference).__name__} follows the policy: "
+                "where it has got to is not known. Resume with the reference and the KL settings of the run's "
+                "config.yaml."
+            )
+
+    def on_train_start(self) -> None:
+        if self._resumed_rng is not None:
+            state.set_rng_state(self._resumed_rng)
+            self._resumed_rng = None
+        else:  # dropout and Clip-Cov draw from torch's own generator: the same in every run, another on every rank
+            torch.manual_seed(mix(self.seed, self.global_rank))
+
+    def _trained_names(self) -> dict[str, Tensor]:
+        """Names and tensors of what training changes: parameters with gradient, and buffers that are saved."""
+        modules = {name: getattr(self, name) for name in ("policy", *self.trained_beside)}
+        return {
+            f"{prefix}.{name}": tensor
+            for prefix, module in modules.items()
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, nn.Parameter) or tensor.requires_grad
+        }

@@ -1,0 +1,254 @@
+"""What every method shares that learns from a data set: the steps, their metrics, and validation.
+
+The data module cuts an optimizer step of `data.batch_size` rows into micro-batches, and tells each what the whole step
+counts; so a loss has the step's denominator, however the step is cut. No term of an objective is here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lit_rl.algorithms import ranks as over_ranks
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.evaluation.validation import prefixed
+from lit_rl.algorithms.loop.generating import GeneratingModule
+from lit_rl.algorithms.offline_records import OfflineRecords
+from lit_rl.algorithms.preflight import offline as offline_checks
+from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts.offline_plan import OfflinePlan
+from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
+from lit_rl.algorithms.terms.whole_step import WholeStep
+from lit_rl.data.offline.example import Kind
+from lit_rl.data.offline.example_set import ExampleSet
+from lit_rl.errors import in_range
+from lit_rl.examples import ExampleBatch, TokenBatch, Totals
+from lit_rl.models.policy.text_forward import TextScores, refuse_leaks, score_texts
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.step import Metrics
+from lit_rl.rollout import PromptBatch
+
+
+class OfflineModule(GeneratingModule, ABC):
+    """Abstract: subclasses say what a loss is. Validation writes to the validation prompts and measures the loss.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function, for the completions that validation writes; None only
+            writes them. Nothing is learned from it.
+        router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
+            is defined over a micro-batch.
+        shared: What every `GeneratingModule` takes.
+    """
+
+    learns_from: ClassVar[Kind]
+    """The kind of examples that the data module has to make."""
+
+    headline: ClassVar[tuple[str, ...]] = ("loss",)
+    """Validation metrics that a run shows before and after."""
+
+    def __init__(self, model: Any, reward: Any = None, *, router_aux_loss_coef: float = 0.0, **shared: Any) -> None:
+        super().__init__(model, reward, **shared)
+        in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
+        self.router_aux_loss_coef = router_aux_loss_coef
+        self.plan: OfflinePlan | None = None
+        self.samples: dict[str, list[Any]] = {}
+        self._records = OfflineRecords()
+        self._val_averages: list[Averages] = []
+        self._micro: ExampleBatch | None = None
+        self._whole: WholeStep | None = None
+
+    # ------------------------------------------------------------------ what a method is
+
+    @abstractmethod
+    def loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics.
+
+        Args:
+            batch: The micro-batch; `batch.totals` is what its step counts.
+            whole: What `look` said of the whole step, where `couples_rows`; None: this micro-batch is all of it.
+        """
+
+    couples_rows = False
+    """Whether a row's loss depends on the other rows of its optimizer step: `look` is then asked before the step."""
+
+    def look(self, batch: Any) -> dict[str, Tensor]:
+        """Columns `(b,)` of a micro-batch, without gradient, that the losses of other rows depend on."""
+        return {}
+
+    def denominator(self, totals: Totals) -> int:
+        """What the objective of a step is averaged over: its rows, unless a method says otherwise."""
+        return max(1, totals.rows)
+
+    precomputed: PrecomputedReference | None = None
+    """Log-probs of the reference that were computed before the training, by the methods that can do with them."""
+
+    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
+        """Sets of texts, each with a name, whose reference log-probs losses read beside those of the rows."""
+        return ()
+
+    def before_release(self) -> None:
+        """Called before a precomputed reference is let go: what else is to be asked of it, is asked here."""
+
+    def after_step(self) -> None:
+        """Called after each optimizer step: what changes between steps changes here."""
+        if self.needs_reference:
+            self.reference.update(self.policy, self.reference_policy, self.step + 1)
+
+    def coefficients(self) -> dict[str, float]:
+        """Numbers in force that are no constants of the run, for the log."""
+        return {}
+
+    # ------------------------------------------------------------------ what losses are made with
+
+    def text_scores(self, tokens: TokenBatch, *, stats: bool = False) -> TextScores:
+        """Log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient."""
+        return score_texts(self.policy, tokens, stats=stats, router_aux=self.router_aux_loss_coef > 0)
+
+    @torch.no_grad()
+    def ref_logprobs(self, batch: ExampleBatch, tokens: TokenBatch | None = None) -> Tensor:
+        """`(b, s - 1)` under the reference, without gradient: of the batch's texts, or of these.
+
+        Precomputed ones are taken where there are any.
+        """
+        if tokens is None and batch.ref_logprobs is not None:
+            return batch.ref_logprobs
+        if tokens is not None and self.precomputed is not None:
+            known = self.precomputed.of_texts(tokens)
+            if known is not None:
+                return known
+        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
+            return score_texts(scorer, batch.tokens if tokens is None else tokens).logprobs  # pyright: ignore
+
+    def with_aux(self, loss: Tensor, aux_loss: Tensor | None, totals: Totals) -> tuple[Tensor, Metrics]:
+        """The loss with the micro-batch's part of the router's load-balancing term, and that term's metric."""
+        if aux_loss is None:
+            return loss, {}
+        one = torch.ones((), device=loss.device)
+        return loss + self.router_aux_loss_coef * aux_loss / totals.shares, {"aux_loss": (aux_loss, one)}
+
+    # ------------------------------------------------------------------ the steps
+
+    def setup(self, stage: str) -> None:
+        """Check everything that can be known before weights are loaded."""
+        self.plan = offline_checks.against_data(self, stage)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
+            with self.rollout_context():
+                self.refuse_leaks()
+        if self.precomputed is not None:
+            self.precomputed.prepare(self)
+
+    def refuse_leaks(self) -> None:
+        """Refuse models in which packed texts see each other, before the first step.
+
+        Raises:
+            ConfigError: one does.
+        """
+        refuse_leaks(self.policy)
+
+    def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
+        self._fill(batch, 0)
+        if batch.slot == 0:
+            self._records.open(batch.totals)
+            self._whole = None
+            if self.couples_rows and batch.totals.shares > 1:
+                with self.trainer.precision_plugin.forward_context():  # open in `training_step`, and not out here
+                    self._whole = WholeStep.of(self, batch)
+
+    def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
+        self._micro, shares = batch, batch.totals.shares
+        if self._whole is not None:
+            self._whole.draw_again(batch)
+        loss, metrics = self.loss(batch, self._whole)
+        self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
+        # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
+        return loss * shares
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """One optimizer step, after which its metrics are logged, before any callback can save."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.after_step()
+        self._records.close(self, self.step + 1)
+
+    def written_seconds(self) -> float:
+        """Seconds of generation since the last call, of what is learned from."""
+        seconds, self._seconds["generate"] = self._seconds["generate"], 0.0
+        return seconds
+
+    def step_batch(self) -> dict[str, Any]:
+        micro = self._micro
+        return (
+            {}
+            if micro is None
+            else {"slot": micro.slot, "rows": list(micro.rows), "tokens": state.to_plain(micro.tokens)}
+        )
+
+    def rank_state(self) -> dict[str, Any]:
+        return self._records.state()
+
+    def load_rank_state(self, saved: dict[str, Any]) -> None:
+        self._records.load_state(saved, self.trainer.strategy.root_device)
+
+    everyones = over_ranks.everyones
+
+    # ------------------------------------------------------------------ validate, test, predict
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._fill(batch, dataloader_idx)
+
+    on_test_batch_start = on_validation_batch_start
+
+    def _fill(self, batch: Any, dataloader_idx: int) -> None:
+        if self.precomputed is not None:
+            self.precomputed.fill(self, batch, dataloader_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
+        """A batch of prompts is written to, as in `predict_step`; of a batch of examples the loss is measured."""
+        if isinstance(batch, PromptBatch):
+            return self.predict_step(batch, batch_idx, dataloader_idx)
+        index = dataloader_idx - len(self.trainer.datamodule.val_names)  # pyright: ignore
+        while len(self._val_averages) <= index:
+            self._val_averages.append(Averages())
+        with torch.no_grad():
+            loss, metrics = self.loss(batch)
+        part = loss.new_tensor(1 / batch.totals.shares)
+        self._val_averages[index].add({"loss": (loss, part), **metrics})
+        return None
+
+    test_step = validation_step
+
+    def on_validation_epoch_start(self) -> None:
+        super().on_validation_epoch_start()
+        self._val_averages = []
+
+    on_test_epoch_start = on_validation_epoch_start
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_validation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._log_validation("test")
+
+    def _log_validation(self, stage: str) -> None:
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        logged = self.log_generated(stage)
+        for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
+            logged |= self.log_validation(prefixed(averages.reduce(self.device), stage, name))
+        if fitting and not self.trainer.sanity_checking:
+            checks.monitors(self.trainer, logged)
+
+
+def mean_over(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A metric: the mean of `values` over the places where `mask` is True."""
+    return masked_sum(values.detach().float(), mask), mask.sum().float()

@@ -1,0 +1,1 @@
+"""Optimizers, schedules and strategies as values; steps whose gradient is not finite."""

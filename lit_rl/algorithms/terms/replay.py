@@ -1,0 +1,106 @@
+"""Good groups of earlier rollouts in the place of groups that teach nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts.micro_batches import trimmed_rollout
+from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.algorithms.rollouts.rows import join_completions, padded
+from lit_rl.errors import in_range
+from lit_rl.rollout import PER_TOKEN, Rollout, select
+
+if TYPE_CHECKING:
+    from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+
+
+class GroupReplay:
+    """A buffer of groups with spread. Where every completion of a group has the same advantage, one of these steps in.
+
+    A group's score is the sum of the sizes of its advantages times the standard deviation of its rewards; the buffer
+    keeps the highest scores, and draws in proportion to them. A drawn group keeps the log-probs of the policy that
+    sampled it, so its importance ratio is right; its KL is to the reference of its own day. Each rank has its own.
+
+    Logged: `replay/groups`, how many groups of the rollout came from the buffer, and `replay/age`, how many policy
+    versions old they are on average.
+
+    Args:
+        size: Groups that are kept, on each rank.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        in_range("algo.replay.size", size, low=1)
+        self.size = size
+        self._groups: list[tuple[float, Rollout]] = []
+        self._rollouts = 0
+
+    def __call__(self, module: OnPolicyModule, rollout: Rollout) -> Rollout:
+        """The rollout with flat groups replaced; its own good groups enter the buffer afterwards."""
+        ids = rollout.completions.group_id
+        rows = {int(group): (ids == group).nonzero().flatten() for group in ids.unique()}
+        scores = {group: _score(rollout, at) for group, at in rows.items()}
+        flat = [group for group, score in scores.items() if score == 0]
+        drawn = self._draw(len(flat), seed=mix(module.seed, self._rollouts, module.global_rank))
+        fresh = [(score, trimmed_rollout(select(rollout, rows[group]))) for group, score in scores.items() if score > 0]
+        for group, stored in zip(flat, drawn):
+            rollout = _replaced(rollout, rows[group], stored)
+        self._groups = sorted([*self._groups, *fresh], key=lambda item: -item[0])[: self.size]
+        self._rollouts += 1
+        count = torch.tensor(float(len(drawn)), device=module.device)
+        age = sum(rollout.completions.version - stored.completions.version for stored in drawn)
+        module.record(
+            {"replay/groups": (count, torch.ones_like(count)), "replay/age": (torch.full_like(count, age), count)}
+        )
+        return rollout
+
+    def _draw(self, count: int, *, seed: int) -> list[Rollout]:
+        """Distinct groups of the same shape, in proportion to their scores."""
+        count = min(count, len(self._groups))
+        if not count:
+            return []
+        weights = torch.tensor([score for score, _ in self._groups], dtype=torch.float64)
+        chosen = torch.multinomial(weights, count, generator=torch.Generator().manual_seed(seed))
+        return [self._groups[i][1] for i in chosen.tolist()]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "groups": [{"score": score, "rollout": state.to_plain(group)} for score, group in self._groups],
+            "rollouts": self._rollouts,
+        }
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self._rollouts = saved["rollouts"]
+        self._groups = [
+            (item["score"], state.rollout_of(item["rollout"], torch.device("cpu"))) for item in saved["groups"]
+        ]
+
+
+def _score(rollout: Rollout, rows: Tensor) -> float:
+    advantages, rewards = rollout.advantages[rows], rollout.rewards[rows]
+    scored = rewards[~rewards.isnan()]
+    return float(advantages.abs().sum() * scored.std()) if len(scored) > 1 else 0.0
+
+
+def _replaced(rollout: Rollout, rows: Tensor, stored: Rollout) -> Rollout:
+    """The rollout with `stored` in the place of `rows`, under their group id."""
+    device = rollout.rewards.device
+    stored = state.to_device_dataclass(stored, device)
+    count = len(rollout)
+    completions = join_completions(rollout.completions, stored.completions)
+    values: dict[str, Tensor] = {"rewards": torch.cat([rollout.rewards, stored.rewards])}
+    for name in PER_TOKEN:
+        one, two = getattr(rollout, name), getattr(stored, name)
+        if one is not None:
+            values[name] = torch.cat(padded(name, one, two))
+    joint = dataclasses.replace(rollout, completions=completions, **values)
+    source = torch.arange(count, device=device)
+    source[rows] = count + torch.arange(len(rows), device=device)
+    taken = select(joint, source)
+    return dataclasses.replace(
+        taken, completions=dataclasses.replace(taken.completions, group_id=rollout.completions.group_id)
+    )

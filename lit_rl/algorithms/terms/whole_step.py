@@ -1,0 +1,115 @@
+"""Losses that couple rows: what all rows of an optimizer step are like, before the first of them is learned from.
+
+Dropout draws what a row is like. So the look has the policy in the mode that it learns in, and every micro-batch draws
+again what it drew in the look: a row is one and the same in the columns of all others and in its own loss, and a step
+that is cut has the distribution of one that is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.examples import ExampleBatch
+
+if TYPE_CHECKING:
+    from lit_rl.algorithms.loop.offline import OfflineModule
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Where the random numbers stand that dropout draws: those of the CPU and those of the device."""
+
+    states: dict[str, Tensor]
+    """By the type of the device."""
+
+    @classmethod
+    def of(cls, device: torch.device | str) -> Noise:
+        return cls({kind: _generator(kind).get_rng_state() for kind in ("cpu", torch.device(device).type)})
+
+    @property
+    def stands(self) -> bool:
+        """Whether nothing was drawn since."""
+        return all(torch.equal(_generator(kind).get_rng_state(), state) for kind, state in self.states.items())
+
+    def restore(self) -> None:
+        for kind, state in self.states.items():
+            _generator(kind).set_rng_state(state)
+
+
+def _generator(kind: str) -> Any:
+    return torch if kind == "cpu" else torch.get_device_module(kind)
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """Columns of all rows of an optimizer step, over all its micro-batches on all ranks, without gradient."""
+
+    columns: dict[str, Tensor]
+    """`(n,)` each, by name."""
+    first: int
+    """Place of this rank's first row."""
+    drawn: tuple[Noise | None, ...] = ()
+    """Of each micro-batch on this rank: the state of the random numbers before its look, None if it drew none."""
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, module: OfflineModule, batch: ExampleBatch) -> WholeStep:
+        """One more forward pass over this rank's part of the step, in the policy's mode.
+
+        Args:
+            module: Asked for its columns by `look`.
+            batch: The step's first micro-batch.
+        """
+        parts, drawn = [], []
+        for micro in batch.whole or (batch,):
+            before = Noise.of(module.device)
+            parts.append(module.look(micro.to(module.device)))
+            drawn.append(None if before.stands else before)
+        mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        rows = len(next(iter(mine.values())))
+        everyone = {name: module.everyones(column) for name, column in mine.items()}
+        return cls(everyone, module.global_rank * rows, tuple(drawn))
+
+    def draw_again(self, batch: ExampleBatch) -> None:
+        """Let the micro-batch draw what it drew in the look. Ends where it then ended, so no draw comes twice."""
+        if self.drawn and (before := self.drawn[batch.slot]) is not None:
+            before.restore()
+
+    def place(self, batch: ExampleBatch) -> slice:
+        """Where the rows of a micro-batch stand."""
+        start = self.first + batch.slot * len(batch)
+        return slice(start, start + len(batch))
+
+    def with_gradient(self, batch: ExampleBatch, **live: Tensor) -> dict[str, Tensor]:
+        """All columns, with those of this micro-batch put in with their gradient."""
+        place = self.place(batch)
+        joined = dict(self.columns)
+        for name, column in live.items():
+            all_rows = self.columns[name]
+            joined[name] = torch.cat([all_rows[: place.start], column.to(all_rows.dtype), all_rows[place.stop :]])
+        return joined
+
+
+def share_of(function: Callable[..., Tensor], batch: ExampleBatch, whole: WholeStep | None, **live: Tensor) -> Tensor:
+    """`(b,)`: this micro-batch's rows of a loss over all rows of the step.
+
+    Their values sum to the loss of these rows, and their gradient is that of the loss of *all* rows with respect to
+    these: summed over micro-batches, it is the gradient of the step.
+
+    Args:
+        function: Of columns by name, to one loss a row.
+        batch: The micro-batch.
+        whole: What `look` said of the step. None: the micro-batch is the step.
+        live: This micro-batch's columns, with gradient.
+    """
+    if whole is None:
+        return function(**live)
+    every_row = function(**whole.with_gradient(batch, **live))
+    mine = every_row[whole.place(batch)]
+    others = every_row.sum() - mine.sum()
+    return mine + (others - others.detach()) / len(mine)

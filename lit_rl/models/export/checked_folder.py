@@ -1,0 +1,131 @@
+"""A Hugging Face folder that appears whole and checked, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lit_rl.errors import StorageError
+from lit_rl.models.export.verify import verify_adapter
+from lit_rl.models.policy.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written, and the proof."""
+
+    folder: Path
+    adapter: Path | None
+    """The LoRA adapter by itself; None where the policy has none."""
+    tensors: int
+    """Tensors of the state dict, all of them compared after a reload."""
+    parameters: int
+    """Numbers in them, tied weights counted once."""
+    dtype: str
+    max_abs_diff: float
+    """Largest difference between a weight and its reload: 0, or the export fails."""
+
+
+def write_checked(
+    folder: str | Path,
+    description: LanguageModel,
+    rebuild: Callable[[], Any],
+    check: Callable[[Path, Mapping[str, Tensor], LanguageModel], float],
+    card: str,
+) -> ExportReport:
+    """Write a model as a folder that appears whole and checked, or not at all.
+
+    Args:
+        folder: A new folder, or an earlier export, which is replaced.
+        description: What the model was loaded from.
+        rebuild: Makes the model on the CPU, once the folder is known to be free; with adapters they are merged, and
+            stand by themselves in ``folder/adapter``.
+        check: Reads what was written and gives the largest difference from the state.
+        card: Text of README.md.
+
+    Raises:
+        StorageError: as `export_policy`.
+    """
+    target = Path(folder).expanduser().resolve()
+    _check_target(target, description)
+    rebuilt = rebuild()
+    staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    try:
+        staged.mkdir(parents=True)
+        model = _write(staged, rebuilt, description)
+        (staged / "README.md").write_text(card, encoding="utf-8")
+        state = model.state_dict()
+        difference = check(staged, state, description)
+        _publish(staged, target)
+    except OSError as error:
+        raise StorageError(f"The export to {target} failed: {error}") from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return ExportReport(
+        folder=target,
+        adapter=target / "adapter" if rebuilt is not model else None,
+        tensors=len(state),
+        parameters=sum(p.numel() for p in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_abs_diff=difference,
+    )
+
+
+def _check_target(target: Path, description: LanguageModel) -> None:
+    if description.is_local and target == Path(description.path).resolve():
+        raise StorageError(f"The export would overwrite the model that training started from, {target}.")
+    if not target.exists():
+        return
+    if not target.is_dir() or (any(target.iterdir()) and not (target / "config.json").is_file()):
+        raise StorageError(f"{target} exists and is not an earlier export. Choose a new folder.")
+
+
+def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrainedModel:
+    """Write everything but the card. Returns the plain model that was written, adapters merged."""
+    from peft import PeftModel
+
+    model = rebuilt
+    if isinstance(rebuilt, PeftModel):
+        adapter = rebuilt.peft_config[str(rebuilt.active_adapter)]
+        adapter.base_model_name_or_path = description.name
+        # "auto", the default, would ask the hub whether the vocabulary was resized.
+        rebuilt.save_pretrained(str(staged / "adapter"), save_embedding_layers=False)
+        verify_adapter(staged / "adapter", rebuilt)
+        try:
+            # Safe: it checks for NaN, and replaces the base's tensors, which the caller's state still points to.
+            model = rebuilt.merge_and_unload(safe_merge=True)
+        except ValueError as error:
+            raise StorageError(f"The adapter cannot be merged: {error}") from error
+    model.save_pretrained(staged)
+    description.tokenizer.save_pretrained(staged)
+    return model
+
+
+def _publish(staged: Path, target: Path) -> None:
+    """Make the staged folder durable, and put it in place of an earlier export."""
+    for item in [*staged.rglob("*"), staged]:
+        descriptor = os.open(item, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    earlier = staged.with_name(staged.name.replace(".tmp-", ".old-"))
+    replaces = target.exists()
+    if replaces:
+        os.rename(target, earlier)
+    try:
+        os.rename(staged, target)
+    except OSError:
+        if replaces:
+            os.rename(earlier, target)
+        raise
+    shutil.rmtree(earlier, ignore_errors=True)

@@ -1,0 +1,156 @@
+"""Write a policy as a Hugging Face folder, and prove that what was written is what was trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import StorageError
+from lit_rl.models.export.card import model_card
+from lit_rl.models.export.checked_folder import ExportReport, write_checked
+from lit_rl.models.export.verify import verify
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loading import load_base
+from lit_rl.models.policy.trunk import base_of
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+__all__ = ["ExportReport", "export_policy", "model_card", "verify"]
+
+
+def export_policy(
+    description: LanguageModel,
+    policy_state: Mapping[str, Tensor],
+    policy: nn.Module,
+    folder: str | Path,
+    *,
+    card: str,
+) -> ExportReport:
+    """Write model, tokenizer, generation config and card to ``folder``, which appears whole and checked, or not at all.
+
+    A LoRA policy is merged into its base, and its adapter stands by itself in ``folder/adapter``. One process calls
+    this. The weights are ``policy_state``'s: ``policy`` gives configs only, so it may be sharded and on any device.
+
+    Args:
+        description: What the policy was loaded from.
+        policy_state: Every tensor of the policy, whole, under the policy's own names (see `full_state_dict`).
+        policy: The policy.
+        folder: A new folder, or an earlier export, which is replaced.
+        card: Text of README.md, see `model_card`.
+
+    Raises:
+        StorageError: the state is partial or of other shapes, the folder cannot be written or holds something else,
+            or what was written does not reload as it was.
+    """
+    rebuild = partial(_rebuild, description, policy, policy_state)
+    return write_checked(folder, description, rebuild, verify_policy, card)
+
+
+def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel) -> float:
+    """The largest difference between the tensors that were written and their reload."""
+    return verify(staged, state, description.tokenizer, trust_remote_code=description.trust_remote_code)
+
+
+def _rebuild(description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> PreTrainedModel | PeftModel:
+    """A model on the CPU like ``policy``, whose parameters are the tensors of ``state``."""
+    config, generation_config = _configs(base_of(policy), description)
+    if description.quantization is not None:
+        # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
+        rebuilt: Any = load_base(unquantized(description))
+        rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id})
+    else:
+        rebuilt = _empty(config, description)
+    rebuilt.generation_config = generation_config
+    return refilled(rebuilt, policy, state, description)
+
+
+def refilled(
+    plain: PreTrainedModel, model: nn.Module, state: Mapping[str, Tensor], description: LanguageModel
+) -> PreTrainedModel | PeftModel:
+    """``plain`` with adapters like ``model``'s, where it has any, and the tensors of ``state``: nothing is copied."""
+    from peft import PeftModel, get_peft_model
+
+    rebuilt: Any = plain
+    if isinstance(model, PeftModel):
+        with torch.device(plain.device):
+            rebuilt = get_peft_model(plain, copy.deepcopy(model.peft_config[str(model.active_adapter)]))
+    if description.quantization is not None:
+        trained = {name for name, parameter in rebuilt.named_parameters() if parameter.requires_grad}
+        state = {name: tensor for name, tensor in state.items() if name in trained}
+    _fill(rebuilt, plain, state)
+    return rebuilt
+
+
+def _empty(config: PreTrainedConfig, description: LanguageModel) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    remote = {"trust_remote_code": True, "code_revision": description.revision} if description.trust_remote_code else {}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **remote)
+
+
+def unquantized(description: LanguageModel) -> LanguageModel:
+    """The same model as it was published."""
+    whole = copy.copy(description)
+    whole.quantization = None
+    return whole
+
+
+def _fill(model: nn.Module, plain: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+    """Put ``state`` into ``model``, whose base is ``plain``; refuse a state that leaves a parameter without a value."""
+    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    try:
+        unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    except RuntimeError as error:
+        raise StorageError(f"The policy's weights do not fit its own config: {error}") from error
+    _tie(plain)
+    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    for problem, names in (("lacks", missing), ("also holds", unexpected)):
+        if names:
+            raise StorageError(
+                f"The state to export {problem} {len(names)} weights of the policy: {', '.join(sorted(names)[:5])}. "
+                "Was it gathered from every rank, under the policy's own names?"
+            )
+
+
+def _tie(plain: Any) -> None:
+    """Make tied weights one tensor again. Where PEFT trains single rows of the embedding, it has moved both weights to
+    names under which transformers does not find them.
+    """
+    from peft.utils.other import TrainableTokensWrapper
+
+    embedding, head = plain.get_input_embeddings(), plain.get_output_embeddings()
+    if not isinstance(embedding, TrainableTokensWrapper):
+        plain.tie_weights()
+    elif plain.config.get_text_config().tie_word_embeddings:
+        head.token_adapter.get_base_layer().weight = embedding.token_adapter.get_base_layer().weight
+
+
+def _configs(base: Any, description: LanguageModel) -> tuple[PreTrainedConfig, GenerationConfig]:
+    """Config and generation config that agree with the tokenizer about the ids of EOS and padding."""
+    from lightning.pytorch.utilities import rank_zero_warn
+    from transformers import GenerationConfig
+
+    first, *others = description.eos_ids
+    eos = [first, *others] if others else first
+    ids = {"eos_token_id": eos, "pad_token_id": description.pad_id, "bos_token_id": description.tokenizer.bos_token_id}
+    config, generation_config = copy.deepcopy(base.config), copy.deepcopy(base.generation_config)
+    config.get_text_config().update(ids)
+    config.update(ids)
+    generation_config.update(**ids)
+    try:
+        generation_config.validate(strict=True)
+    except ValueError as error:
+        rank_zero_warn(
+            f"The model's generation_config.json contradicts itself, so only its token ids are kept: {error}"
+        )
+        generation_config = GenerationConfig(**ids)
+    return config, generation_config

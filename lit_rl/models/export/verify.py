@@ -1,0 +1,113 @@
+"""Prove that an exported folder holds what it should: read it anew, and compare every tensor and every token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import StorageError
+from lit_rl.models.policy.hub import reading
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+_PROBES = ("Hello, world!", "2 + 2 = 4\n\t x", " two  spaces ", "naïve 日本語 🙂 \u202e")
+
+
+def verify(
+    folder: str | Path,
+    state: Mapping[str, Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    trust_remote_code: bool = False,
+) -> float:
+    """Load ``folder`` as a user would and compare it with what it should hold. Returns the largest difference, 0.
+
+    Args:
+        folder: An exported model.
+        state: The state dict that it should have, tied weights included.
+        tokenizer: The tokenizer that it should have.
+        trust_remote_code: The model comes with code of its own.
+
+    Raises:
+        StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, or the
+            tokenizer encodes, decodes or renders otherwise.
+    """
+    difference = compare_folder(folder, state, "AutoModelForCausalLM", trust_remote_code=trust_remote_code)
+    verify_tokenizer(folder, tokenizer, trust_remote_code=trust_remote_code)
+    return difference
+
+
+def compare_folder(
+    folder: str | Path, state: Mapping[str, Tensor], loaded_by: str, *, trust_remote_code: bool = False
+) -> float:
+    """The weights alone, loaded by this class of transformers."""
+    import transformers
+
+    with reading("export", str(folder), str(folder)):
+        loaded: Any = getattr(transformers, loaded_by).from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, trust_remote_code=trust_remote_code
+        )
+    model, info = loaded
+    _same_keys(folder, "weights", set(state), set(model.state_dict()) - set(info["missing_keys"]))
+    return _compare(folder, state, model.state_dict())
+
+
+def verify_adapter(folder: str | Path, policy: PeftModel) -> float:
+    """The same for the folder of a LoRA adapter."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    wanted = get_peft_model_state_dict(policy, save_embedding_layers=False)
+    with reading("export", str(folder), str(folder)):
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+    _same_keys(folder, "adapter weights", set(wanted), set(found))
+    return _compare(folder, wanted, found)
+
+
+def verify_tokenizer(
+    folder: str | Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> None:
+    """Raises StorageError where the tokenizer in ``folder`` is not ``tokenizer`` in what it does."""
+    from transformers import AutoTokenizer
+
+    with reading("export", str(folder), str(folder)):
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    probes = [*_PROBES, f"a{tokenizer.eos_token}b", *(token for token in tokenizer.all_special_tokens if token)]
+    for text in probes:
+        ids = tokenizer.encode(text)
+        if found.encode(text) != ids or found.decode(ids) != tokenizer.decode(ids):
+            raise StorageError(f"{folder}: the tokenizer that was written treats {text!r} otherwise than the original.")
+    for what in ("chat_template", "eos_token_id", "pad_token_id", "bos_token_id", "padding_side"):
+        if getattr(found, what) != getattr(tokenizer, what):
+            raise StorageError(f"{folder}: the {what} of the tokenizer was not written as it is.")
+
+
+def _same_keys(folder: str | Path, what: str, wanted: set[str], found: set[str]) -> None:
+    for problem, names in (("lacks", wanted - found), ("also holds", found - wanted)):
+        if names:
+            raise StorageError(f"{folder} {problem} {len(names)} {what}: {', '.join(sorted(names)[:5])}.")
+
+
+def _compare(folder: str | Path, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+    differences: dict[str, float] = {}
+    for name, tensor in wanted.items():
+        other = found[name]
+        if tensor.shape != other.shape or tensor.dtype != other.dtype:
+            raise StorageError(
+                f"{folder}: {name} is {other.dtype} {tuple(other.shape)} when read, and was {tensor.dtype} "
+                f"{tuple(tensor.shape)}."
+            )
+        # NaN compares unequal to itself, so it counts as infinitely wrong.
+        equal = torch.equal(tensor, other)
+        gap = 0.0 if equal else float((tensor.float() - other.float()).abs().max().nan_to_num(nan=float("inf")))
+        differences[name] = gap
+    worst = max(differences, key=lambda name: differences[name])
+    if differences[worst] > 0:
+        raise StorageError(f"{folder}: {worst} differs by {differences[worst]:.3g} from what was written.")
+    return differences[worst]

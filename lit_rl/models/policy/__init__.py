@@ -1,0 +1,1 @@
+"""A policy that is described, loaded, sharded, and asked for log-probs."""

@@ -1,0 +1,153 @@
+"""From a model's name to files that may be read, and from the many errors of that road to ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError, did_you_mean
+
+TINY = Path(__file__).parents[1] / "tiny"
+"""The policy that comes with the package: small enough to learn on a laptop CPU."""
+
+_MODEL_FILES = ("config.json", "adapter_config.json")
+"""What a folder that can be read as a model or as an adapter holds one of."""
+
+_LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
+"""How a name begins that can only mean a folder."""
+
+
+def resolve(key: str, name: str) -> str:
+    """The folder that ``name`` stands for, or ``name`` itself where it is a hub id.
+
+    Raises:
+        ConfigError: ``name`` is empty, or is written as a path and no such folder exists.
+    """
+    if not name.strip():
+        raise ConfigError(f"{key}={name!r} is empty. Give a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct.")
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    if folder.exists():
+        raise ConfigError(f"{key}={name!r} is a file. Give the folder that holds it.")
+    if _LOCAL.match(name) or name.count("/") > 1:
+        near = did_you_mean(folder.name, _models_in(folder.parent))
+        raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
+    return name
+
+
+def _models_in(parent: Path) -> set[str]:
+    """Names of folders with a model: no other is worth suggesting, least of all one of the system's own."""
+    return {file.parent.name for name in _MODEL_FILES for file in parent.glob(f"*/{name}")}
+
+
+def refuse_pickle(key: str, path: str, stem: str) -> None:
+    """Refuse a local folder without ``<stem>*.safetensors``: pickled weights run code when they are read.
+
+    Raises:
+        StorageError: there are pickled weights only, or none at all.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or any(folder.glob(f"{stem}*.safetensors")):
+        return
+    pickled = sorted(item.name for item in folder.iterdir() if item.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+    if pickled:
+        raise StorageError(
+            f"{key}: {folder} holds pickled weights only ({', '.join(pickled[:3])}), and reading a pickle runs "
+            "whatever code is inside. Only safetensors are read: convert the files once, where you trust them, with "
+            "transformers' save_pretrained."
+        )
+    raise StorageError(f"{key}: {folder} holds no {stem}*.safetensors. Is the download complete?")
+
+
+@contextmanager
+def reading(key: str, name: str, path: str) -> Iterator[None]:
+    """Turn what Hugging Face's libraries raise while they read ``path`` into one of our errors."""
+    try:
+        yield
+    except LitRLError:
+        raise
+    except Exception as error:
+        translated = _from_hub(key, name, error) or _from_file(key, name, path, error)
+        if translated is None:
+            raise
+        raise translated from error
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _from_hub(key: str, name: str, error: Exception) -> LitRLError | None:
+    from huggingface_hub import errors
+
+    if Path(name).expanduser().is_dir():
+        return None
+    download = f"`hf download {name}`"
+    # The first that fits anywhere in the chain explains it: a gated repository is also "not found", and whatever the
+    # hub answered ends as "not in the cache".
+    explanations: list[tuple[type[BaseException], str]] = [
+        (errors.HFValidationError, "is no folder and cannot be a hub id, which reads owner/model."),
+        (errors.GatedRepoError, f"is gated. Accept its licence on its hub page, run `hf auth login`, then {download}."),
+        (errors.RevisionNotFoundError, "exists on the hub, but not with this model.revision."),
+        (
+            errors.RepositoryNotFoundError,
+            "is no folder and no public repository of the hub: look for a typo. If it is private, run "
+            f"`hf auth login`, then {download}.",
+        ),
+        (errors.HfHubHTTPError, f"could not be fetched: the hub answered with an error. Try {download}."),
+        (
+            errors.LocalEntryNotFoundError,
+            f"is not in the local cache and the hub cannot be reached. Where there is a network, run {download} and "
+            "copy the cache; or give a folder.",
+        ),
+        (errors.OfflineModeIsEnabled, f"is not in the local cache and HF_HUB_OFFLINE is set. Run {download} first."),
+    ]
+    causes = list(_chain(error))
+    if any(isinstance(cause, errors.RemoteEntryNotFoundError) for cause in causes):
+        return None  # the repository is there and lacks a file: not the hub's fault
+    for kind, text in explanations:
+        if any(isinstance(cause, kind) for cause in causes):
+            return BackendError(f"{key}={name!r} {text}")
+    return None
+
+
+def _from_file(key: str, name: str, path: str, error: Exception) -> LitRLError | None:
+    text = " ".join(str(error).split())
+    kinds = {type(cause).__name__ for cause in _chain(error)}
+    if "SafetensorError" in kinds:
+        return StorageError(f"{key}: {_broken(path)} is damaged or only partly downloaded: {text}. Fetch it again.")
+    if "JSONDecodeError" in kinds or "UnicodeDecodeError" in kinds:
+        return StorageError(f"{key}={name!r}: a JSON file of the model is damaged: {text}")
+    if isinstance(error, ImportError):
+        return BackendError(f"{key}={name!r} needs a package that is not installed: {text}")
+    if isinstance(error, RuntimeError) and "mismatched_sizes" in text:
+        return StorageError(f"{key}={name!r}: the shapes of the weights differ from those that config.json describes.")
+    if isinstance(error, OSError):
+        return StorageError(f"{key}={name!r} cannot be read: {text}")
+    if isinstance(error, ValueError) and "trust_remote_code" in text:
+        return ConfigError(
+            f"{key}={name!r} can only be loaded by running Python code that comes with the model. Such code can do "
+            "anything that you can. If you have read it, set model.trust_remote_code=true and model.revision to the "
+            "40 hexadecimal digits of the commit that you read."
+        )
+    if isinstance(error, ValueError | KeyError):
+        return ConfigError(f"{key}={name!r}: transformers cannot use this model: {text[:400]}")
+    return None
+
+
+def _broken(path: str) -> str:
+    """The first safetensors file of the model that does not open; the model where that cannot be told."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(path).glob("*.safetensors")) if Path(path).is_dir() else []:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            return str(file)
+    return path

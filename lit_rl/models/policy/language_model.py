@@ -1,0 +1,242 @@
+"""A language model described by plain values, that can be loaded."""
+
+from __future__ import annotations
+
+import copy
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.models.policy import hub
+from lit_rl.models.policy import tokenizer as tokenizers
+from lit_rl.models.policy.lora import Lora
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_DTYPES = ("float32", "bfloat16", "float16", "auto")
+_OWN = {  # from_pretrained arguments that are settings here, or would undo a safety of ours
+    "dtype": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "attn_implementation": "model.attn_implementation",
+    "revision": "model.revision",
+    "code_revision": "model.revision",
+    "trust_remote_code": "model.trust_remote_code",
+    "quantization_config": "model.quantization",
+    "token": "the HF_TOKEN environment variable, which no config file records",
+    "use_auth_token": "the HF_TOKEN environment variable, which no config file records",
+    "cache_dir": "the HF_HOME environment variable",
+    "local_files_only": "the HF_HUB_OFFLINE environment variable",
+    "subfolder": "the folder itself as model.name",
+    **dict.fromkeys(("use_safetensors", "weights_only", "gguf_file"), "safetensors files: nothing else is read"),
+    **dict.fromkeys(("output_loading_info", "ignore_mismatched_sizes", "state_dict", "config"), "nothing: it is fixed"),
+}
+
+
+class LanguageModel:
+    """Names a Hugging Face causal language model and how to hold it. Nothing heavy happens before `load`.
+
+    Args:
+        name: "tiny" (the policy that comes with the package), a folder, or a hub id.
+        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
+        attn_implementation: "sdpa", "eager", "flash_attention_2", ... None lets transformers choose.
+        revision: Branch, tag or commit of the hub repository.
+        trust_remote_code: Run Python code that comes with the model. From the hub only with ``revision`` a commit.
+        lora: Train fresh low-rank adapters instead of the weights.
+        adapter: Continue training this PEFT LoRA adapter: a folder or a hub id.
+        quantization: Hold the frozen base in 4 bits ("nf4") or 8 ("int8"). Needs ``lora`` or ``adapter``.
+        disable_dropout: Set every dropout probability of the model to 0.
+        lm_head_fp32: Compute the logits in float32, whatever the type of the weights and of autocast.
+        gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+        init_kwargs: Further arguments of `from_pretrained`, config overrides included.
+        chat_template: A Jinja chat template, inline or as a file, in place of the tokenizer's; or a model (a folder or
+            a hub id) whose template, EOS token and added tokens are taken: the embeddings get rows for them.
+        eos_token: The token that ends a response, in place of the tokenizer's.
+        pad_token: The token to pad with, in place of the tokenizer's.
+
+    Raises:
+        ConfigError: settings that cannot be, or do not fit together.
+    """
+
+    def __init__(
+        self,
+        name: str = "tiny",
+        dtype: str = "float32",
+        attn_implementation: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        lora: Lora | None = None,
+        adapter: str | None = None,
+        quantization: Literal["nf4", "int8"] | None = None,
+        disable_dropout: bool = False,
+        lm_head_fp32: bool = False,
+        gradient_checkpointing: bool = False,
+        init_kwargs: dict[str, Any] | None = None,
+        chat_template: str | None = None,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+    ) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.attn_implementation = attn_implementation
+        self.revision = revision
+        self.trust_remote_code = trust_remote_code
+        self.lora = lora
+        self.adapter = adapter
+        self.quantization = quantization
+        self.disable_dropout = disable_dropout
+        self.lm_head_fp32 = lm_head_fp32
+        self.gradient_checkpointing = gradient_checkpointing
+        self.init_kwargs = dict(init_kwargs or {})
+        self.chat_template = chat_template
+        self.eos_token = eos_token
+        self.pad_token = pad_token
+        self._new_tokens: tuple[int, ...] = ()
+        self.path = str(hub.TINY) if name == "tiny" else hub.resolve("model.name", name)
+        self._check()
+
+    def _check(self) -> None:
+        if self.dtype not in _DTYPES:
+            near = did_you_mean(self.dtype, _DTYPES)
+            raise ConfigError(f"model.dtype={self.dtype!r} is unknown: allowed is {', '.join(_DTYPES)}.{near}")
+        if self.quantization not in (None, "nf4", "int8"):
+            raise ConfigError(f"model.quantization={self.quantization!r} is unknown: allowed is nf4, int8, null.")
+        for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
+            raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
+        if self.lora is not None and self.adapter is not None:
+            raise ConfigError("model.lora makes a fresh adapter and model.adapter continues one: set one of them.")
+        if self.quantization is not None and self.lora is None and self.adapter is None:
+            raise ConfigError(
+                f"model.quantization={self.quantization}: quantised weights cannot be trained. Add model.lora or "
+                "model.adapter, or drop the quantisation."
+            )
+        if self.is_local and self.revision is not None:
+            raise ConfigError(
+                f"model.revision={self.revision!r} means a hub repository, but {self.name!r} is a folder."
+            )
+        pinned = re.fullmatch(r"[0-9a-f]{40}", self.revision or "")
+        if self.trust_remote_code and not self.is_local and not pinned:
+            raise ConfigError(
+                f"model.trust_remote_code=true runs Python code from the hub, which can do anything that you can, and "
+                f"model.revision={self.revision!r} may point to other code tomorrow. Read the code, and set "
+                "model.revision to the 40 hexadecimal digits of the commit that you read."
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """The model is a folder of this machine."""
+        return Path(self.path).is_dir() or self.name == "tiny"
+
+    @property
+    def label(self) -> str:
+        """A short name, safe in a file name: ``tiny``, ``Qwen2.5-0.5B-Instruct``."""
+        return re.sub(r"[^\w.-]+", "-", "tiny" if self.name == "tiny" else Path(self.path).name).strip("-.") or "model"
+
+    @property
+    def _hub(self) -> dict[str, Any]:
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
+    @cached_property
+    def config_and_kwargs(self) -> tuple[PreTrainedConfig, dict[str, Any]]:
+        """The config with the overrides of ``init_kwargs``, and those of ``init_kwargs`` that are no overrides."""
+        from transformers import AutoConfig
+
+        with hub.reading("model.name", self.name, self.path):
+            found: Any = AutoConfig.from_pretrained(
+                self.path, return_unused_kwargs=True, **self._hub, **copy.deepcopy(self.init_kwargs)
+            )
+        config, unused = found
+        return config, {key: value for key, value in unused.items() if key in self.init_kwargs}
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """The model's config, with the overrides of ``init_kwargs``."""
+        return self.config_and_kwargs[0]
+
+    @cached_property
+    def generation_config(self) -> GenerationConfig | None:
+        """The model's own generation config: only its EOS ids are ever used. None where it has none."""
+        from huggingface_hub.errors import EntryNotFoundError
+        from transformers import GenerationConfig
+
+        if self.is_local and not (Path(self.path) / "generation_config.json").is_file():
+            return None
+        with hub.reading("model.name", self.name, self.path):
+            try:
+                return GenerationConfig.from_pretrained(self.path, revision=self.revision or "main")
+            except OSError as error:
+                # The config was there a moment ago, so "no entry" means that the repository has no such file.
+                if self.config and isinstance(error.__cause__ or error.__context__ or error, EntryNotFoundError):
+                    return None
+                raise
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer: pads on the left, and has an EOS and a pad token.
+
+        Raises:
+            ConfigError: it has no EOS token, so that no response could end, or ids that the embedding lacks.
+        """
+        tokenizer = tokenizers.load_tokenizer(self.name, self.path, **self._hub)
+        self._check_vocabulary(tokenizer)
+        if self.chat_template is not None:
+            self._new_tokens = tuple(tokenizers.set_chat_template(tokenizer, self.chat_template))
+        if self.eos_token is not None:
+            tokenizers.set_token(tokenizer, "eos", self.eos_token)
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(
+                f"The tokenizer of {self.name!r} has no EOS token, so no response could end. Set model.eos_token to "
+                f"one of its tokens, such as {', '.join(tokenizers.added_tokens(tokenizer)[:10])}."
+            )
+        if self.pad_token is not None:
+            tokenizers.set_token(tokenizer, "pad", self.pad_token)
+        tokenizers.choose_pad(tokenizer, self._eos_ids(tokenizer))
+        return tokenizer
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        """Ids of the tokens that ``chat_template`` brought into the vocabulary. Their embeddings are the mean one."""
+        return self._new_tokens if self.tokenizer else ()
+
+    def _eos_ids(self, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+        text = self.config.get_text_config()
+        fields = [tokenizer.eos_token_id, getattr(text, "eos_token_id", None)]
+        fields.append(getattr(self.generation_config, "eos_token_id", None))
+        return set().union(*map(tokenizers.as_ids, fields))
+
+    def _check_vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        rows, highest = self.config.get_text_config().vocab_size, max(tokenizer.get_vocab().values())
+        if highest >= rows:
+            raise ConfigError(
+                f"The tokenizer of {self.name!r} has ids up to {highest}, but the embedding has {rows} rows. Were "
+                "tokens added without resizing the model? Call resize_token_embeddings on it and save both again."
+            )
+
+    def load(self) -> PreTrainedModel | PeftModel:
+        """The policy, on the CPU, in train mode. With ``lora`` or ``adapter`` only the adapter has gradients.
+
+        Raises:
+            ConfigError: not a causal language model over text, or an adapter that fits no module.
+            StorageError: weights are missing, damaged, of other shapes, or pickled.
+            BackendError: the model cannot be reached, or a package is missing.
+        """
+        from lit_rl.models.policy.loading import load
+
+        return load(self)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Every id that ends a response: the sorted union over tokenizer, config and generation config."""
+        return tuple(sorted(self._eos_ids(self.tokenizer)))
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_token_id  # pyright: ignore[reportReturnType]  # an int once `tokenizer` returned
+
+    @property
+    def context_length(self) -> int | None:
+        """Longest prompt and response together, in tokens. None where the config gives no limit."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)

@@ -1,0 +1,194 @@
+"""What `LanguageModel.load` does: weights in, a policy that is ready to train out."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_rl.errors import BackendError, ConfigError, StorageError
+from lit_rl.models.policy import hub
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from lit_rl.models.policy.language_model import LanguageModel
+
+
+class Float32Head(nn.Linear):
+    """A language-model head that computes in float32, whatever the type of its weight and of autocast.
+
+    It keeps the weight's own type, so an embedding tied to it is untouched, as are the names in the state dict.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        with torch.autocast(input.device.type, enabled=False):
+            return F.linear(input.float(), self.weight.float(), bias)
+
+
+def load(model: LanguageModel) -> PreTrainedModel | PeftModel:
+    """See `LanguageModel.load`."""
+    check_causal(model.name, model.config)
+    assert model.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
+    base = load_base(model)
+    if model.disable_dropout:
+        disable_dropout(base)
+    if model.lm_head_fp32:
+        use_float32_head(base)
+    policy: PreTrainedModel | PeftModel = base
+    if model.lora is not None:
+        policy = model.lora.apply(base, new_tokens=model.new_tokens)
+    elif model.adapter is not None:
+        policy = continue_adapter(base, model.adapter)
+    if model.gradient_checkpointing:
+        # The reentrant kind would give a LoRA policy no gradient: the embedding that feeds its layers is frozen.
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return policy.train()
+
+
+def load_base(model: LanguageModel) -> PreTrainedModel:
+    """The model without adapters, every weight checked to have come from the files."""
+    from transformers import AutoModelForCausalLM
+
+    config, kwargs = model.config_and_kwargs
+    hub.refuse_pickle("model.name", model.path, "")
+    if model.attn_implementation is not None:
+        kwargs = {**kwargs, "attn_implementation": model.attn_implementation}
+    if model.quantization is not None:
+        kwargs = {**kwargs, "quantization_config": quantization_config(model.quantization)}
+    with hub.reading("model.name", model.name, model.path):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            model.path,
+            config=config,
+            dtype=model.dtype,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **kwargs,
+        )
+    base, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise StorageError(
+            f"model.name={model.name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
+            "transformers filled with random numbers. Fetch the model again, or check that config.json belongs to it."
+        )
+    if model.chat_template is not None:
+        add_embeddings(base, model.new_tokens)
+    return base
+
+
+@torch.no_grad()
+def add_embeddings(base: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Give new tokens the mean of the rows below them, in the embedding and in the head: no draw, so a resumed run has
+    the same. Rows are added only where the model has none to spare.
+    """
+    if not tokens:
+        return
+    if max(tokens) >= base.config.get_text_config().vocab_size:
+        base.resize_token_embeddings(max(tokens) + 1, mean_resizing=False)
+    head: Any = base.get_output_embeddings()
+    tables: list[Any] = [base.get_input_embeddings().weight, head.weight, getattr(head, "bias", None)]
+    for table in {id(table): table for table in tables if table is not None}.values():  # tied ones are one
+        table[list(tokens)] = table[: min(tokens)].float().mean(0).to(table.dtype)
+
+
+def check_causal(name: str, config: PreTrainedConfig) -> None:
+    """Refuse what is no decoder-only language model over text.
+
+    Raises:
+        ConfigError: an encoder-decoder, a classifier, a vision model, or anything else without a causal head.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found = ", ".join(config.architectures or []) or config.model_type
+    wanted = f"model.name={name!r} is {found}; a causal (decoder-only) language model over text is needed"
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{wanted}, not an encoder-decoder.")
+    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
+        raise ConfigError(f"{wanted}, not one over images or sound.")
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"{wanted}.")
+    known = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    causal = {kind.__name__ for kind in (known if isinstance(known, tuple) else (known,)) if kind is not None}
+    if config.architectures and not causal & set(config.architectures):
+        raise ConfigError(f"{wanted}: one saved as {' or '.join(sorted(causal))}.")
+
+
+def drops_out(module: nn.Module) -> bool:
+    """Whether training mode changes what the module computes, as far as its probabilities of dropout tell."""
+    return any(
+        isinstance(value, float) and value > 0
+        for part in module.modules()
+        for key, value in vars(part).items()
+        if "dropout" in key or (isinstance(part, nn.Dropout) and key == "p")
+    )
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Set every dropout probability to 0: modules of dropout, and the numbers that attention layers keep."""
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        for key, value in list(vars(part).items()):
+            if "dropout" in key and isinstance(value, float):
+                setattr(part, key, 0.0)
+
+
+def use_float32_head(base: PreTrainedModel) -> None:
+    """Let the head of a model compute in float32. Raises ConfigError for a head that is not plain and linear."""
+    head = base.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        raise ConfigError(f"model.lm_head_fp32 needs a plain linear head; this model's is {type(head).__name__}.")
+    exact = Float32Head(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    exact.weight, exact.bias = head.weight, head.bias
+    base.set_output_embeddings(exact)
+
+
+def quantization_config(kind: str) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise BackendError(f"model.quantization={kind} needs bitsandbytes: pip install 'lit-rl[quant]'.")
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    # Products of 4-bit weights are taken in bfloat16, whose range float16 lacks; nf4 as in QLoRA (2305.14314).
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+
+def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
+    """The model with a trained LoRA adapter, a folder or a hub id, that goes on being trained.
+
+    Raises:
+        ConfigError: it is another kind of adapter.
+        StorageError: it does not fit the model.
+    """
+    from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    path = hub.resolve("model.adapter", adapter)
+    hub.refuse_pickle("model.adapter", path, "adapter_model")
+    with hub.reading("model.adapter", adapter, path):
+        config = PeftConfig.from_pretrained(path)
+        if config.peft_type != PeftType.LORA:
+            raise ConfigError(f"model.adapter={adapter!r} is a {config.peft_type} adapter: only LoRA is supported.")
+        stored = load_peft_weights(path, device="cpu")
+        policy = PeftModel.from_pretrained(base, path, is_trainable=True)
+    wanted = get_peft_model_state_dict(policy, save_embedding_layers=False).keys()
+    wrong = sorted(wanted ^ stored.keys())
+    if wrong:
+        raise StorageError(
+            f"model.adapter={adapter!r} does not fit this model: {len(wrong)} weights are on one side only "
+            f"({', '.join(wrong[:5])}). Was it trained on another base model?"
+        )
+    assert isinstance(policy, PeftModel)
+    return policy

@@ -1,0 +1,145 @@
+"""From texts to what a model thinks of each token that is learned."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.errors import ConfigError
+from lit_rl.examples import TokenBatch
+from lit_rl.models.policy.forward import no_router
+from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.logprobs import logprobs_and_entropy
+from lit_rl.ops.token_stats import TokenStats, token_stats
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """What one forward pass says about the tokens of texts. Column ``j`` is about token ``j + 1``, which it predicts.
+
+    Columns where no row learns anything are 0.
+    """
+
+    logprobs: Tensor
+    """Float32 ``(b, s - 1)``, with gradient."""
+    entropy: Tensor
+    """Float32 ``(b, s - 1)``, in nats, without gradient."""
+    stats: TokenStats | None = None
+    """``(b, s - 1)`` each, without gradient. None unless they were asked for."""
+    aux_loss: Tensor | None = None
+    """0-dim, with gradient: the router's load-balancing loss. None unless it was asked for."""
+
+
+def score_texts(model: nn.Module, tokens: TokenBatch, *, stats: bool = False, router_aux: bool = False) -> TextScores:
+    """Score the learned tokens of texts under ``softmax(logits)``.
+
+    The head works only on columns in which some row learns something. Texts that are packed into one row do not see
+    each other: positions begin anew with each, and transformers builds the attention mask from that. Models in which
+    that is not enough are found by `refuse_leaks`.
+
+    Args:
+        model: A causal language model; under PEFT with the adapter that is active.
+        tokens: ``b`` rows.
+        stats: Whether to compute what `token_stats` does.
+        router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6).
+
+    Raises:
+        ConfigError: the model has no router whose load could be balanced.
+    """
+    columns = tokens.learned.any(0).nonzero().flatten()
+    columns = columns if len(columns) else torch.zeros(1, dtype=torch.long, device=columns.device)
+    logits, aux_loss = text_logits(model, tokens, columns, router_aux)
+    ids = tokens.input_ids[:, 1:][:, columns]
+    logprobs, entropy = logprobs_and_entropy(logits, ids)
+    wide = (len(tokens), tokens.input_ids.shape[1] - 1)
+    found = token_stats(logits.detach(), ids) if stats else None
+    return TextScores(
+        logprobs=_spread(logprobs, columns, wide),
+        entropy=_spread(entropy, columns, wide),
+        stats=found and _spread_stats(found, columns, wide),
+        aux_loss=aux_loss,
+    )
+
+
+@torch.no_grad()
+def refuse_leaks(model: nn.Module) -> None:
+    """Find out, by two short forward passes, whether texts that share a row leave each other alone in this model.
+
+    Where attention masks are not built from positions (linear attention, state spaces, convolutions, position biases
+    of old models), a text goes on from the one before it, and nothing says so.
+
+    Raises:
+        ConfigError: the second text of a row changes with the first.
+    """
+    device = next(model.parameters()).device
+    rows = base_of(model).config.get_text_config().vocab_size
+    half = 8
+    second = torch.arange(half, device=device) * 7 % rows
+    firsts = [(torch.arange(half, device=device) * step + shift) % rows for step, shift in ((3, 1), (5, 2))]
+    ids = torch.stack([torch.cat([first, second]) for first in firsts])
+    segment = (torch.arange(2 * half, device=device) >= half).long().expand(ids.shape)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, : half + 1] = False
+    was_training = model.training
+    model.eval()
+    try:
+        felt = []
+        for texts in (segment, None):
+            logprobs = score_texts(model, TokenBatch(ids, torch.ones_like(mask), mask, texts)).logprobs
+            felt.append((logprobs[0] - logprobs[1]).abs().max().item())
+    except TypeError as error:
+        raise _leaks(model, f"takes no position_ids ({error})") from error
+    finally:
+        model.train(was_training)
+    # What is left of rounding in half precision is far below what a text feels of its own beginning.
+    if not felt[0] <= felt[1] / 20:
+        raise _leaks(model, "lets a text see the one before it in its row")
+
+
+def _leaks(model: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"data.packing puts several texts into one row, and {type(base_of(model)).__name__} {why}. Set "
+        "data.packing=none."
+    )
+
+
+def text_logits(
+    model: nn.Module, tokens: TokenBatch, columns: Tensor, router_aux: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Logits ``(b, c, v)`` of the given columns ``(c,)``, and the router's loss if it was asked for.
+
+    Raises:
+        ConfigError: the model has no router whose load could be balanced.
+    """
+    extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
+    if router_aux and "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
+        raise no_router(model)
+    ids, positions, kept = tokens.input_ids, tokens.position_ids, columns
+    if tokens.segment is None:
+        extra["attention_mask"] = tokens.attention_mask.long()
+    elif _needs_one_row(model):
+        starts = torch.arange(len(tokens), device=ids.device)[:, None] * ids.shape[1]
+        ids, positions, kept = ids.reshape(1, -1), positions.reshape(1, -1), (starts + columns).flatten()
+    output = model(input_ids=ids, position_ids=positions, logits_to_keep=kept, use_cache=False, **extra)
+    if router_aux and not isinstance(output.aux_loss, Tensor):
+        raise no_router(model)
+    logits = output.logits.reshape(len(tokens), len(columns), -1)
+    return logits, output.aux_loss if router_aux else None
+
+
+def _needs_one_row(model: nn.Module) -> bool:
+    """Flash attention tells texts apart by their positions in a batch of one row only (transformers 5.19)."""
+    return "flash" in str(base_of(model).config._attn_implementation)
+
+
+def _spread(part: Tensor, columns: Tensor, wide: tuple[int, int]) -> Tensor:
+    """`(b, c)` to `(b, s - 1)`, 0 in the other columns."""
+    return torch.zeros(wide, dtype=part.dtype, device=part.device).index_copy(1, columns, part)
+
+
+def _spread_stats(stats: TokenStats, columns: Tensor, wide: tuple[int, int]) -> TokenStats:
+    return TokenStats(**{field.name: _spread(getattr(stats, field.name), columns, wide) for field in fields(stats)})

@@ -1,0 +1,1 @@
+"""Models that score instead of writing: critics, reward models, process reward models."""

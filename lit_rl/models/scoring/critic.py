@@ -1,0 +1,216 @@
+"""Value functions of a policy: ``V(s_t)``, the return to expect before response token t is chosen.
+
+A critic is asked twice: once at setup, for the module to register beside the policy, and then for values, with that
+module. What is trained in the module is the critic's alone, so its parameters and the policy's are two groups.
+
+    critic            memory beside the policy           what the value loss trains
+    SeparateCritic    a second model and its moments     all of that model
+    SharedTrunk       a vector                           the vector, and the policy's own trunk
+    AdapterCritic     an adapter and a vector            both; the frozen base serves policy and critic
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from lit_rl.errors import ConfigError, in_range
+from lit_rl.models.policy import forward
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.trunk import copied_trunk, frozen_trunk, hidden_size, trunk_inputs, trunk_of
+from lit_rl.models.scoring.value_head import ValueHead, ValueModel
+from lit_rl.rollout import Completions, Sampling
+
+
+class Critic(Protocol):
+    """The protocol. Call `module` on the initial policy: before a checkpoint is restored, and before sharding."""
+
+    def check(self, model: LanguageModel) -> None:
+        """Refuse a policy that this critic cannot serve, before any weight is loaded. Raises ConfigError."""
+        ...
+
+    def module(self, policy: nn.Module) -> nn.Module:
+        """The module to register, place, shard and save like the policy."""
+        ...
+
+    def parameters(self, policy: nn.Module, module: nn.Module) -> list[nn.Parameter]:
+        """What the critic's optimizer group trains. None of it is in the policy."""
+        ...
+
+    def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
+        """Float32 ``(b, t)`` with gradient. Dropout is as in the policy. Values at padding are without meaning."""
+        ...
+
+    def scores_and_values(
+        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: bool
+    ) -> tuple[forward.TokenScores, Tensor]:
+        """`lit_rl.models.policy.forward.score` of the policy (``terms`` go there) and `values`, both with gradient."""
+        ...
+
+
+class _OwnTrunk:
+    """What critics share whose module is a `ValueModel`."""
+
+    def parameters(self, policy: nn.Module, module: nn.Module) -> list[nn.Parameter]:
+        return [p for p in module.parameters() if p.requires_grad]
+
+    def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
+        with _mode_of(policy, module):
+            return module(t=completions.response_ids.shape[1], **trunk_inputs(completions))
+
+    def scores_and_values(
+        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: bool
+    ) -> tuple[forward.TokenScores, Tensor]:
+        return forward.score(policy, completions, sampling, **terms), self.values(policy, module, completions)
+
+
+@dataclass(frozen=True)
+class SeparateCritic(_OwnTrunk):
+    """A model of its own with a value head, trained in full.
+
+    Args:
+        model: What the critic starts from, by name, folder or hub id; null is a copy of the initial policy.
+    """
+
+    model: LanguageModel | str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, str):
+            object.__setattr__(self, "model", LanguageModel(self.model))
+
+    def check(self, model: LanguageModel) -> None:
+        """Raises ConfigError: the copy could not be trained, or the other model reads other token ids."""
+        if self.model is None:
+            if model.quantization is not None:
+                raise ConfigError(
+                    f"algo.critic: a copy of the policy would be trained in full, and model.quantization="
+                    f"{model.quantization} cannot be. Use algo/critic=adapter, or name an algo.critic.model."
+                )
+            return
+        assert isinstance(self.model, LanguageModel)
+        ours, theirs = self.model.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+        if ours != theirs:
+            other = sorted({token for token, _ in ours.items() ^ theirs.items()})
+            raise ConfigError(
+                f"algo.critic.model={self.model.name!r} has another vocabulary than model.name={model.name!r} "
+                f"({len(ours)} and {len(theirs)} tokens, {len(other)} with other ids, such as {other[:3]}), so it "
+                "would read the policy's token ids as other text. Take a model of the same family."
+            )
+
+    def module(self, policy: nn.Module) -> nn.Module:
+        if self.model is None:
+            return ValueModel(copied_trunk(policy), ValueHead(hidden_size(policy))).train()
+        assert isinstance(self.model, LanguageModel)
+        loaded = self.model.load()
+        return ValueModel(trunk_of(loaded), ValueHead(hidden_size(loaded))).train()
+
+
+@dataclass(frozen=True)
+class AdapterCritic(_OwnTrunk):
+    """A LoRA adapter (2106.09685) and a value head on the policy's frozen base, which policy and critic share.
+
+    The base's layers are there twice and their weights once, so each side sees its own adapter and nothing is switched
+    between them: exports and generation know of no second adapter.
+
+    Args:
+        r: Rank of the adapter, at least 1.
+        alpha: The adapter's output is multiplied by alpha / r.
+        targets: Names of the linear layers that get an adapter, or "all-linear".
+    """
+
+    r: int = 16
+    alpha: float = 32
+    targets: str | list[str] = "all-linear"
+
+    def __post_init__(self) -> None:
+        in_range("algo.critic.r", self.r, low=1)
+        in_range("algo.critic.alpha", self.alpha, low=0, open_low=True)
+        if not self.targets or (not isinstance(self.targets, str) and "" in self.targets):
+            raise ConfigError(f'algo.critic.targets={self.targets!r} names no layer. Use "all-linear", or layer names.')
+
+    def check(self, model: LanguageModel) -> None:
+        """Raises ConfigError: the policy has no frozen base."""
+        if model.lora is None and model.adapter is None:
+            raise ConfigError(
+                "algo/critic=adapter puts an adapter on the policy's frozen base, but every weight of this policy is "
+                "trained. Set model.lora or model.adapter, or use algo/critic=separate or algo/critic=shared_trunk."
+            )
+
+    def module(self, policy: nn.Module) -> nn.Module:
+        """Raises ConfigError: the policy has no frozen base, or ``targets`` names none of its layers."""
+        from peft import LoraConfig, get_peft_model
+
+        trunk: Any = frozen_trunk(policy, "algo/critic=adapter")
+        config = LoraConfig(
+            r=self.r,
+            lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and only ever divides it
+            target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
+        )
+        try:
+            adapted = get_peft_model(trunk, config, adapter_name="critic")
+        except ValueError as error:
+            linear = {name.rpartition(".")[2] for name, part in trunk.named_modules() if isinstance(part, nn.Linear)}
+            raise ConfigError(
+                f"algo.critic.targets={self.targets!r}: {error} Linear layers are {', '.join(sorted(linear))}."
+            ) from error
+        return ValueModel(adapted, ValueHead(hidden_size(policy))).train()
+
+
+@dataclass(frozen=True)
+class SharedTrunk:
+    """A value head on the policy's own trunk. The gradient of the value loss trains the trunk too, scaled by its weight
+    in the objective: the least memory, and one forward pass for log-probs and values."""
+
+    def check(self, model: LanguageModel) -> None:
+        """Any policy will do."""
+
+    def module(self, policy: nn.Module) -> nn.Module:
+        trunk_of(policy)  # refused at setup, not at the first step
+        return ValueHead(hidden_size(policy))
+
+    def parameters(self, policy: nn.Module, module: nn.Module) -> list[nn.Parameter]:
+        return list(module.parameters())
+
+    def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
+        with _hidden_states(policy) as seen:
+            # Through the policy's own forward, whose hooks bring sharded weights together. Its head gets one position.
+            policy(**trunk_inputs(completions), logits_to_keep=1, use_cache=False)
+        return module(_of_response(seen, completions))
+
+    def scores_and_values(
+        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: bool
+    ) -> tuple[forward.TokenScores, Tensor]:
+        with _hidden_states(policy) as seen:
+            scores = forward.score(policy, completions, sampling, **terms)
+        return scores, module(_of_response(seen, completions))
+
+
+@contextmanager
+def _hidden_states(policy: nn.Module) -> Iterator[list[Tensor]]:
+    """While open, the hidden states ``(b, s, h)`` of every forward pass of the policy are appended to the list."""
+    seen: list[Tensor] = []
+    hook = trunk_of(policy).register_forward_hook(lambda part, inputs, output: seen.append(output.last_hidden_state))
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def _of_response(seen: list[Tensor], completions: Completions) -> Tensor:
+    (hidden,) = seen
+    return hidden[:, -(completions.response_ids.shape[1] + 1) : -1]
+
+
+@contextmanager
+def _mode_of(policy: nn.Module, module: nn.Module) -> Iterator[None]:
+    """Dropout on or off as in the policy."""
+    before = module.training
+    module.train(policy.training)
+    try:
+        yield
+    finally:
+        module.train(before)

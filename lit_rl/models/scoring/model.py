@@ -1,0 +1,198 @@
+"""A model that scores instead of writing: the trunk of a language model under a small fresh head.
+
+SEQUENCES   one number a text, read at its last token      reward models
+TOKENS      two logits a token, "wrong" and "right"        process reward models
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lit_rl.errors import ConfigError, StorageError
+from lit_rl.models.policy import hub
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loading import check_causal, continue_adapter, disable_dropout, quantization_config
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+HEADS = ("score", "classifier")
+"""What transformers calls the head of a classifier."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a scoring model says, and what transformers and PEFT call one that does."""
+
+    auto: str
+    """The class of transformers that loads it."""
+    task_type: str
+    """PEFT's word."""
+    pipeline: str
+    """The hub's word."""
+    labels: tuple[str, ...]
+    """What each output stands for."""
+
+
+SEQUENCES = Scoring("AutoModelForSequenceClassification", "SEQ_CLS", "text-classification", ("reward",))
+# Two classes and not one logit, because that is what TRL 0.26 trained and what readers of such models expect.
+TOKENS = Scoring("AutoModelForTokenClassification", "TOKEN_CLS", "token-classification", ("wrong", "right"))
+
+
+def check_scoring(model: LanguageModel, scoring: Scoring) -> None:
+    """Refuse, before any weight is loaded, what cannot be made into a scoring model.
+
+    Raises:
+        ConfigError: no causal language model over text, and no such classifier either; transformers has no classifier
+            for its family; a pad token that ends texts too; or a setting that is of language models only.
+    """
+    config = model.config
+    classifier = _classifier_name(model, scoring)
+    if not _is_classifier(config, classifier):
+        check_causal(model.name, config)
+    elif config.num_labels != len(scoring.labels):
+        raise ConfigError(
+            f"model.name={model.name!r} is a {classifier} with num_labels={config.num_labels}; to go on training it "
+            f"must have {len(scoring.labels)}. Start from its language model instead."
+        )
+    if model.lm_head_fp32:
+        raise ConfigError("model.lm_head_fp32 is of the head over the vocabulary, which a scoring model does not have.")
+    end = model.tokenizer.eos_token_id
+    if scoring is SEQUENCES and model.pad_id == end:
+        unused = [token for token in model.tokenizer.all_special_tokens if token != model.tokenizer.eos_token]
+        raise ConfigError(
+            f"The tokenizer of {model.name!r} pads with {model.tokenizer.pad_token!r}, its EOS, and a sequence "
+            "classifier reads the score at the last token that is not the pad: it would step over the end of the text. "
+            f"Set model.pad_token to a token that ends no text{f', such as {unused[0]!r}' if unused else ''}."
+        )
+
+
+def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | PeftModel:
+    """The model on the CPU, in train mode, with a fresh head of torch's own generator at its seed.
+
+    A classifier of the same kind keeps its head and goes on from it. With LoRA the head is trained in full beside the
+    adapters. A fresh token classifier has no dropout before its head, whatever transformers' default is.
+
+    Raises:
+        ConfigError: see `check_scoring`; or an adapter that is of another kind.
+        StorageError, BackendError: as `LanguageModel.load`.
+    """
+    check_scoring(model, scoring)
+    if model.adapter is not None:
+        _check_adapter(model.adapter, scoring)
+    base = load_scoring_base(model, scoring)
+    if model.disable_dropout:
+        disable_dropout(base)
+    scorer: PreTrainedModel | PeftModel = base
+    if model.lora is not None:
+        scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)])
+    elif model.adapter is not None:
+        scorer = continue_adapter(base, model.adapter)
+    if model.gradient_checkpointing:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return scorer.train()
+
+
+def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel:
+    """The same without adapters; every weight but a fresh head's is checked to have come from the files."""
+    import transformers
+
+    found, kwargs = model.config_and_kwargs
+    classifier = _classifier_name(model, scoring)
+    fresh = not _is_classifier(found, classifier)
+    hub.refuse_pickle("model.name", model.path, "")
+    if model.attn_implementation is not None:
+        kwargs = {**kwargs, "attn_implementation": model.attn_implementation}
+    if model.quantization is not None:
+        quantized = quantization_config(model.quantization)
+        quantized.llm_int8_skip_modules = list(HEADS)  # for 4 bits too, whatever the name says
+        kwargs = {**kwargs, "quantization_config": quantized}
+    with hub.reading("model.name", model.name, model.path), _without_report():
+        loaded: Any = getattr(transformers, scoring.auto).from_pretrained(
+            model.path,
+            config=scoring_config(model, found, scoring),
+            dtype=model.dtype,
+            revision=model.revision,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            **kwargs,
+        )
+    base, info = loaded
+    missing = sorted(name for name in info["missing_keys"] if not (fresh and name.partition(".")[0] in HEADS))
+    if missing:
+        raise StorageError(
+            f"model.name={model.name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
+            "transformers filled with random numbers. Fetch the model again, or check that config.json belongs to it."
+        )
+    return base
+
+
+def scoring_config(model: LanguageModel, found: PreTrainedConfig, scoring: Scoring) -> PreTrainedConfig:
+    """The config of the scoring model: labels, the ids of padding and EOS, and no dropout before a fresh head."""
+    config = copy.deepcopy(found)
+    config.id2label = dict(enumerate(scoring.labels))  # num_labels follows from it
+    config.label2id = {label: i for i, label in enumerate(scoring.labels)}
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = model.pad_id
+    if not _is_classifier(found, _classifier_name(model, scoring)):
+        config.classifier_dropout = 0.0
+    return config
+
+
+def head_name(base: Any) -> str:
+    """Name of the head among the model's modules."""
+    return next(name for name in HEADS if hasattr(base, name))
+
+
+def _classifier_name(model: LanguageModel, scoring: Scoring) -> str:
+    """The class of transformers for a model of this family.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import transformers
+
+    mapping = getattr(transformers, scoring.auto)._model_mapping
+    if type(model.config) not in mapping:
+        raise ConfigError(
+            f"model.name={model.name!r}: transformers has no {scoring.auto} for {model.config.model_type}. Take a "
+            "model of another family, such as Qwen, Llama or Gemma."
+        )
+    return mapping[type(model.config)].__name__
+
+
+def _is_classifier(config: PreTrainedConfig, classifier: str) -> bool:
+    return classifier in (config.architectures or [])
+
+
+def _check_adapter(adapter: str, scoring: Scoring) -> None:
+    from peft import PeftConfig
+
+    path = hub.resolve("model.adapter", adapter)
+    with hub.reading("model.adapter", adapter, path):
+        task_type = PeftConfig.from_pretrained(path).task_type
+    if task_type != scoring.task_type:
+        raise ConfigError(
+            f"model.adapter={adapter!r} was trained for {task_type}, and this method trains one for "
+            f"{scoring.task_type}. To start from what a language model's adapter has learned, merge it into the model "
+            "(every run of lit_rl exports the merged model as hf/) and give that as model.name, with a new model.lora."
+        )
+
+
+@contextmanager
+def _without_report() -> Iterator[None]:
+    """transformers lists the missing head and the unused one as a warning: both are meant."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
