@@ -1,87 +1,136 @@
-"""Functions of rows applied to the rows of every rank."""
+"""The processes of a run, and functions of rows applied to the rows of all of them."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from lightning import LightningModule
+from lit_rl.algorithms.signatures import arguments_for
 
 
-def named(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `offered` that the function's signature names. A term asks for what it needs by naming it."""
-    return {name: value for name, value in offered.items() if name in parameters(function)}
+@dataclass(frozen=True)
+class Ranks:
+    """Who takes part in a run, as one of them sees it.
 
-
-def parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names that the function can be called with; those that a `functools.partial` has set are left out."""
-    taken = getattr(function, "keywords", {})
-    return tuple(name for name in inspect.signature(function).parameters if name not in taken)
-
-
-def inner(function: Any) -> Any:
-    """The function that settings were given to: under a `functools.partial`, or LightningCLI's `WithKeywords`."""
-    return inner(function.func) if hasattr(function, "func") else function
-
-
-def setting(function: Callable[..., Any], name: str) -> Any:
-    """What a keyword of a function is set to: as it was given, or its default."""
-    given = getattr(function, "keywords", {})
-    return given[name] if name in given else inspect.signature(function).parameters[name].default
-
-
-def everyones(module: LightningModule, column: Tensor) -> Tensor:
-    """`(n, ...)`: the rows of every rank, in the order of ranks, from our `(b, ...)`.
-
-    Responses are of other lengths on other ranks: a second dimension is padded with 0 to the widest.
+    Every method is a collective where there is more than one process: all of them call it, or none.
     """
-    column = column.to(module.device)
-    if module.trainer.world_size == 1:
-        return column
-    if column.ndim == 2:
-        width = torch.tensor(column.shape[1], device=column.device)
-        torch.distributed.all_reduce(width, torch.distributed.ReduceOp.MAX)
-        column = F.pad(column, (0, int(width) - column.shape[1]))
-    return module.all_gather(column).flatten(0, 1)  # pyright: ignore
+
+    device: torch.device | str = "cpu"
+    """Where this process computes."""
+    rank: int = 0
+    world_size: int = 1
+
+    def gather(self, column: Tensor) -> Tensor:
+        """`(n, ...)`: the rows of every rank, in the order of ranks, from our `(b, ...)`.
+
+        Responses are of other lengths on other ranks: a second dimension is padded with 0 to the widest.
+        """
+        column = column.to(self.device)
+        if self.world_size == 1:
+            return column
+        if column.ndim == 2:
+            width = torch.tensor(column.shape[1], device=column.device)
+            torch.distributed.all_reduce(width, torch.distributed.ReduceOp.MAX)
+            column = F.pad(column, (0, int(width) - column.shape[1]))
+        return torch.cat(self._gather(column))
+
+    def gather_tokens(self, flat: Tensor) -> Tensor:
+        """`(n,)`: the flat tokens of every rank, from our `(m,)`; every rank may have another number of them."""
+        if self.world_size == 1:
+            return flat
+        counts = [int(count) for count in self._gather(torch.tensor(len(flat), device=flat.device))]
+        padded = self._gather(F.pad(flat, (0, max(counts) - len(flat))))
+        return torch.cat([row[:count] for row, count in zip(padded, counts)])
+
+    def total(self, mine: Tensor) -> Tensor:
+        """The sum of a tensor of one shape over the ranks."""
+        return self.gather(mine[None]).sum(0)
+
+    def counts(self, count: int) -> list[int]:
+        """The numbers that every rank gives, in the order of ranks."""
+        return self.gather(torch.tensor([count])).tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on any rank."""
+        return any(self.counts(int(flag)))
+
+    def apply(self, function: Callable[..., Tensor], columns: Mapping[str, Tensor]) -> Tensor:
+        """Apply `function(rewards, group_id, ...)` to the rows of every rank, and return ours: `(b,)` or `(b, t)`.
+
+        `rewards` and `group_id` go by position, whatever the function calls them, and the others where it names them.
+
+        Args:
+            function: Of columns.
+            columns: Of our rows, by name; `mask` too where the function may return `(b, t)`.
+        """
+        first = [columns["rewards"], columns["group_id"]]
+        others = {name: column for name, column in columns.items() if name not in ("rewards", "group_id")}
+        others = arguments_for(function, others)
+        if self.world_size == 1:
+            return function(*first, **others)
+        shared = {name: self.gather(column) for name, column in others.items()}
+        rows = function(*(self.gather(column) for column in first), **shared)
+        mine = rows[self.rank * len(first[0]) :][: len(first[0])]
+        return mine if mine.ndim == 1 else mine[:, : columns["mask"].shape[1]]
+
+    # ------------------------------------------------------------------ what is no tensor
+
+    def objects(self, mine: Any) -> list[Any]:
+        """What every rank gives, in the order of ranks; anything that can be pickled."""
+        if self.world_size == 1:
+            return [mine]
+        parts: list[Any] = [None] * self.world_size
+        torch.distributed.all_gather_object(parts, mine)
+        return parts
+
+    def names(self, mine: Iterable[str]) -> list[str]:
+        """The names that any rank has, in one order for all: what one rank logs, another may not know."""
+        return sorted({name for theirs in self.objects(list(mine)) for name in theirs})
+
+    def first_ranks(self, mine: Any) -> Any:
+        """What rank 0 gives."""
+        if self.world_size == 1:
+            return mine
+        held = [mine]
+        torch.distributed.broadcast_object_list(held, src=0)
+        return held[0]
+
+    @torch.no_grad()
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, tensor.contiguous())
+        return parts
+
+
+# ---------------------------------------------------------------------- until every caller has moved to `Ranks`
+
+from lit_rl.algorithms.signatures import arguments_for as named  # noqa: E402, F401
+from lit_rl.algorithms.signatures import parameters, setting  # noqa: E402, F401
+from lit_rl.algorithms.signatures import unwrapped as inner  # noqa: E402, F401
+
+
+def everyones(module: Any, column: Tensor) -> Tensor:
+    return module.ranks.gather(column)
 
 
 def union(names: Iterable[str]) -> list[str]:
-    """The names that any rank has, in one order for all. A collective: what one rank logs, another may not know."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return sorted(names)
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, list(names))
-    return sorted({name for theirs in everyone for name in theirs})
+    return here().names(names)
 
 
-def over_all_ranks(module: LightningModule, function: Callable[..., Tensor], columns: Mapping[str, Tensor]) -> Tensor:
-    """Apply `function(rewards, group_id, ...)` to the rows of every rank, and return ours: `(b,)` or `(b, t)`.
-
-    `rewards` and `group_id` go by position, whatever the function calls them, and the others where it names them.
-    """
-    first = [columns["rewards"], columns["group_id"]]
-    others = named(function, {name: column for name, column in columns.items() if name not in ("rewards", "group_id")})
-    trainer = getattr(module, "_trainer", None)
-    if trainer is None or trainer.world_size == 1:
-        return function(*first, **others)
-    shared = {name: everyones(module, column) for name, column in others.items()}
-    rows = function(*(everyones(module, column) for column in first), **shared)
-    mine = rows[module.global_rank * len(first[0]) :][: len(first[0])]
-    return mine if mine.ndim == 1 else mine[:, : columns["mask"].shape[1]]
+def over_all_ranks(module: Any, function: Callable[..., Tensor], columns: Mapping[str, Tensor]) -> Tensor:
+    return module.ranks.apply(function, columns)
 
 
-def all_tokens(module: LightningModule, flat: Tensor) -> Tensor:
-    """`(n,)`: the flat tokens of every rank, from our `(m,)`; every rank may have another number of them."""
-    if module.trainer.world_size == 1:
-        return flat
-    count = torch.tensor(len(flat), device=flat.device)
-    counts = module.all_gather(count)
-    longest = int(counts.max())  # pyright: ignore
-    padded: Any = module.all_gather(F.pad(flat, (0, longest - len(flat))))
-    return torch.cat([row[: int(n)] for row, n in zip(padded, counts)])  # pyright: ignore
+def all_tokens(module: Any, flat: Tensor) -> Tensor:
+    return module.ranks.gather_tokens(flat)
+
+
+def here(device: torch.device | None = None) -> Ranks:
+    on = torch.distributed.is_available() and torch.distributed.is_initialized()
+    dist: Any = torch.distributed
+    return Ranks(device or "cpu", dist.get_rank() if on else 0, dist.get_world_size() if on else 1)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import StorageError
@@ -80,6 +81,12 @@ class PolicyModule(L.LightningModule):
     @property
     def world_size(self) -> int:
         return self.trainer_or_none.world_size if self.trainer_or_none else 1
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run; this one alone where the module is used by hand."""
+        trainer = self.trainer_or_none
+        return Ranks(self.device, trainer.global_rank, trainer.world_size) if trainer else Ranks(self.device)
 
     @property
     def step(self) -> int:
