@@ -7,8 +7,11 @@ are.
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from lit_rl.ops.step import WeightsInside
 
 
 def arguments_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +47,23 @@ def setting(function: Callable[..., Any], name: str) -> Any:
     """What a keyword of a function is set to: as it was given, or its default."""
     given = _given(function)
     return given[name] if name in given else inspect.signature(function).parameters[name].default
+
+
+def multiplies_weights(loss: Callable[..., Any]) -> bool:
+    """Whether a loss takes the weights against an engine in itself: it has a parameter of the type `WeightsInside`.
+
+    All other losses are multiplied by them.
+    """
+    return has_parameter_of(loss, WeightsInside)
+
+
+def has_parameter_of(function: Callable[..., Any], kind: Any) -> bool:
+    """Whether a parameter is annotated with the type `kind`, an `Annotated`."""
+    try:
+        hints = typing.get_type_hints(unwrapped(function), include_extras=True)
+    except (NameError, TypeError):  # of a user's own, whose types are not there when it runs
+        return False
+    return any(hint == kind for hint in hints.values())
 
 
 def _given(function: Callable[..., Any]) -> Mapping[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -10,16 +9,16 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.evaluation.win_rate import Opponent
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.preflight import on_policy as checks
-from lit_rl.generation.ahead import Ahead
+from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
+from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.generation.base import Generator, is_exact
-from lit_rl.generation.collect import Vocabulary, as_reward_input, request, response_ids
+from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rewards.base import Rewards, Scores, TrainerState
@@ -58,11 +57,10 @@ class GeneratingModule(PolicyModule):
         self.generator: Generator = NativeGenerator() if generator is None else generator
         self.sampling, self.evaluation = sampling, evaluation
         self.judge = as_judge(judge)
-        self._seconds = {"generate": 0.0, "reward": 0.0}
-        self._sampled = 0
+        self.stopwatch = Stopwatch("generate", "reward")
+        self.source = RolloutSource(self.generator, self.model, self.seed, self.stopwatch)
         self._evaluated: list[EvaluationRows] = []
         self._opponent = Opponent()
-        self.ahead = Ahead()
 
     generates = True
     """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
@@ -84,39 +82,20 @@ class GeneratingModule(PolicyModule):
         if hasattr(self.generator, "close"):
             self.generator.close()  # pyright: ignore[reportAttributeAccessIssue]
 
+    # ------------------------------------------------------------------ generate -> reward
+
     def generate(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> Completions:
         """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
-        started = time.perf_counter()
-        return self.received(batch, self.request(batch, sampling, group_size)(), started)
+        return self.source.draw(self.request(batch, sampling, group_size), self.ranks)
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Callable[[], Completions]:
-        """Give the generator the weights of now. What is returned draws the completions when it is called."""
-        self.ahead.wait()  # the weights of a request in flight stay as they are
-        return request(
-            self.generator,
-            self.policy,
-            batch,
-            sampling=sampling or self.sampling,
-            group_size=group_size or self.group_size,
-            vocabulary=Vocabulary.of(self.model),
-            version=self.step,
-            seed=self.seed,
-        )
-
-    def received(self, batch: PromptBatch, completions: Completions, started: float) -> Completions:
-        """Completions of this rank's prompts as those of a rollout, waited for since `started`."""
-        self._seconds["generate"] += time.perf_counter() - started
-        self._sampled += int(completions.lengths.sum())
-        return replace(completions, group_id=completions.group_id + self.global_rank * len(batch))
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens that this rank has drawn for the rollout at hand, also those that nothing was learned from."""
-        return self._sampled
+    ) -> RolloutRequest:
+        """What the source of rollouts is asked for: these prompts, answered by the policy of now."""
+        count = group_size or self.group_size
+        return RolloutRequest(batch, self.policy, self.step, sampling or self.sampling, count)
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
@@ -125,24 +104,17 @@ class GeneratingModule(PolicyModule):
 
     def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
-        started = time.perf_counter()
-        prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch))
+        with self.stopwatch.measure("reward"):
+            prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch))
+            return self.reward_functions.score(
+                prompts, answers, columns, completion_ids=ids, trainer_state=self.trainer_state
+            )
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """Where the run is, as reward functions and judges see it."""
         trainer = self.trainer_or_none
-        now = TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
-        scores = self.reward_functions.score(prompts, answers, columns, completion_ids=ids, trainer_state=now)
-        self._seconds["reward"] += time.perf_counter() - started
-        return scores
-
-    def judged(self, batch: PromptBatch, completions: Completions, scores: Scores) -> Scores:
-        """What is known of training completions once those of a prompt were compared; most algorithms compare none."""
-        return scores
-
-    def greedy_rewards(self, batch: PromptBatch) -> Tensor:
-        """`(b,)`: the reward of the likeliest completion of each row's prompt."""
-        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        completions = self.generate(batch, greedy, group_size=1)
-        total = self.reward(batch, completions).total
-        return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
+        return TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
@@ -163,11 +135,9 @@ class GeneratingModule(PolicyModule):
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
         """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
-        seconds, sampled = dict(self._seconds), self._sampled  # of the training's rollout
-        with self.rollout_context():
+        with self.source.aside(), self.rollout_context():
             completions = self.generate(apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
             scores = self.reward(apart, completions)
-        self._seconds, self._sampled = seconds, sampled
         return completions, scores
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
@@ -179,9 +149,9 @@ class GeneratingModule(PolicyModule):
         table = sample_table(self.step, batch, texts, completions, scores, advantages=None)
         wins = None
         if self.evaluation.win_rate_against is not None and not self.trainer.predicting:
-            seconds = dict(self._seconds)
-            duels = self._opponent.duels(self, batch, texts, scores, dataloader_idx)
-            self._seconds, wins = seconds, duels.wins
+            with self.stopwatch.aside():
+                duels = self._opponent.duels(self, batch, texts, scores, dataloader_idx)
+            wins = duels.wins
             table = {"opponent": duels.theirs, "win": wins.tolist()} | table
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins)
         return table
@@ -204,7 +174,7 @@ class GeneratingModule(PolicyModule):
         self.rest()
         logged = self.log_generated(stage)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            checks.monitors(self.trainer, logged)
+            monitors(self.trainer, logged)
 
     def log_generated(self, stage: str) -> set[str]:
         """Log what the completions of every validation set were like; returns the names."""

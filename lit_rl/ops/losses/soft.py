@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_rl.ops.losses.common import MAX_LOG_RATIO, Advantages, Ratio, Terms, ratio_metrics
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.ratios import token_ratio
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, WeightsInside
 
 MIN_LOG_WEIGHT = math.log(1e-8)
 """VESPO cuts the log of its sequence weight here and at :data:`MAX_LOG_RATIO`; phi is 0 in float32 at both ends."""
@@ -54,7 +54,7 @@ def vespo_loss(
     old_logprobs: Float[Tensor, "b t"],
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
-    weights: Float[Tensor, "b t"] | None = None,
+    weights: WeightsInside = None,
     *,
     positive: Sequence[float] = (2.0, 3.0),
     negative: Sequence[float] = (3.0, 2.0),
