@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.judged import OnlinePairs
-from lit_rl.algorithms.loop.offline import mean_over
 from lit_rl.algorithms.preflight import judged as online_checks
 from lit_rl.algorithms.rollouts.opponents import duels, firsts
 from lit_rl.generation.mixture import GeometricMixture
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
+from lit_rl.ops.step import Metrics, StepTokens, mean_over
 from lit_rl.rewards.base import Rewards, Scores
 from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
+
+from lit_rl.ops.masking import masked_sum
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,8 @@ Metric = tuple[Tensor, Tensor] | Highest | Lowest | Effective
 extreme of nothing is +-inf."""
 
 Metrics = dict[str, Metric]
+
+
+def mean_over(values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
+    """A metric: the mean of `values` over the places where `mask` is True."""
+    return masked_sum(values.detach().float(), mask), mask.sum().float()

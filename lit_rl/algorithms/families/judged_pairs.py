@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.judged import OnlinePairs
-from lit_rl.algorithms.loop.offline import mean_over
 from lit_rl.algorithms.preflight import preferences as pair_checks
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import TokenScores
@@ -20,7 +19,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, mean_over
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, Rollout, select
 

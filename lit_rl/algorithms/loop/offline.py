@@ -22,7 +22,7 @@ from lit_rl.algorithms.offline_records import OfflineRecords
 from lit_rl.algorithms.preflight import offline as offline_checks
 from lit_rl.algorithms.preflight import on_policy as checks
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.offline_plan import OfflinePlan
+from lit_rl.algorithms.rollouts.plan import OfflinePlan
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Kind
@@ -30,7 +30,6 @@ from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import in_range
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.models.policy.text_forward import TextScores, refuse_leaks, score_texts
-from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
 from lit_rl.rollout import PromptBatch
 
@@ -247,8 +246,3 @@ class OfflineModule(GeneratingModule, ABC):
             logged |= self.log_validation(prefixed(averages.reduce(self.device), stage, name))
         if fitting and not self.trainer.sanity_checking:
             checks.monitors(self.trainer, logged)
-
-
-def mean_over(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A metric: the mean of `values` over the places where `mask` is True."""
-    return masked_sum(values.detach().float(), mask), mask.sum().float()
