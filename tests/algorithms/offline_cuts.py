@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.offline.loader import ExampleLoader
@@ -103,8 +104,7 @@ def whole_of(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> list[Any]
     """What each rank knows of the whole step before it learns: None of a loss that couples no rows, or of one batch."""
     if not module.couples_rows or sum(map(len, parts)) == 1:
         return [None] * len(parts)
-    module.everyones = lambda column: column  # pyright: ignore
-    alone = [WholeStep.of(module, mine[0]) for mine in parts]
+    alone = [WholeStep.of(module.look, mine[0], Ranks()) for mine in parts]
     joined = {name: torch.cat([one.columns[name] for one in alone]) for name in alone[0].columns}
     rows = sum(len(batch) for batch in parts[0])
     return [WholeStep(joined, rank * rows) for rank in range(len(parts))]

@@ -161,7 +161,7 @@ class OfflineModule(GeneratingModule, ABC):
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
                 with self.trainer.precision_plugin.forward_context():  # open in `training_step`, and not out here
-                    self._whole = WholeStep.of(self, batch)
+                    self._whole = WholeStep.of(self.look, batch, self.ranks)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
         self._micro, shares = batch, batch.totals.shares
