@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.examples import Totals
 from lit_rl.ops.step import Metrics
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.loop.offline import OfflineModule
 
 
 class OfflineRecords:
@@ -37,28 +37,26 @@ class OfflineRecords:
         """Of a micro-batch."""
         self.averages.add(metrics)
 
-    def close(self, module: OfflineModule, step: int) -> None:
-        """An optimizer step is taken; every `trainer.log_every_n_steps` of them are logged as one line."""
-        one, nothing = torch.ones_like(module.grad_norm), torch.zeros_like(module.grad_norm)
-        broken = module.broken_steps.last
-        norm = (nothing, nothing) if broken else (module.grad_norm, one)
-        self.averages.add({"grad_norm": norm, "skipped_steps": (one if broken else nothing, one)})
+    def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
+        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
+        one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
+        norm = (nothing, nothing) if skipped else (grad_norm, one)
+        self.averages.add({"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)})
         self._seconds += time.perf_counter() - self._opened
-        trainer: Any = module.trainer
-        every = trainer.log_every_n_steps
-        if not every or step % every:
-            return
-        groups = trainer.optimizers[0].param_groups
-        rates = {"lr": groups[0]["lr"]} | {f"lr_{group['name']}": group["lr"] for group in groups[1:]}
-        found = self.averages.reduce(module.device) | module.coefficients() | rates
-        metrics = prefixed({**found, "num_tokens": float(self._tokens_seen)}, "train")
-        wrote = module.written_seconds()  # a method may let a model write what it learns from
-        metrics |= {"time/update": self._seconds} | ({"time/generate": wrote} if wrote else {})
-        metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + wrote)
+
+    def line(self, ranks: Ranks, settings: Mapping[str, float], generated_in: float) -> dict[str, float]:
+        """The metrics of the steps since the last line, and a new beginning. A collective.
+
+        Args:
+            ranks: Whose steps they are.
+            settings: Numbers in force at the last step, such as the learning rate.
+            generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
+        """
+        metrics = prefixed({**self.averages.reduce(ranks), **settings, "num_tokens": float(self._tokens_seen)}, "train")
+        metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
+        metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
         self._tokens, self._seconds = 0, 0.0
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        module.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, which is taken between two steps."""

@@ -102,7 +102,7 @@ class Records:
         seconds = {**seconds, "update": time.perf_counter() - self._opened}
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
-        averages = self.averages.reduce(module.device)
+        averages = self.averages.reduce(module.ranks)
         groups = module.trainer.optimizers[0].param_groups
         rates = {"lr": groups[0]["lr"]} | {f"lr_{group['name']}": group["lr"] for group in groups[1:]}
         metrics = prefixed({**stats, **averages, **module.coefficients(), **rates}, "train")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.families.objective import policy_objective
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
@@ -207,7 +208,7 @@ def _backward(name: str, module: PolicyGradient, rollout: Rollout, job: Replay) 
         total += float(loss.detach())
         _add_gradient(gradient, parameters)
         averages.add(metrics | _of_tokens(micro, scores.logprobs.grad))
-    numbers = averages.reduce(job.fabric.device)
+    numbers = averages.reduce(Ranks(job.fabric.device))
     return Outcome(name, total, math.sqrt(_dot(gradient, gradient)), numbers), gradient
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import ranks as over_ranks
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.mismatch import effective_share
 from lit_rl.ops.step import Effective, Highest, Lowest, Metric
@@ -43,10 +43,11 @@ class Averages:
     def _raise_to(self, name: str, value: Tensor) -> None:
         self.highest[name] = torch.maximum(self.highest[name], value) if name in self.highest else value
 
-    def reduce(self, device: torch.device) -> dict[str, float]:
+    def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
         """The averages and extremes over everything added on every rank since the last call; NaN where of nothing."""
-        sums, highest = self._over_ranks(self.sums, device, "SUM"), self._over_ranks(self.highest, device, "MAX")
-        moments = self._over_ranks(self.moments, device, "SUM", width=3)
+        sums = _joint(self.sums, ranks, torch.zeros(2), Ranks.total)
+        highest = _joint(self.highest, ranks, torch.tensor(-math.inf), _highest)
+        moments = _joint(self.moments, ranks, torch.zeros(3), Ranks.total)
         self.sums, self.highest, self.moments = {}, {}, {}
         means = {name: (num / den if den else math.nan) for name, (num, den) in sums.items()}
         finite = {name: value if math.isfinite(value) else math.nan for name, value in highest.items()}
@@ -54,18 +55,20 @@ class Averages:
         shares = {name: float(effective_share(torch.tensor(of, dtype=torch.float64))) for name, of in moments.items()}
         return means | extremes | shares
 
-    @staticmethod
-    def _over_ranks(
-        values: dict[str, Tensor], device: torch.device, operation: str, *, width: int = 2
-    ) -> dict[str, Any]:
-        names = over_ranks.union(values)
-        if not names:
-            return {}
-        nothing = torch.zeros(width) if operation == "SUM" else torch.tensor(-torch.inf)
-        table = torch.stack([values.get(name, nothing).to(device, torch.float64) for name in names])
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation))
-        return dict(zip(names, table.tolist()))
+
+def _joint(
+    values: Mapping[str, Tensor], ranks: Ranks, nothing: Tensor, join: Callable[[Ranks, Tensor], Tensor]
+) -> dict[str, Any]:
+    """The values that any rank has, by name, joined over the ranks; `nothing` stands for one that a rank lacks."""
+    names = ranks.names(values)
+    if not names:
+        return {}
+    table = torch.stack([values.get(name, nothing).to(ranks.device, torch.float64) for name in names])
+    return dict(zip(names, join(ranks, table).tolist()))
+
+
+def _highest(ranks: Ranks, mine: Tensor) -> Tensor:
+    return ranks.gather(mine[None]).amax(0)
 
 
 def rollout_metrics(

@@ -14,11 +14,11 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_rl.algorithms import ranks as over_ranks
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.offline_records import OfflineRecords
+from lit_rl.algorithms.optim.optimizers import learning_rates
 from lit_rl.algorithms.preflight import offline as offline_checks
 from lit_rl.algorithms.preflight import on_policy as checks
 from lit_rl.algorithms.rollouts import state
@@ -178,12 +178,19 @@ class OfflineModule(GeneratingModule, ABC):
         """One optimizer step, after which its metrics are logged, before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
-        self._records.close(self, self.step + 1)
+        self._records.close(self.grad_norm, skipped=self.broken_steps.last)
+        every = self.trainer.log_every_n_steps  # pyright: ignore
+        if every and (self.step + 1) % every == 0:
+            self._log_steps(self.step + 1)
 
-    def written_seconds(self) -> float:
-        """Seconds of generation since the last call, of what is learned from."""
-        seconds, self._seconds["generate"] = self._seconds["generate"], 0.0
-        return seconds
+    def _log_steps(self, step: int) -> None:
+        """One line of metrics for the optimizer steps since the last one."""
+        settings = {**self.coefficients(), **learning_rates(self.trainer.optimizers[0])}
+        generated_in, self._seconds["generate"] = self._seconds["generate"], 0.0
+        metrics = self._records.line(self.ranks, settings, generated_in)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro
@@ -198,8 +205,6 @@ class OfflineModule(GeneratingModule, ABC):
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_state(saved, self.trainer.strategy.root_device)
-
-    everyones = over_ranks.everyones
 
     # ------------------------------------------------------------------ validate, test, predict
 
@@ -243,6 +248,6 @@ class OfflineModule(GeneratingModule, ABC):
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         logged = self.log_generated(stage)
         for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
-            logged |= self.log_validation(prefixed(averages.reduce(self.device), stage, name))
+            logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))
         if fitting and not self.trainer.sanity_checking:
             checks.monitors(self.trainer, logged)
