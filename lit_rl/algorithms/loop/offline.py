@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +20,13 @@ from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.offline_records import OfflineRecords
 from lit_rl.algorithms.optim.optimizers import learning_rates
+from lit_rl.algorithms.optim.strategies import flattens
 from lit_rl.algorithms.preflight import offline as offline_checks
 from lit_rl.algorithms.preflight import on_policy as checks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
-from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
+from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference, ReferenceSource, free_memory
+from lit_rl.algorithms.terms.reference_files import ReferenceFiles, hash_of_weights
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.example_set import ExampleSet
@@ -140,11 +143,38 @@ class OfflineModule(GeneratingModule, ABC):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if data.options.packing != "none":
             with self.rollout_context():
                 self.refuse_leaks()
         if self.precomputed is not None:
-            self.precomputed.prepare(self)
+            self._precompute(self.precomputed, data)
+
+    def _precompute(self, precomputed: PrecomputedReference, data: Any) -> None:
+        """Ask the reference for all that the run will read of it, and let it go. A collective."""
+        corpus = data.corpus
+        sets = {"train": corpus.train} | {f"val/{name}".removesuffix("/"): held for name, held in corpus.val.items()}
+        if precomputed.released:
+            precomputed.prepare(sets, self.texts_beside(), None)
+            return
+        precomputed.prepare(sets, self.texts_beside(), self._reference_source(precomputed.folder, data.val_batch_size))
+        self.before_release()
+        if not flattens(self.trainer.strategy):
+            free_memory(self.reference_policy, self.policy)
+        self.reference_policy = None
+        precomputed.release()
+
+    def _reference_source(self, folder: str | None, batch_size: int) -> ReferenceSource:
+        trainer: Any = self.trainer
+        files = ReferenceFiles(
+            folder=Path(trainer.default_root_dir) / "cache" if folder is None else Path(folder).expanduser(),
+            weights=hash_of_weights(self.reference_policy, self.policy, self.ranks),
+            precision=str(trainer.precision),
+            ranks=self.ranks,
+            writes=not trainer.fast_dev_run,
+        )
+        files.check()
+        return ReferenceSource(self.ref_logprobs, batch_size, self.rollout_context, files, self.ranks)
 
     def refuse_leaks(self) -> None:
         """Refuse models in which packed texts see each other, before the first step.
@@ -214,8 +244,14 @@ class OfflineModule(GeneratingModule, ABC):
     on_test_batch_start = on_validation_batch_start
 
     def _fill(self, batch: Any, dataloader_idx: int) -> None:
-        if self.precomputed is not None:
-            self.precomputed.fill(self, batch, dataloader_idx)
+        """Put precomputed log-probs into a batch of examples; prompts have none."""
+        if self.precomputed is None or not isinstance(batch, ExampleBatch):
+            return
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if self.trainer.training:
+            self.precomputed.fill(batch, data.corpus.train)
+        else:  # loaders of prompts stand before those of examples
+            self.precomputed.fill(batch, data.corpus.val[data.loss_names[dataloader_idx - len(data.val_names)]])
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
         """A batch of prompts is written to, as in `predict_step`; of a batch of examples the loss is measured."""
