@@ -25,7 +25,7 @@ from lit_rl.algorithms.gkd_parts import (
     rewritten,
     writer_of,
 )
-from lit_rl.algorithms.loop.offline import OfflineModule, mean_over
+from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import ExampleBatch, TextBatch, Totals
@@ -35,7 +35,7 @@ from lit_rl.models.reference.base import Scorer
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, mean_over
 from lit_rl.ops.token_stats import token_stats
 
 

@@ -157,7 +157,7 @@ def rewritten(module: GKD, batch: ExampleBatch, writer: Writer) -> tuple[Example
     parts = [_trimmed(*part) for part in zip(*(field.split(rows) for field in fresh))]
     _, attended, learned = fresh
     mine = torch.stack([learned.sum(), attended.sum()])[None]
-    everyone = (module.everyones(mine) if module.trainer_or_none else mine).sum(0).tolist()
+    everyone = (module.ranks.gather(mine) if module.trainer_or_none else mine).sum(0).tolist()
     totals = Totals(rows=batch.totals.rows, tokens=everyone[0], attended=everyone[1], shares=batch.totals.shares)
     return tuple(
         replace(part, tokens=tokens, totals=totals, whole=()) for part, tokens in zip(micro, parts, strict=True)
@@ -185,7 +185,7 @@ def prompts_of(module: GKD, micro: Sequence[ExampleBatch]) -> PromptBatch:
 def _occurrences(module: GKD, mine: Sequence[int]) -> list[int]:
     """How many times each of our rows stood earlier in the step, which is dealt out to the ranks in its order."""
     rows = torch.tensor(mine)
-    everyone = (module.everyones(rows) if module.trainer_or_none else rows).tolist()
+    everyone = (module.ranks.gather(rows) if module.trainer_or_none else rows).tolist()
     start = module.global_rank * len(mine)
     seen: Counter[int] = Counter(everyone[:start])
     counts = []

@@ -23,9 +23,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.preflight.settings import settings
 from lit_rl.algorithms.ranks import inner, setting
-from lit_rl.algorithms.terms import mismatched
+from lit_rl.algorithms.terms.mismatched import RunLength, mismatched_texts
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
@@ -63,7 +63,7 @@ class KTO(VerdictModule):
     ) -> None:
         super().__init__(model, reward, beta=beta, **shared)
         zero = torch.zeros(1)
-        checks.settings("verdict", partial(verdict, zero, zero > 0, zero[0], 0.1))
+        settings("verdict", partial(verdict, zero, zero > 0, zero[0], 0.1))
         self.verdict = verdict
 
     @property
@@ -99,7 +99,11 @@ class KTO(VerdictModule):
 
     def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
         """The prompts of the run with the completions that they are compared with: other ones in every epoch."""
-        return mismatched.of_run(self) if self.couples_rows else ()
+        if not self.couples_rows:
+            return ()
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        epochs = RunLength.of(self.trainer).epochs(data.train_dataloader())
+        return mismatched_texts(data.corpus.train, epochs, data.corpus.val)
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -107,7 +111,7 @@ class KTO(VerdictModule):
         if stage != "fit":
             return
         if self.couples_rows and self.precomputed is not None:
-            mismatched.refuse_endless(self.trainer)
+            RunLength.of(self.trainer).check()
         if self.couples_rows and data.batch_size < 2:
             raise ConfigError(
                 "data.batch_size=1: the baseline of KTO is taken from completions of other rows of the step, so a step "

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.pairs import Sides, pair_metrics
-from lit_rl.algorithms.loop.offline import OfflineModule, mean_over
+from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch, TokenBatch
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.preference.odds import odds_ratio
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, mean_over
 
 
 @final

@@ -13,13 +13,12 @@ from typing import Any, final
 from torch import Tensor
 
 from lit_rl.algorithms.families.scalar import ScalarModule
-from lit_rl.algorithms.loop.offline import mean_over
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.examples import StepwiseBatch, Totals
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.scoring.model import TOKENS
 from lit_rl.ops.preference.rewards import steps
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, mean_over
 
 
 @final

@@ -1,4 +1,4 @@
-"""What a run writes down of a rollout and of the updates made with it. Nothing here feeds a gradient."""
+"""What a run writes down of rollouts and of optimizer steps. Nothing here feeds a gradient."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import RewardError
+from lit_rl.examples import Totals
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
@@ -79,9 +80,9 @@ class Records:
         self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
         self._opened = time.perf_counter()
 
-    def stepped(self, grad_norm: Tensor, *, left_out: bool) -> None:
-        """Take down what an optimizer step was like, and whether it was left out."""
-        self.averages.add(of_step(grad_norm, left_out=left_out))
+    def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
+        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
+        self.averages.add(of_step(grad_norm, skipped=skipped))
 
     def _count_unscored(self, names: Sequence[str], rewards: Tensor) -> None:
         """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""
@@ -134,17 +135,60 @@ class Records:
         self._stats = saved["stats"]
 
 
-def of_step(grad_norm: Tensor, *, left_out: bool) -> Metrics:
+class OfflineRecords:
+    """Averages over the optimizer steps since the last line of the log."""
+
+    def __init__(self) -> None:
+        self.averages = Averages()
+        self._tokens_seen = 0
+        self._tokens = 0
+        self._seconds = 0.0
+        self._opened = time.perf_counter()
+
+    def open(self, totals: Totals) -> None:
+        """An optimizer step begins."""
+        self._tokens += totals.attended
+        self._tokens_seen += totals.attended
+        self._opened = time.perf_counter()
+
+    def add(self, metrics: Metrics) -> None:
+        """Of a micro-batch."""
+        self.averages.add(metrics)
+
+    def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
+        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
+        self.averages.add(of_step(grad_norm, skipped=skipped))
+        self._seconds += time.perf_counter() - self._opened
+
+    def line(self, ranks: Ranks, settings: Mapping[str, float], generated_in: float) -> dict[str, float]:
+        """The metrics of the steps since the last line, and a new beginning. A collective.
+
+        Args:
+            ranks: Whose steps they are.
+            settings: Numbers in force at the last step, such as the learning rate.
+            generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
+        """
+        metrics = prefixed({**self.averages.reduce(ranks), **settings, "num_tokens": float(self._tokens_seen)}, "train")
+        metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
+        metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
+        self._tokens, self._seconds = 0, 0.0
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, which is taken between two steps."""
+        return {"tokens_seen": self._tokens_seen, "averages": self.averages.state()}
+
+    def load_state(self, saved: dict[str, Any], device: torch.device) -> None:
+        """The counterpart of `state`. Speed is that of the tokens and seconds since the resume."""
+        self._tokens_seen = saved["tokens_seen"]
+        self.averages.load_state(saved["averages"], device)
+
+
+def of_step(grad_norm: Tensor, *, skipped: bool) -> Metrics:
     """The metrics of an optimizer step: the norm of its gradient, and the share of steps that were left out."""
     one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
-    norm = (nothing, nothing) if left_out else (grad_norm, one)
-    return {"grad_norm": norm, "skipped_steps": (one if left_out else nothing, one)}
-
-
-def learning_rates(optimizer: Any) -> dict[str, float]:
-    """Of the optimizer's parameter groups: `lr` of the first, `lr_<name>` of the others."""
-    first, *others = optimizer.param_groups
-    return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
+    norm = (nothing, nothing) if skipped else (grad_norm, one)
+    return {"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)}
 
 
 def _one_a_row(rollout: Rollout) -> Tensor | None:

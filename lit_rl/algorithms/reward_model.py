@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.scalar import ScalarModule
-from lit_rl.algorithms.loop.offline import mean_over
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.encode import marks_start
 from lit_rl.errors import in_range
@@ -22,7 +21,7 @@ from lit_rl.examples import PairBatch
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.scoring.model import SEQUENCES
 from lit_rl.ops.preference.rewards import bradley_terry
-from lit_rl.ops.step import Highest, Lowest, Metrics
+from lit_rl.ops.step import Highest, Lowest, Metrics, mean_over
 
 
 @final

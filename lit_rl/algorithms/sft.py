@@ -15,7 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline import OfflineModule, mean_over
+from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
@@ -24,7 +24,7 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.neftune import noisy_embeddings
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, mean_over
 
 
 @final

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.offline.loader import ExampleLoader
@@ -96,15 +97,14 @@ def step_by_parts(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> Step
     trained = [parameter for parameter in module.policy.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(total, trained)
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    return Step(float(total.detach()), flat, averages.reduce(torch.device("cpu")))
+    return Step(float(total.detach()), flat, averages.reduce())
 
 
 def whole_of(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> list[Any]:
     """What each rank knows of the whole step before it learns: None of a loss that couples no rows, or of one batch."""
     if not module.couples_rows or sum(map(len, parts)) == 1:
         return [None] * len(parts)
-    module.everyones = lambda column: column  # pyright: ignore
-    alone = [WholeStep.of(module, mine[0]) for mine in parts]
+    alone = [WholeStep.of(module.look, mine[0], Ranks()) for mine in parts]
     joined = {name: torch.cat([one.columns[name] for one in alone]) for name in alone[0].columns}
     rows = sum(len(batch) for batch in parts[0])
     return [WholeStep(joined, rank * rows) for rank in range(len(parts))]

@@ -11,6 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms import ranks as processes
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -105,7 +106,8 @@ class Ranks:
         trainer = SimpleNamespace(world_size=self.count, **more.pop("trainer", {}))
         return SimpleNamespace(
             trainer=trainer, _trainer=trainer, trainer_or_none=trainer, global_rank=rank, device=ONE,
-            world_size=self.count, all_gather=lambda x: torch.stack(self._exchange(rank, x)), **more,
+            world_size=self.count, all_gather=lambda x: torch.stack(self._exchange(rank, x)),
+            ranks=Thread(self, rank), **more,
         )  # fmt: skip
 
     def all_reduce(self, tensor: Tensor, operation: Any = None) -> None:
@@ -141,3 +143,17 @@ class Ranks:
         everyone = list(self._given)
         self._barrier.wait()
         return everyone
+
+
+class Thread(processes.Ranks):
+    """The processes of a run as one of these threads sees them."""
+
+    def __init__(self, group: Ranks, rank: int) -> None:
+        super().__init__(ONE, rank, group.count)
+        object.__setattr__(self, "group", group)
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        return self.group._exchange(self.rank, tensor)  # pyright: ignore
+
+    def objects(self, mine: Any) -> list[Any]:
+        return self.group._exchange(self.rank, mine)  # pyright: ignore

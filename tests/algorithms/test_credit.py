@@ -122,7 +122,7 @@ def drawn() -> Completions:
 
 
 def logged(module: Any) -> dict[str, float]:
-    return module._records.averages.reduce(torch.device("cpu"))
+    return module._records.averages.reduce()
 
 
 def test_shaping_comes_before_the_norm_and_the_clip_before_the_kl(monkeypatch):

@@ -280,7 +280,7 @@ def test_statistics_of_advantages_are_those_of_the_kept_ones():
     expected = torch.tensor([size, -size, 0, 0, 0, -size, 0, size])
     torch.testing.assert_close(rollout.advantages, expected)
     assert torch.equal(rollout.loss_mask.any(1), kept)
-    assert float(alone.module._records.averages.reduce(torch.device("cpu"))["groups/kept_length"]) == 1.5
+    assert float(alone.module._records.averages.reduce()["groups/kept_length"]) == 1.5
 
 
 @given(st.data())

@@ -75,7 +75,7 @@ def learned(module: GKD, batches: Any) -> tuple[float, Tensor, dict[str, float]]
         averages.add(metrics)
     total = torch.stack(losses).sum()
     gradients = torch.autograd.grad(total, [p for p in module.policy.parameters() if p.requires_grad])
-    return total.item(), torch.cat([g.flatten() for g in gradients]), averages.reduce(torch.device("cpu"))
+    return total.item(), torch.cat([g.flatten() for g in gradients]), averages.reduce()
 
 
 # ---------------------------------------------------------------- who writes

@@ -12,8 +12,8 @@ from precomputed_runs import Look, data, files, fit
 from small_rollouts import trainer
 
 from lit_rl.algorithms import BCO, KTO, AdamW, Constant
-from lit_rl.algorithms.terms import mismatched
 from lit_rl.algorithms.terms.density_ratio import DensityRatio
+from lit_rl.algorithms.terms.mismatched import RunLength
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
@@ -130,8 +130,8 @@ def test_rows_that_come_later_are_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- how many steps there are
 
 
-class Fixed:
-    """Loaders of six steps of four rows, and a Trainer of these limits."""
+class Loader:
+    """Six steps of four rows, in two micro-batches each."""
 
     slots = 2
 
@@ -145,9 +145,6 @@ class Fixed:
     def __len__(self) -> int:
         return 12
 
-    def __init__(self, max_steps: int, max_epochs: int, limit: float = 1.0) -> None:
-        self.max_steps, self.max_epochs, self.limit_train_batches = max_steps, max_epochs, limit
-
 
 @pytest.mark.parametrize(
     ("limits", "steps"),
@@ -155,8 +152,7 @@ class Fixed:
      ((1, 1, 1), [1]), ((-1, 1, 99), [6]), ((0, 1), []), ((5, 3, 0), [])],
 )  # fmt: skip
 def test_the_steps_of_a_run(limits: Any, steps: list[int]) -> None:
-    run: Any = Fixed(*limits)
-    epochs = list(mismatched._epochs(run, run))
+    epochs = list(RunLength(*limits).epochs(Loader()))
     assert [(number, len(found)) for number, found in epochs] == list(enumerate(steps))
     for number, found in epochs:
         assert [row for rows in found for row in rows] == [100 * number + row for row in range(4 * len(found))]
@@ -188,7 +184,8 @@ def test_settings_that_do_not_fit(make: Any) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_scored(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
-        "lit_rl.algorithms.terms.precomputed_reference._score", lambda *_: pytest.fail("the reference was asked")
+        "lit_rl.algorithms.terms.precomputed_reference.ReferenceSource.compute",
+        lambda *_: pytest.fail("the reference was asked"),
     )
     (tmp_path / "file").write_text("")
     kept = module("kto", precompute_reference=True, reference_cache=str(tmp_path / "file" / "cache"))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 from offline_cuts import PAIRS, VERDICTS, data_of, loaded, micro_batches
-from small_rollouts import Ranks
+from small_rollouts import Ranks as Threads
 from torch import Tensor
 
 from lit_rl.algorithms import BCO, CPO, DPO, KTO
-from lit_rl.algorithms import ranks as over_ranks
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
@@ -45,7 +44,7 @@ def step_of(rank: int, ranks: int, slots: int) -> list[ExampleBatch]:
     return parts
 
 
-def shares(module: Any, ranks: int, slots: int) -> tuple[Tensor, Tensor]:
+def shares(run: Ranks, slots: int) -> tuple[Tensor, Tensor]:
     """Loss and gradient of this rank's rows, one micro-batch after another."""
     x = VALUES.clone().requires_grad_()
     policy = torch.nn.Linear(1, 1)
@@ -54,10 +53,8 @@ def shares(module: Any, ranks: int, slots: int) -> tuple[Tensor, Tensor]:
         assert policy.training and not torch.is_grad_enabled()
         return {"x": x[batch.rows]}
 
-    module.policy, module.look = policy, look
-    module.everyones = lambda column: over_ranks.everyones(module, column)
-    parts = step_of(module.global_rank, ranks, slots)
-    whole = WholeStep.of(module, parts[0])
+    parts = step_of(run.rank, run.world_size, slots)
+    whole = WholeStep.of(look, parts[0], run)
     assert policy.training
     torch.testing.assert_close(whole.columns["x"], VALUES)
     total = torch.stack([share_of(coupled, batch, whole, x=x[batch.rows]).sum() for batch in parts]).sum()
@@ -76,10 +73,10 @@ def expected() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(("ranks", "slots"), [(1, 1), (1, 2), (1, 8), (2, 1), (2, 2), (4, 2), (2, 4)])
 def test_shares_add_up_to_the_whole(ranks: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = Ranks(ranks)
+    group = Threads(ranks)
     monkeypatch.setattr(torch.distributed, "all_reduce", group.all_reduce)
     # Autograd's mode belongs to a thread, and every rank is one.
-    found = group.run(lambda module: shares(module, ranks, slots))
+    found = group.run(lambda module: shares(module.ranks, slots))
     loss, gradient = expected()
     torch.testing.assert_close(torch.stack([part for part, _ in found]).sum(), loss)
     torch.testing.assert_close(torch.stack([part for _, part in found]).sum(0), gradient)
@@ -87,9 +84,8 @@ def test_shares_add_up_to_the_whole(ranks: int, slots: int, monkeypatch: pytest.
 
 def test_each_row_gets_the_gradient_of_all_rows() -> None:
     """Not only that of its own loss: the shares of a micro-batch are not what it would learn by itself."""
-    module = SimpleNamespace(global_rank=0, device="cpu", trainer=SimpleNamespace(world_size=1))
     alone = torch.stack([coupled(VALUES[i : i + 2]).sum() for i in range(0, 8, 2)]).sum()
-    assert shares(module, 1, 4)[0] != pytest.approx(alone.item())
+    assert shares(Ranks(), 4)[0] != pytest.approx(alone.item())
 
 
 def test_a_step_of_one_micro_batch_needs_no_look() -> None:
@@ -175,12 +171,13 @@ def test_a_cut_step_is_the_whole_one_of_the_same_dropout(accumulate: int) -> Non
     """The shares of the micro-batches add up to the loss of all rows at once, in value and in gradient."""
     module = loaded(with_dropout(DPO, preference=aot, beta=0.5))
     module.policy.train()
-    module.everyones = lambda column: column
     (batches,) = micro_batches(data_of(PAIRS, "pairs"), accumulate)
     trained = list(module.policy.parameters())
-    whole = WholeStep.of(module, batches[0])
+    whole = WholeStep.of(module.look, batches[0], Ranks())
     after = torch.get_rng_state()
-    assert not torch.equal(whole.columns["chosen"], WholeStep.of(module, batches[0]).columns["chosen"])  # it acts
+    assert not torch.equal(
+        whole.columns["chosen"], WholeStep.of(module.look, batches[0], Ranks()).columns["chosen"]
+    )  # it acts
     columns, losses = [], []
     for batch in batches:
         whole.draw_again(batch)
@@ -201,10 +198,9 @@ def test_a_look_that_draws_nothing_takes_nothing_back() -> None:
     """KTO's baseline is taken without dropout: its micro-batches must not all draw the same."""
     module = loaded(with_dropout(KTO))
     module.policy.train()
-    module.everyones = lambda column: column
     (batches,) = micro_batches(data_of(VERDICTS, "verdicts"), 4)
     before = torch.get_rng_state()
-    whole = WholeStep.of(module, batches[0])
+    whole = WholeStep.of(module.look, batches[0], Ranks())
     assert whole.drawn == (None,) * 4 and torch.equal(torch.get_rng_state(), before)
     module.loss(batches[0], whole)
     between = torch.get_rng_state()

@@ -108,9 +108,9 @@ def run(name: str, folder: Path, devices: int, **more: Any) -> None:
     parts = {part: full_state_dict(getattr(module, part)) for part in ("policy", *module.trained_beside)}
     weights = {f"{part}.{key}": value for part, state in parts.items() for key, value in state.items()}
     metrics = dist_equal.logged(trainer)
-    everyones = module.everyones(torch.tensor([widths.seen])).tolist()
+    seen = module.ranks.gather(torch.tensor([widths.seen])).tolist()
     if trainer.is_global_zero:
-        torch.save({"weights": weights, "metrics": metrics, "widths": everyones}, folder / f"{name}.pt")
+        torch.save({"weights": weights, "metrics": metrics, "widths": seen}, folder / f"{name}.pt")
 
 
 def main(folder: Path) -> None:

@@ -45,7 +45,7 @@ class Averages:
     def _raise_to(self, name: str, value: Tensor) -> None:
         self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
 
-    def reduce(self, ranks: Ranks) -> dict[str, float]:
+    def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
         """Everything added on every rank since the last call, as numbers; NaN where of nothing. A collective."""
         means = _over_ranks(self._means, ranks, "SUM")
         extremes = _over_ranks(self._extremes, ranks, "MAX")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lit_rl.algorithms.evaluation.statistics import mean_with_interval, pass_at_k
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.errors import in_range
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Sampling
@@ -88,13 +89,11 @@ class EvaluationRows:
                 "wins": None if wins is None else wins[part].tolist(),
             }
 
-    def gather(self) -> None:
+    def gather(self, ranks: Ranks) -> None:
         """Take in the rows of every rank."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            parts: list[Any] = [None] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(parts, (self.rows, self.names))
-            self.rows = {row: seen for rows, _ in parts for row, seen in rows.items()}
-            self.names = max((names for _, names in parts), key=len)
+        parts = ranks.objects((self.rows, self.names))
+        self.rows = {row: seen for rows, _ in parts for row, seen in rows.items()}
+        self.names = max((names for _, names in parts), key=len)
 
     def metrics(self) -> dict[str, float]:
         """Means over prompts of the means over their completions, the reward with its 95 % interval."""

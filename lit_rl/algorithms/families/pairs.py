@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline import OfflineModule, mean_over
+from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.preflight import preferences as pair_checks
 from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
 from lit_rl.errors import in_range
@@ -20,7 +20,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, mean_over
 
 Preference = Callable[..., Tensor]
 """A function of `lit_rl.ops.preference`: `(pairs, beta)` to one loss a pair."""

@@ -123,7 +123,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             shaping, reward_norm, reward_clip, KLPenalty("algo.reward_beta", reward_beta, reward_kl)
         )
         self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
-        self.whitening = Whitening(whitening, of=estimators.name_of(advantage or "gae"))
+        self.whitening = Whitening(whitening, of=estimators.name_of(advantage) if advantage else "gae")
         self.engine = EngineCorrection(correction, rejection, weight_norm, exact=is_exact(self.generator))
         self.policy_loss, self.reduction = loss, reduction
         self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline import OfflineModule, mean_over
+from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import VerdictBatch
 from lit_rl.models.policy.text_forward import TextScores
 from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, mean_over
 
 
 class VerdictModule(OfflineModule, ABC):

@@ -181,7 +181,7 @@ class GeneratingModule(PolicyModule):
         self._opponent.release()
         logged: set[str] = set()
         for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore
-            rows.gather()
+            rows.gather(self.ranks)
             logged |= self.log_validation(prefixed(rows.metrics(), stage, name))
         return logged
 

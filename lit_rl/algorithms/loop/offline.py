@@ -8,29 +8,31 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_rl.algorithms import ranks as over_ranks
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.offline_records import OfflineRecords
+from lit_rl.algorithms.optim.optimizers import learning_rates
+from lit_rl.algorithms.optim.strategies import flattens
 from lit_rl.algorithms.preflight import offline as offline_checks
-from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.records import OfflineRecords
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.offline_plan import OfflinePlan
-from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
+from lit_rl.algorithms.rollouts.plan import OfflinePlan
+from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference, ReferenceSource, free_memory
+from lit_rl.algorithms.terms.reference_files import ReferenceFiles, hash_of_weights
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import in_range
 from lit_rl.examples import ExampleBatch, TokenBatch, Totals
 from lit_rl.models.policy.text_forward import TextScores, refuse_leaks, score_texts
-from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
 from lit_rl.rollout import PromptBatch
 
@@ -141,11 +143,38 @@ class OfflineModule(GeneratingModule, ABC):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
-        if self.trainer.datamodule.options.packing != "none":  # pyright: ignore
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if data.options.packing != "none":
             with self.rollout_context():
                 self.refuse_leaks()
         if self.precomputed is not None:
-            self.precomputed.prepare(self)
+            self._precompute(self.precomputed, data)
+
+    def _precompute(self, precomputed: PrecomputedReference, data: Any) -> None:
+        """Ask the reference for all that the run will read of it, and let it go. A collective."""
+        corpus = data.corpus
+        sets = {"train": corpus.train} | {f"val/{name}".removesuffix("/"): held for name, held in corpus.val.items()}
+        if precomputed.released:
+            precomputed.prepare(sets, self.texts_beside(), None)
+            return
+        precomputed.prepare(sets, self.texts_beside(), self._reference_source(precomputed.folder, data.val_batch_size))
+        self.before_release()
+        if not flattens(self.trainer.strategy):
+            free_memory(self.reference_policy, self.policy)
+        self.reference_policy = None
+        precomputed.release()
+
+    def _reference_source(self, folder: str | None, batch_size: int) -> ReferenceSource:
+        trainer: Any = self.trainer
+        files = ReferenceFiles(
+            folder=Path(trainer.default_root_dir) / "cache" if folder is None else Path(folder).expanduser(),
+            weights=hash_of_weights(self.reference_policy, self.policy, self.ranks),
+            precision=str(trainer.precision),
+            ranks=self.ranks,
+            writes=not trainer.fast_dev_run,
+        )
+        files.check()
+        return ReferenceSource(self.ref_logprobs, batch_size, self.rollout_context, files, self.ranks)
 
     def refuse_leaks(self) -> None:
         """Refuse models in which packed texts see each other, before the first step.
@@ -162,7 +191,7 @@ class OfflineModule(GeneratingModule, ABC):
             self._whole = None
             if self.couples_rows and batch.totals.shares > 1:
                 with self.trainer.precision_plugin.forward_context():  # open in `training_step`, and not out here
-                    self._whole = WholeStep.of(self, batch)
+                    self._whole = WholeStep.of(self.look, batch, self.ranks)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
         self._micro, shares = batch, batch.totals.shares
@@ -179,12 +208,19 @@ class OfflineModule(GeneratingModule, ABC):
         """One optimizer step, after which its metrics are logged, before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
-        self._records.close(self, self.step + 1)
+        self._records.close(self.grad_norm, skipped=self.broken_steps.last)
+        every = self.trainer.log_every_n_steps  # pyright: ignore
+        if every and (self.step + 1) % every == 0:
+            self._log_steps(self.step + 1)
 
-    def written_seconds(self) -> float:
-        """Seconds of generation since the last call, of what is learned from."""
-        seconds, self._seconds["generate"] = self._seconds["generate"], 0.0
-        return seconds
+    def _log_steps(self, step: int) -> None:
+        """One line of metrics for the optimizer steps since the last one."""
+        settings = {**self.coefficients(), **learning_rates(self.trainer.optimizers[0])}
+        generated_in = self.stopwatch.take("generate")
+        metrics = self._records.line(self.ranks, settings, generated_in)
+        for logger in self.trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro
@@ -200,8 +236,6 @@ class OfflineModule(GeneratingModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_state(saved, self.trainer.strategy.root_device)
 
-    everyones = over_ranks.everyones
-
     # ------------------------------------------------------------------ validate, test, predict
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -210,8 +244,14 @@ class OfflineModule(GeneratingModule, ABC):
     on_test_batch_start = on_validation_batch_start
 
     def _fill(self, batch: Any, dataloader_idx: int) -> None:
-        if self.precomputed is not None:
-            self.precomputed.fill(self, batch, dataloader_idx)
+        """Put precomputed log-probs into a batch of examples; prompts have none."""
+        if self.precomputed is None or not isinstance(batch, ExampleBatch):
+            return
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if self.trainer.training:
+            self.precomputed.fill(batch, data.corpus.train)
+        else:  # loaders of prompts stand before those of examples
+            self.precomputed.fill(batch, data.corpus.val[data.loss_names[dataloader_idx - len(data.val_names)]])
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
         """A batch of prompts is written to, as in `predict_step`; of a batch of examples the loss is measured."""
@@ -244,11 +284,6 @@ class OfflineModule(GeneratingModule, ABC):
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         logged = self.log_generated(stage)
         for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
-            logged |= self.log_validation(prefixed(averages.reduce(self.device), stage, name))
+            logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))
         if fitting and not self.trainer.sanity_checking:
-            checks.monitors(self.trainer, logged)
-
-
-def mean_over(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A metric: the mean of `values` over the places where `mask` is True."""
-    return masked_sum(values.detach().float(), mask), mask.sum().float()
+            monitors(self.trainer, logged)

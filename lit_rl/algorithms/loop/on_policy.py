@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
+from lit_rl.algorithms.optim.optimizers import learning_rates
 from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.records import Records, learning_rates
+from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
@@ -324,7 +325,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
         closure = without_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        self._records.stepped(self.grad_norm, left_out=self.broken_steps.last)
+        self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
         self.after_step()
         self._for_controllers = {}
         if self.plan is not None and self._slot == self.plan.slots - 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -26,3 +26,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+
+def flattens(strategy: Any) -> bool:
+    """Whether it flattens the weights of all modules into one, so that none of them can be given back alone."""
+    return isinstance(strategy, FSDPStrategy | DeepSpeedStrategy)

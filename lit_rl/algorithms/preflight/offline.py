@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.algorithms.preflight import on_policy as checks
-from lit_rl.algorithms.rollouts.offline_plan import OfflinePlan
+from lit_rl.algorithms.rollouts.plan import OfflinePlan
 from lit_rl.errors import ConfigError
 from lit_rl.models.reference.base import Auto
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.preflight.on_policy import settings
+from lit_rl.algorithms.preflight.settings import settings
 from lit_rl.algorithms.ranks import inner
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.ops.preference.divergences import reverse_kl

@@ -1,4 +1,4 @@
-"""Batch arithmetic: how a rollout becomes optimizer steps and micro-batches (docs/batch-arithmetic.md)."""
+"""Batch arithmetic: how a rollout or rows of a data set become optimizer steps (docs/batch-arithmetic.md)."""
 
 from __future__ import annotations
 
@@ -155,3 +155,47 @@ def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan)
         lap, seat = divmod(i, plan.accumulate)
         hands[seat if lap % 2 == 0 else plan.accumulate - 1 - seat].append(part)
     return [torch.cat(hand).sort().values for hand in hands]
+
+
+@dataclass(frozen=True)
+class OfflinePlan:
+    """The numbers of one run. All are global (over every rank)."""
+
+    batch_size: int
+    """Rows of an optimizer step."""
+    accumulate: int
+    world_size: int
+    rows: int
+    """Training rows that are left; of a stream, in its first window."""
+    stream_buffer: int | None = None
+    """Rows that a stream has in memory at a time; None where all are."""
+
+    def __post_init__(self) -> None:
+        in_range("trainer.accumulate_grad_batches", self.accumulate, low=1)
+        parts = self.accumulate * self.world_size
+        if self.batch_size % parts:
+            below = self.batch_size // parts * parts
+            near = [f"data.batch_size={size}" for size in (below, below + parts) if size]
+            raise ConfigError(
+                f"data.batch_size={self.batch_size} must be divisible by trainer.accumulate_grad_batches="
+                f"{self.accumulate} x world size {self.world_size}: every micro-batch has as many rows. Nearest that "
+                f"work: {', '.join(near)}."
+            )
+
+    def table(self) -> list[tuple[str, str]]:
+        """What the run will do, as rows of a table."""
+        steps, left = divmod(self.rows, self.batch_size)
+        per_step = [
+            ("rows per optimizer step", f"{self.batch_size}"),
+            ("rows per micro-batch and rank", f"{self.batch_size // self.accumulate // self.world_size}"),
+        ]
+        if self.stream_buffer is not None:
+            return [
+                ("rows in memory at a time", f"{self.stream_buffer:,} ({self.rows:,} left of the first)"),
+                *per_step,
+            ]
+        return [
+            ("training rows", f"{self.rows:,}"),
+            *per_step,
+            ("optimizer steps per epoch", f"{steps:,}" + (f" ({left} rows are left for other epochs)" if left else "")),
+        ]

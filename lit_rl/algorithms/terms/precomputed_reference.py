@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from lit_rl.algorithms.ranks import all_tokens
-from lit_rl.algorithms.terms import reference_files
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.terms.reference_files import ReferenceFiles
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
 from lit_rl.examples import ExampleBatch, TokenBatch
 from lit_rl.models.reference.base import Reference, ReferenceFree
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.loop.offline import OfflineModule
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,71 @@ class Table:
         return found.to(mask.device)
 
 
+@dataclass(frozen=True)
+class ReferenceSource:
+    """Where log-probs of whole sets come from: a file of an earlier run, or the reference itself."""
+
+    logprobs: Callable[[ExampleBatch], Tensor]
+    """From a batch of texts to ``(b, s - 1)`` (``2 b`` for pairs) under the reference."""
+    batch_size: int
+    """Rows that a rank scores at a time."""
+    context: Callable[[], AbstractContextManager[None]]
+    """Open while the reference is asked: no gradient, the run's precision."""
+    files: ReferenceFiles
+    ranks: Ranks
+
+    def table(self, data: ExampleSet, name: str) -> Table:
+        """Of all texts of a set, read or computed. A collective."""
+        lengths = [sum(text.learned) for example in data.examples for text in example.texts]
+        flat = self.files.read(data, sum(lengths))
+        if flat is None:
+            flat = self.compute(data, f"Reference log-probs of {name}").cpu()
+            self.files.write(data, flat)
+        texts = iter(flat.split(lengths))
+        return Table(tuple(tuple(next(texts) for _ in example.texts) for example in data.examples))
+
+    @torch.no_grad()
+    def compute(self, data: ExampleSet, title: str) -> Tensor:
+        """`(n,)`: the log-probs of all learned tokens of all texts, in the order of rows. Ranks share the rows."""
+        mine: list[Tensor] = []
+        parts = list(self._parts(data))
+        with self.context():
+            for of_ranks in tqdm(parts, desc=title, unit="batch", disable=self.ranks.rank != 0):
+                # Ranks call the model equally often, also one that has no row left: a sharded one needs all of them.
+                ours = of_ranks[self.ranks.rank]
+                rows = ours or of_ranks[0]
+                batch = data.batch(rows, rows, data.totals(rows), step=0, slot=0).to(self.ranks.device)
+                values = self.logprobs(batch)[batch.tokens.learned]
+                mine.append(values[: len(values) if ours else 0].float())
+        flat = self.ranks.gather_tokens(torch.cat(mine))
+        return flat[self._in_order_of_rows(data, parts)]
+
+    def _parts(self, data: ExampleSet) -> Iterator[list[list[int]]]:
+        """Rows of each batch, by rank: the longest first, so that they fit or fail at once, and like ones together."""
+        world, size = self.ranks.world_size, self.batch_size
+        order = sorted(range(len(data)), key=lambda row: -max(map(len, data.examples[row].texts)))
+        for start in range(0, len(order), size * world):
+            rows = order[start : start + size * world]
+            yield [rows[rank::world] for rank in range(world)]
+
+    def _in_order_of_rows(self, data: ExampleSet, parts: Sequence[list[list[int]]]) -> Tensor:
+        """`(n,)`: where the tokens of all texts stand in the order in which the ranks scored them."""
+        places: dict[tuple[int, int], Tensor] = {}
+        seen = 0
+        for rank in range(self.ranks.world_size):
+            for of_ranks in parts:
+                rows = of_ranks[rank]
+                sides = len(data.examples[rows[0]].texts) if rows else 0
+                for side in range(sides):
+                    for row in rows:
+                        count = sum(data.examples[row].texts[side].learned)
+                        places[row, side] = torch.arange(seen, seen + count)
+                        seen += count
+        return torch.cat([places[key] for key in sorted(places)]).to(self.ranks.device)
+
+
 class PrecomputedReference:
-    """The tables of a run, and their files.
+    """The log-probs of a run.
 
     Args:
         reference: Whose log-probs. One that follows the policy is refused, and so is none at all.
@@ -82,45 +141,54 @@ class PrecomputedReference:
                 "false, or take a reference that stays, such as auto."
             )
         self.folder = folder
+        self.released = False
+        """Whether the reference is gone, so that nothing further can be computed."""
         self._tables: dict[str, Table] = {}
         self._by_text: dict[bytes, Tensor] = {}
-        self._released = False
 
-    def prepare(self, module: OfflineModule) -> None:
-        """Read or compute what is missing for the run; then let the reference go.
+    def prepare(
+        self,
+        sets: Mapping[str, ExampleSet],
+        texts: Iterable[tuple[str, ExampleSet]],
+        source: ReferenceSource | None,
+    ) -> None:
+        """Read or compute what is missing for the run. A collective.
 
-        A collective. Called where everything is placed, before the first step.
+        Args:
+            sets: Of the run's rows, by name.
+            texts: Sets of further texts, each with a name, which `of_texts` will be asked for.
+            source: Asked for what is missing. None: the reference is gone.
+
+        Raises:
+            ConfigError: something is missing, and the reference is gone.
+            StorageError: a file cannot be read or written.
         """
-        corpus: Any = module.trainer.datamodule.corpus  # pyright: ignore
-        named = {"train": corpus.train, **{f"val/{name}" if name else "val": of for name, of in corpus.val.items()}}
-        weights = "" if self._released else reference_files.hash_of_weights(module)
-        if not self._released:
-            reference_files.check_folder(module, reference_files.folder_of(module, self.folder))
-        for name, data in named.items():
-            self._know(module, data, weights, name)
-        for name, data in module.texts_beside():
-            texts = self._know(module, data, weights, name).texts
-            for example, (values,) in zip(data.examples, texts, strict=True):
+        for name, data in sets.items():
+            self._table(data, name, source)
+        for name, data in texts:
+            table = self._table(data, name, source)
+            for example, (values,) in zip(data.examples, table.texts, strict=True):
                 self._by_text[text_key(example.texts[0].ids, example.texts[0].learned)] = values
-        if not self._released:
-            module.before_release()
-            _release(module)
-            self._released = True
 
-    def fill(self, module: OfflineModule, batch: Any, dataloader_idx: int) -> None:
-        """Put their log-probs into a batch and into all micro-batches that it carries; prompts have none.
+    def release(self) -> None:
+        """The reference is let go: what is not known by now is refused from here on."""
+        self.released = True
 
-        In place: Lightning gives the batch itself to the step.
+    def fill(self, batch: ExampleBatch, data: ExampleSet) -> None:
+        """Put their log-probs into a batch of this set and into all micro-batches that it carries.
+
+        In place: Lightning gives the batch itself to the step. Before the training nothing is put in, and the reference
+        is still there to be asked.
+
+        Raises:
+            ConfigError: the reference is gone, and was not asked about this set.
         """
-        if not isinstance(batch, ExampleBatch) or not (self._tables or self._released):
-            return
-        table = self._tables.get(_set_of(module, dataloader_idx).fingerprint)
+        table = self._tables.get(data.fingerprint)
         if table is not None:
             for micro in (batch, *batch.whole):
                 micro.ref_logprobs = table.of(micro)
-        elif self._released:
-            raise _released("these rows")
-        # Else it is measured before the training, and the reference is still there.
+        elif self.released:
+            raise _came_too_late("these rows")
 
     def of_texts(self, tokens: TokenBatch) -> Tensor | None:
         """Float32 ``(b, s - 1)``: those of further texts, 0 where nothing is learned.
@@ -133,94 +201,30 @@ class PrecomputedReference:
         found = [self._by_text.get(text_key(ids, learned)) for ids, learned in texts_of(tokens)]
         known = [values for values in found if values is not None]
         if len(known) < len(found):
-            if self._released:
-                raise _released("texts")
+            if self.released:
+                raise _came_too_late("texts")
             return None
         logprobs = torch.zeros(tokens.learned.shape)
         logprobs[tokens.learned.cpu()] = torch.cat(known)
         return logprobs.to(tokens.input_ids.device)
 
-    def _know(self, module: OfflineModule, data: ExampleSet, weights: str, name: str) -> Table:
+    def _table(self, data: ExampleSet, name: str, source: ReferenceSource | None) -> Table:
         if data.fingerprint not in self._tables:
-            if self._released:
-                raise _released(name)
-            self._tables[data.fingerprint] = self._table(module, data, weights, name)
+            if source is None:
+                raise _came_too_late(name)
+            self._tables[data.fingerprint] = source.table(data, name)
         return self._tables[data.fingerprint]
 
-    def _table(self, module: OfflineModule, data: ExampleSet, weights: str, name: str) -> Table:
-        path = reference_files.path_of(module, reference_files.folder_of(module, self.folder), data, weights)
-        lengths = [sum(text.learned) for example in data.examples for text in example.texts]
-        flat = reference_files.read(module, path, sum(lengths))
-        if flat is None:
-            flat = _score(module, data, f"Reference log-probs of {name}").cpu()
-            if module.trainer.is_global_zero and not module.trainer.fast_dev_run:  # pyright: ignore
-                reference_files.write(path, flat)
-        texts = iter(flat.split(lengths))
-        return Table(tuple(tuple(next(texts) for _ in example.texts) for example in data.examples))
 
+def free_memory(reference: object, policy: nn.Module) -> None:
+    """Give back the memory of a module's own weights: those that it does not share with the policy.
 
-def _set_of(module: OfflineModule, dataloader_idx: int) -> ExampleSet:
-    """The set that a batch comes from; loaders of prompts stand before those of examples."""
-    data: Any = module.trainer.datamodule  # pyright: ignore
-    if module.trainer.training:
-        return data.corpus.train
-    return data.corpus.val[data.loss_names[dataloader_idx - len(data.val_names)]]
-
-
-# ---------------------------------------------------------------------- computing
-
-
-@torch.no_grad()
-def _score(module: OfflineModule, data: ExampleSet, title: str) -> Tensor:
-    """`(n,)`: the log-probs of all learned tokens of all texts of all rows, in their order. Ranks share the rows."""
-    mine: list[Tensor] = []
-    parts = list(_parts(module, data))
-    shown = tqdm(parts, desc=title, unit="batch", disable=not module.trainer.is_global_zero)
-    with module.rollout_context():
-        for everyones in shown:
-            # Ranks call the model equally often, also one that has no row left: a sharded one needs all of them.
-            ours = everyones[module.global_rank]
-            rows = ours or everyones[0]
-            batch = data.batch(rows, rows, data.totals(rows), step=0, slot=0).to(module.device)
-            values = module.ref_logprobs(batch)[batch.tokens.learned]
-            mine.append(values[: len(values) if ours else 0].float())
-    flat = all_tokens(module, torch.cat(mine))
-    return flat[_back(module, data, parts)]
-
-
-def _parts(module: OfflineModule, data: ExampleSet) -> Iterator[list[list[int]]]:
-    """Rows of each batch, by rank: the longest first, so that they fit or fail at once, and those alike together."""
-    world, size = module.trainer.world_size, module.trainer.datamodule.val_batch_size  # pyright: ignore
-    order = sorted(range(len(data)), key=lambda row: -max(map(len, data.examples[row].texts)))
-    for start in range(0, len(order), size * world):
-        rows = order[start : start + size * world]
-        yield [rows[rank::world] for rank in range(world)]
-
-
-def _back(module: OfflineModule, data: ExampleSet, parts: Sequence[list[list[int]]]) -> Tensor:
-    """`(n,)`: where the tokens of all texts stand in the order in which the ranks scored them."""
-    places: dict[tuple[int, int], Tensor] = {}
-    seen = 0
-    for rank in range(module.trainer.world_size):
-        for everyones in parts:
-            rows = everyones[rank]
-            sides = len(data.examples[rows[0]].texts) if rows else 0
-            for side in range(sides):
-                for row in rows:
-                    count = sum(data.examples[row].texts[side].learned)
-                    places[row, side] = torch.arange(seen, seen + count)
-                    seen += count
-    return torch.cat([places[key] for key in sorted(places)]).to(module.device)
-
-
-def _release(module: OfflineModule) -> None:
-    """Give back the memory of the reference's own weights: those that it does not share with the policy."""
-    held, module.reference_policy = module.reference_policy, None
-    if not isinstance(held, nn.Module) or isinstance(module.trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
-        return  # those strategies flatten the weights of all modules into one: nothing of it can be given back
-    shared = {id(parameter) for parameter in module.policy.parameters()}
-    for parameter in held.parameters():
-        # DDP still lists the parameters, so dropping the module alone would free nothing.
+    DDP still lists the parameters, so dropping the module alone would free nothing.
+    """
+    if not isinstance(reference, nn.Module):
+        return
+    shared = {id(parameter) for parameter in policy.parameters()}
+    for parameter in reference.parameters():
         if id(parameter) not in shared and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.new_empty(0)
 
@@ -240,7 +244,7 @@ def text_key(ids: Sequence[int], learned: Sequence[bool]) -> bytes:
     return hashlib.blake2b(array("q", ids).tobytes() + bytes(learned), digest_size=16).digest()
 
 
-def _released(what: str) -> ConfigError:
+def _came_too_late(what: str) -> ConfigError:
     return ConfigError(
         f"algo.precompute_reference=true let the reference go before the training, and {what} came afterwards: give "
         "all validation sets to the data module that trains, or set it to false."

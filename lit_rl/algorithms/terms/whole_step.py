@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.examples import ExampleBatch
 
-if TYPE_CHECKING:
-    from lit_rl.algorithms.loop.offline import OfflineModule
+Look = Callable[[Any], dict[str, Tensor]]
+"""From a micro-batch to columns `(b,)` by name, without gradient."""
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,23 @@ class WholeStep:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, module: OfflineModule, batch: ExampleBatch) -> WholeStep:
-        """One more forward pass over this rank's part of the step, in the policy's mode.
+    def of(cls, look: Look, batch: ExampleBatch, ranks: Ranks) -> WholeStep:
+        """One more forward pass over this rank's part of the step, in the policy's mode. A collective.
 
         Args:
-            module: Asked for its columns by `look`.
+            look: What a row's loss may know of the others.
             batch: The step's first micro-batch.
+            ranks: Who shares the step.
         """
         parts, drawn = [], []
         for micro in batch.whole or (batch,):
-            before = Noise.of(module.device)
-            parts.append(module.look(micro.to(module.device)))
+            before = Noise.of(ranks.device)
+            parts.append(look(micro.to(ranks.device)))
             drawn.append(None if before.stands else before)
         mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         rows = len(next(iter(mine.values())))
-        everyone = {name: module.everyones(column) for name, column in mine.items()}
-        return cls(everyone, module.global_rank * rows, tuple(drawn))
+        columns = {name: ranks.gather(column) for name, column in mine.items()}
+        return cls(columns, ranks.rank * rows, tuple(drawn))
 
     def draw_again(self, batch: ExampleBatch) -> None:
         """Let the micro-batch draw what it drew in the look. Ends where it then ended, so no draw comes twice."""
