@@ -106,7 +106,7 @@ class Records:
         groups = module.trainer.optimizers[0].param_groups
         rates = {"lr": groups[0]["lr"]} | {f"lr_{group['name']}": group["lr"] for group in groups[1:]}
         metrics = prefixed({**stats, **averages, **module.coefficients(), **rates}, "train")
-        of_engine = getattr(module.generator, "seconds", {})  # parts of the time that generation took
+        of_engine = module.generator.seconds  # parts of the time that generation took
         metrics |= {f"time/{phase}": value for phase, value in {**seconds, **of_engine}.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(seconds.values()))
         trainer: Any = module.trainer

@@ -9,7 +9,6 @@ from lit_rl.algorithms.preflight import on_policy as checks
 from lit_rl.algorithms.terms.best_of_group import BestOfGroup
 from lit_rl.algorithms.terms.groups import TopOfGroup
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.generation.base import lag_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.reference.base import ReferenceFree
 
@@ -24,7 +23,7 @@ def terms(module: OnlinePairs) -> None:
     """
     name = type(module).__name__
     checks.sampling_draws(module)
-    if lag := lag_of(module.generator):
+    if lag := module.generator.lag:
         raise ConfigError(
             f"generator.lag={lag}: {name} compares completions of the newest policy, and corrects for none that are "
             "older. Set generator.lag=0."

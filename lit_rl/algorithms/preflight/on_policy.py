@@ -21,7 +21,7 @@ from lit_rl.algorithms.terms.best_of_group import BestOfGroup
 from lit_rl.algorithms.terms.controllers import AdaptiveKL
 from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup
 from lit_rl.errors import ConfigError, did_you_mean, in_range
-from lit_rl.generation.base import Generator, is_exact
+from lit_rl.generation.base import Generator
 from lit_rl.models.reference.base import Auto
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def sampling_draws(module: OnPolicyModule) -> None:
             "(eval.temperature=0)."
         )
     # A weight is the ratio of the training's distribution to the one that was drawn from, whatever made the two differ.
-    weighted = not is_exact(generator) and getattr(module, "correction", None) is not None
+    weighted = not generator.exact and getattr(module, "correction", None) is not None
     history = [name for name in sampling.reshaped if name in _UNSCORED]
     if history and not weighted:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in history)
@@ -147,7 +147,7 @@ def sampling_draws(module: OnPolicyModule) -> None:
             "the importance ratio would be wrong. Switch it off for training "
             f"(a reward against repetition: reward=repetition){_weights_would_do(generator)}."
         )
-    if sampling.reshaped and not weighted and not getattr(generator, "reports_kept_mass", False):
+    if sampling.reshaped and not weighted and not generator.reports_kept_mass:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
         raise ConfigError(
             f"{keys}: {type(generator).__name__} does not report how much probability it cut off, so its log-probs "
@@ -157,7 +157,7 @@ def sampling_draws(module: OnPolicyModule) -> None:
 
 
 def _weights_would_do(generator: Generator) -> str:
-    return "" if is_exact(generator) else ", or weight the samples (algo/correction=token_truncate)"
+    return "" if generator.exact else ", or weight the samples (algo/correction=token_truncate)"
 
 
 def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
@@ -198,8 +198,7 @@ def against_data(module: OnPolicyModule, stage: str) -> BatchPlan | None:
 
 def _engine(module: GeneratingModule, sampling: Sampling, longest: int) -> None:
     """What an engine says of the lengths and settings that it will be asked for."""
-    if hasattr(module.generator, "check"):
-        module.generator.check(sampling, longest)  # pyright: ignore[reportAttributeAccessIssue]
+    module.generator.check(sampling, longest)
 
 
 def bind_val(module: GeneratingModule, data: Any) -> None:

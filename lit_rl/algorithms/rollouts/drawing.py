@@ -17,7 +17,7 @@ from lit_rl.algorithms.records import Scored
 from lit_rl.algorithms.rollouts import state
 from lit_rl.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.generation.ahead import Name
-from lit_rl.generation.base import EngineLost, is_exact, lag_of
+from lit_rl.generation.base import EngineLost
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -30,10 +30,10 @@ def check(module: OnPolicyModule, *, corrected: bool) -> None:
     Raises:
         ConfigError: the generator lags, and cannot, or nothing corrects for it.
     """
-    lag, name = lag_of(module.generator), type(module.generator).__name__
+    lag, name = module.generator.lag, type(module.generator).__name__
     if lag not in (0, 1):
         raise ConfigError(f"generator.lag={lag}: allowed are 0 (draw with the newest weights) and 1 (one rollout old).")
-    if lag and is_exact(module.generator):
+    if lag and module.generator.exact:
         raise ConfigError(
             f"generator.lag={lag}: {name} decodes with the policy itself, which cannot be learned from meanwhile. Take "
             "an engine that runs elsewhere (generator=vllm_server), or generator.lag=0."
@@ -102,7 +102,7 @@ def _ask_ahead(module: OnPolicyModule, upcoming: PromptBatch | None) -> None:
 
 def _drawn_ahead(module: OnPolicyModule, batch: PromptBatch) -> Completions | None:
     """What was drawn for this rollout while the one before it was learned from."""
-    if not lag_of(module.generator) and not module.ahead.pending:
+    if not module.generator.lag and not module.ahead.pending:
         return None
     started = time.perf_counter()
     found, error = None, None
@@ -126,11 +126,11 @@ def _drawn_ahead(module: OnPolicyModule, batch: PromptBatch) -> Completions | No
             "prompts: they are thrown away, and drawn with the weights of now."
         )
         return None
-    age, most = module.step - completions.version, lag_of(module.generator) * module.minibatches * module.iterations
+    age, most = module.step - completions.version, module.generator.lag * module.minibatches * module.iterations
     if age > most:
         raise GenerationError(
             f"The completions of rollout {batch.rollout} are {age} optimizer steps old; with "
-            f"generator.lag={lag_of(module.generator)} they may be {most}. They are not learned from."
+            f"generator.lag={module.generator.lag} they may be {most}. They are not learned from."
         )
     return module.received(batch, completions, started)
 
@@ -141,7 +141,7 @@ def _name(batch: PromptBatch) -> Name:
 
 def proof_of(module: OnPolicyModule) -> Metrics:
     """What the generator saw when it held its engine's log-probs against the policy's, after the last update."""
-    gap = getattr(module.generator, "gap", None)
+    gap = module.generator.gap
     if gap is None:
         return {}
     mean, most = torch.tensor([gap.mean, gap.max], device=module.device)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.ranks import inner
-from lit_rl.generation.base import Generator, is_exact
+from lit_rl.generation.base import Generator
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.masking import masked_moments
@@ -32,14 +32,14 @@ Correction = Callable[..., Tensor]
 
 def resolved(correction: Correction | None, generator: Generator) -> Correction | None:
     """The correction in force: `auto_correction` is none where the generator draws from the very policy that learns."""
-    if correction is not None and inner(correction) is auto_correction and is_exact(generator):
+    if correction is not None and inner(correction) is auto_correction and generator.exact:
         return None
     return correction
 
 
 def compares(module: PolicyGradient) -> bool:
     """Whether the engine's log-probs are held against the policy's: always where the engine is not the policy."""
-    return module.correction is not None or module.rejection is not None or not is_exact(module.generator)
+    return module.correction is not None or module.rejection is not None or not module.generator.exact
 
 
 def needs_a_pass(module: PolicyGradient) -> bool:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lit_rl.algorithms.rollouts.rows import joined, take_rows
 from lit_rl.errors import ConfigError, RewardError, in_range
-from lit_rl.generation.base import is_exact
 from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.ops.advantages import group_std
 from lit_rl.rewards.base import Scores
@@ -75,7 +74,7 @@ class DynamicSampling:
                 start = position + before
                 extra = _draw(module, range(start, start + mine), rollout=batch.rollout, first=drawn + before)
                 batch, completions, scores, places = _fill(batch, completions, scores, places, *extra)
-            elif not is_exact(module.generator):  # to ask an engine is a collective: one completion, not looked at
+            elif not module.generator.exact:  # to ask an engine is a collective: one completion, not looked at
                 spare = module.trainer.datamodule.spare  # pyright: ignore[reportAttributeAccessIssue]
                 one = spare.batch(range(position, position + 1), rollout=batch.rollout, first=drawn)
                 module.generate(one, group_size=1)
