@@ -51,7 +51,7 @@ def _given(function: Callable[..., Any]) -> Mapping[str, Any]:
     return getattr(function, "keywords", {})
 
 
-def annotations(function: Callable[..., Any]) -> dict[str, Any]:
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotation of each parameter, in their order and with what `Annotated` adds; `Any` where there is none.
 
     A function whose annotations cannot be resolved, such as one with a name that only a type checker imports, has none.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.algorithms.preflight.losses import loss_settings
-from lit_rl.algorithms.signatures import annotations, notes
+from lit_rl.algorithms.signatures import annotations_of, notes
 from lit_rl.cli import schemas
 from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.errors import ConfigError
@@ -107,7 +107,7 @@ def test_settings_given_in_two_steps_are_all_looked_at():
 
 def test_hydra_sees_the_plain_type_under_a_range():
     loss = losses.clipped_policy_loss
-    assert notes(annotations(loss)["clip_high"]) and not notes(annotations(loss)["ratio"])
+    assert notes(annotations_of(loss)["clip_high"]) and not notes(annotations_of(loss)["ratio"])
     fields = schemas.schema("one", "path", loss, keywords_only=True).__dataclass_fields__
     assert (fields["clip_low"].type, fields["clip_low"].default) == (float, 0.2)
     assert fields["clip_high"].type == float | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lit_rl.algorithms.signatures import annotations, notes, parameters, setting
+from lit_rl.algorithms.signatures import annotations_of, notes, parameters, setting
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.ranges import Above, Pair, Range
 
@@ -19,7 +19,7 @@ def loss_settings(loss: Callable[..., Any], key: str = "algo.loss") -> None:
         ConfigError: a setting is out of its range; names the key, the value and the range.
     """
     given = getattr(loss, "keywords", {})
-    for name, annotation in annotations(loss).items():
+    for name, annotation in annotations_of(loss).items():
         for range_ in notes(annotation):
             if (value := given.get(name)) is not None:
                 _check(f"{key}.{name}", value, range_, loss)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.preflight.on_policy import settings
-from lit_rl.algorithms.signatures import annotations, notes, unwrapped
+from lit_rl.algorithms.signatures import annotations_of, notes, unwrapped
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.pairs import OfStep, Pairs, PolicyPairs, RatioPairs
@@ -124,7 +124,7 @@ def _type_of_pairs(function: Callable[..., Any]) -> Any:
 
 
 def _first_annotation(function: Callable[..., Any]) -> Any:
-    return next(iter(annotations(function).values()), Any)
+    return next(iter(annotations_of(function).values()), Any)
 
 
 def _probe() -> Pairs:
