@@ -40,7 +40,6 @@ from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
 from lit_rl.algorithms.terms.step_tokens import step_tokens
 from lit_rl.errors import StorageError, in_range
-from lit_rl.generation.base import is_exact
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import drops_out
@@ -124,7 +123,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         )
         self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
         self.whitening = Whitening(whitening, of=estimators.name_of(advantage) if advantage else "gae")
-        self.engine = EngineCorrection(correction, rejection, weight_norm, exact=is_exact(self.generator))
+        self.engine = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
         self.policy_loss, self.reduction = loss, reduction
         self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)
         self.kl = KLPenalty("algo.beta", beta, kl)

@@ -17,7 +17,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
-from lit_rl.generation.base import Generator, is_exact
+from lit_rl.generation.base import Generator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
@@ -54,7 +54,7 @@ class GeneratingModule(PolicyModule):
     ) -> None:
         super().__init__(model, **shared)
         self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
-        self.generator: Generator = NativeGenerator() if generator is None else generator
+        self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
         self.sampling, self.evaluation = sampling, evaluation
         self.judge = as_judge(judge)
         self.stopwatch = Stopwatch("generate", "reward")
@@ -74,13 +74,11 @@ class GeneratingModule(PolicyModule):
     def configure_model(self) -> None:
         self._opponent.check(self)
         super().configure_model()
-        if hasattr(self.generator, "prepare"):
-            self.generator.prepare(self.model)  # pyright: ignore[reportAttributeAccessIssue]
+        self.generator.prepare(self.model)
 
     def close(self) -> None:
         """Stop the generator's engine, where it has one; another is started when it is needed again."""
-        if hasattr(self.generator, "close"):
-            self.generator.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self.generator.close()
 
     # ------------------------------------------------------------------ generate -> reward
 
@@ -121,14 +119,13 @@ class GeneratingModule(PolicyModule):
         """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes."""
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
-        whole = unsharded(self.policy) if is_exact(self.generator) else nullcontext()
+        whole = unsharded(self.policy) if self.generator.exact else nullcontext()
         with torch.no_grad(), precision, whole:
             yield
 
     def rest(self) -> None:
         """Nothing is drawn for now: an engine may give its memory back."""
-        if hasattr(self.generator, "rest"):
-            self.generator.rest()  # pyright: ignore[reportAttributeAccessIssue]
+        self.generator.rest()
 
     # ------------------------------------------------------------------ validate, test, predict
 

@@ -27,7 +27,6 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import is_exact, lag_of
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import ForController, Metrics, StepTokens
@@ -158,7 +157,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         Raises:
             GenerationError: the generator of any rank failed.
         """
-        oldest = lag_of(self.generator) * self.minibatches * self.iterations
+        oldest = self.generator.lag * self.minibatches * self.iterations
         with failing_together(self.ranks):
             ahead = self.source.drawn_ahead(self.request(batch), self.ranks, oldest=oldest)
             return self.generate(batch) if ahead is None else ahead
@@ -172,7 +171,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
-        spare = Spare(datamodule, self.generate, self.reward, is_exact(self.generator))
+        spare = Spare(datamodule, self.generate, self.reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scores:
@@ -337,7 +336,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         metrics = self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
-            engine_seconds=getattr(self.generator, "seconds", {}),
+            engine_seconds=self.generator.seconds,
             coefficients=self.coefficients() | learning_rates(trainer.optimizers[0]),
         )
         every = trainer.log_every_n_steps

@@ -8,7 +8,7 @@ from typing import Any
 from lit_rl.algorithms.preflight import preferences
 from lit_rl.algorithms.terms.groups import BestOfGroup, GroupSelection
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.generation.base import Generator, lag_of
+from lit_rl.generation.base import Generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.reference.base import Reference, ReferenceFree
 from lit_rl.rewards.judges import Judge
@@ -19,7 +19,7 @@ def newest_policy(name: str, generator: Generator) -> None:
     Raises:
         ConfigError: the generator draws with weights of the rollout before.
     """
-    if lag := lag_of(generator):
+    if lag := generator.lag:
         raise ConfigError(
             f"generator.lag={lag}: {name} compares completions of the newest policy, and corrects for none that are "
             "older. Set generator.lag=0."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import Generator, is_exact, lag_of
+from lit_rl.generation.base import Generator
 from lit_rl.rollout import Sampling
 
 _UNSCORED = ("repetition_penalty", "min_new_tokens", "bad_words", "logit_bias", "structured")
@@ -28,7 +28,7 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, corrected: boo
             "(eval.temperature=0)."
         )
     # A weight is the ratio of the training's distribution to the one that was drawn from, whatever made the two differ.
-    weighted = corrected and not is_exact(generator)
+    weighted = corrected and not generator.exact
     unscored = [name for name in sampling.reshaped if name in _UNSCORED]
     if unscored and not weighted:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in unscored)
@@ -37,7 +37,7 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, corrected: boo
             "the importance ratio would be wrong. Switch it off for training "
             f"(a reward against repetition: reward=repetition){_weights_would_do(generator)}."
         )
-    if sampling.reshaped and not weighted and not getattr(generator, "reports_kept_mass", False):
+    if sampling.reshaped and not weighted and not generator.reports_kept_mass:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
         raise ConfigError(
             f"{keys}: {type(generator).__name__} does not report how much probability it cut off, so its log-probs "
@@ -47,7 +47,7 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, corrected: boo
 
 
 def _weights_would_do(generator: Generator) -> str:
-    return "" if is_exact(generator) else ", or weight the samples (algo/correction=token_truncate)"
+    return "" if generator.exact else ", or weight the samples (algo/correction=token_truncate)"
 
 
 def lag_is_corrected(generator: Generator, *, corrected: bool) -> None:
@@ -56,10 +56,10 @@ def lag_is_corrected(generator: Generator, *, corrected: bool) -> None:
     Raises:
         ConfigError: says what to set.
     """
-    lag, name = lag_of(generator), type(generator).__name__
+    lag, name = generator.lag, type(generator).__name__
     if lag not in (0, 1):
         raise ConfigError(f"generator.lag={lag}: allowed are 0 (draw with the newest weights) and 1 (one rollout old).")
-    if lag and is_exact(generator):
+    if lag and generator.exact:
         raise ConfigError(
             f"generator.lag={lag}: {name} decodes with the policy itself, which cannot be learned from meanwhile. Take "
             "an engine that runs elsewhere (generator=vllm_server), or generator.lag=0."

@@ -25,7 +25,7 @@ from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.errors import GenerationError, LitRLError
 from lit_rl.generation.ahead import Ahead, Name
-from lit_rl.generation.base import EngineLost, Generator, lag_of
+from lit_rl.generation.base import EngineLost, Generator
 from lit_rl.generation.collect import Vocabulary, collect, request
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.language_model import LanguageModel
@@ -139,7 +139,7 @@ class RolloutSource:
         Raises:
             GenerationError: the generator of any rank failed, or the completions are too old.
         """
-        if not lag_of(self.generator) and not self._ahead.pending:
+        if not self.generator.lag and not self._ahead.pending:
             return None
         found, error = None, None
         with self._stopwatch.measure("generate"):
@@ -164,7 +164,7 @@ class RolloutSource:
         if (age := asked.version - completions.version) > oldest:
             raise GenerationError(
                 f"The completions of rollout {asked.batch.rollout} are {age} optimizer steps old; with "
-                f"generator.lag={lag_of(self.generator)} they may be {oldest}. They are not learned from."
+                f"generator.lag={self.generator.lag} they may be {oldest}. They are not learned from."
             )
         return self._received(completions, asked.batch, ranks)
 
@@ -172,7 +172,7 @@ class RolloutSource:
 
     def proof(self, device: torch.device) -> Metrics:
         """What the generator saw when it held its engine's log-probs against the policy's, after the last update."""
-        gap = getattr(self.generator, "gap", None)
+        gap = self.generator.gap
         if gap is None:
             return {}
         mean, most = torch.tensor([gap.mean, gap.max], device=device)
