@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
-from lit_rl.algorithms.evaluation.win_rate import Opponent
+from lit_rl.algorithms.evaluation.win_rate import Drawing, Opponent, compare
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.preflight import validation as val_checks
 from lit_rl.generation.ahead import Ahead
 from lit_rl.generation.base import Generator, is_exact
 from lit_rl.generation.collect import Vocabulary, as_reward_input, request, response_ids
@@ -61,7 +61,7 @@ class GeneratingModule(PolicyModule):
         self._seconds = {"generate": 0.0, "reward": 0.0}
         self._sampled = 0
         self._evaluated: list[EvaluationRows] = []
-        self._opponent = Opponent()
+        self._opponent = Opponent(self.model)
         self.ahead = Ahead()
 
     generates = True
@@ -74,7 +74,13 @@ class GeneratingModule(PolicyModule):
     """Completions a prompt, where nothing else is asked for."""
 
     def configure_model(self) -> None:
-        self._opponent.check(self)
+        against = self.evaluation.win_rate_against
+        if against is not None:
+            data = getattr(self.trainer_or_none, "datamodule", None)
+            val_checks.win_rate(against, self.judge, self.reward_functions.names, data)
+            self._opponent.describe(against)
+        elif not self.learns_by_judge:
+            val_checks.judge_is_asked(type(self).__name__, self.judge)
         super().configure_model()
         if hasattr(self.generator, "prepare"):
             self.generator.prepare(self.model)  # pyright: ignore[reportAttributeAccessIssue]
@@ -177,14 +183,36 @@ class GeneratingModule(PolicyModule):
         while len(self._evaluated) <= dataloader_idx:
             self._evaluated.append(EvaluationRows())
         table = sample_table(self.step, batch, texts, completions, scores, advantages=None)
-        wins = None
-        if self.evaluation.win_rate_against is not None and not self.trainer.predicting:
-            seconds = dict(self._seconds)
-            duels = self._opponent.duels(self, batch, texts, scores, dataloader_idx)
-            self._seconds, wins = seconds, duels.wins
-            table = {"opponent": duels.theirs, "win": wins.tolist()} | table
+        wins, against = None, self.evaluation.win_rate_against
+        if against is not None and not self.trainer.predicting:
+            theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
+            table = {"opponent": theirs, "win": wins.tolist()} | table
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins)
         return table
+
+    def _compared(
+        self, against: str, batch: PromptBatch, texts: Sequence[str], scores: Scores
+    ) -> tuple[list[str], Tensor]:
+        """Completions of the other model, and how likely each of the policy's is better, as `compare` says."""
+        drawing = Drawing(
+            self.generator,
+            self.evaluation.sampling(self.sampling),
+            self.evaluation.group_size,
+            seed=self.seed,
+            version=self.step,
+            device=self.device,
+            context=self.rollout_context,
+        )
+        options = getattr(getattr(self.trainer, "datamodule", None), "options", None)
+        answers = self._opponent.answers(against, batch, drawing, options)
+        theirs, their_rewards = [answer.text for answer in answers], None
+        if self.judge.reads_rewards:
+            seconds = dict(self._seconds)  # of the training's rollout
+            their_rewards = self.reward_texts(batch, theirs, [answer.ids for answer in answers]).total
+            self._seconds = seconds
+        now = TrainerState(self.step, self.trainer.max_steps, self.trainer.current_epoch)
+        rewards = {"our_rewards": scores.total, "their_rewards": their_rewards}
+        return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=now)
 
     validation_step = predict_step
     test_step = predict_step
@@ -204,7 +232,7 @@ class GeneratingModule(PolicyModule):
         self.rest()
         logged = self.log_generated(stage)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            checks.monitors(self.trainer, logged)
+            val_checks.monitors(self.trainer.callbacks, {*self.trainer.callback_metrics, *logged})  # pyright: ignore
 
     def log_generated(self, stage: str) -> set[str]:
         """Log what the completions of every validation set were like; returns the names."""

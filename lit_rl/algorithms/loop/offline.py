@@ -22,7 +22,7 @@ from lit_rl.algorithms.offline_records import OfflineRecords
 from lit_rl.algorithms.optim.optimizers import learning_rates
 from lit_rl.algorithms.optim.strategies import flattens
 from lit_rl.algorithms.preflight import offline as offline_checks
-from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.preflight import validation as val_checks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference, ReferenceSource, free_memory
@@ -286,4 +286,4 @@ class OfflineModule(GeneratingModule, ABC):
         for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
             logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))
         if fitting and not self.trainer.sanity_checking:
-            checks.monitors(self.trainer, logged)
+            val_checks.monitors(self.trainer.callbacks, {*self.trainer.callback_metrics, *logged})  # pyright: ignore
