@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.records import of_step
 from lit_rl.examples import Totals
 from lit_rl.ops.step import Metrics
 
@@ -37,11 +37,9 @@ class OfflineRecords:
         """Of a micro-batch."""
         self.averages.add(metrics)
 
-    def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
-        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
-        one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
-        norm = (nothing, nothing) if skipped else (grad_norm, one)
-        self.averages.add({"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)})
+    def close(self, grad_norm: Tensor, *, left_out: bool) -> None:
+        """An optimizer step is taken, with a gradient of this norm, or was left out because that is not finite."""
+        self.averages.add(of_step(grad_norm, left_out=left_out))
         self._seconds += time.perf_counter() - self._opened
 
     def line(self, ranks: Ranks, settings: Mapping[str, float], generated_in: float) -> dict[str, float]:
@@ -60,13 +58,9 @@ class OfflineRecords:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, which is taken between two steps."""
-        return {
-            "tokens_seen": self._tokens_seen,
-            "averages": state.to_plain(self.averages.sums),
-            "extremes": state.to_plain(self.averages.highest),
-        }
+        return {"tokens_seen": self._tokens_seen, "averages": self.averages.state()}
 
     def load_state(self, saved: dict[str, Any], device: torch.device) -> None:
-        self._tokens_seen = saved["tokens_seen"]  # speed is that of the tokens and seconds since the resume
-        self.averages.sums = state.to_device(saved["averages"], device)
-        self.averages.highest = state.to_device(saved["extremes"], device)
+        """The counterpart of `state`. Speed is that of the tokens and seconds since the resume."""
+        self._tokens_seen = saved["tokens_seen"]
+        self.averages.load_state(saved["averages"], device)

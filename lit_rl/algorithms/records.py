@@ -139,6 +139,19 @@ class Records:
         self._stats = saved["stats"]
 
 
+def of_step(grad_norm: Tensor, *, left_out: bool) -> Metrics:
+    """The metrics of an optimizer step: the norm of its gradient, and the share of steps that were left out."""
+    one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
+    norm = (nothing, nothing) if left_out else (grad_norm, one)
+    return {"grad_norm": norm, "skipped_steps": (one if left_out else nothing, one)}
+
+
+def learning_rates(optimizer: Any) -> dict[str, float]:
+    """Of the optimizer's parameter groups: `lr` of the first, `lr_<name>` of the others."""
+    first, *others = optimizer.param_groups
+    return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
+
+
 def _logged_by_rewards(scores: Scores, device: torch.device) -> Metrics:
     """What rewards gave to `log_metric`: a mean over everything logged on every rank."""
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float64, Shaped
+from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_sum
@@ -80,6 +80,6 @@ extreme of nothing is +-inf."""
 Metrics = dict[str, Metric]
 
 
-def mean_over(values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
+def mean_of(values: Tensor, mask: Bool[Tensor, "..."]) -> tuple[Tensor, Tensor]:
     """A metric: the mean of `values` over the places where `mask` is True."""
     return masked_sum(values.detach().float(), mask), mask.sum().float()

@@ -43,7 +43,7 @@ class Averages:
     def _raise_to(self, name: str, value: Tensor) -> None:
         self.highest[name] = torch.maximum(self.highest[name], value) if name in self.highest else value
 
-    def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
+    def reduce(self, ranks: Ranks) -> dict[str, float]:
         """The averages and extremes over everything added on every rank since the last call; NaN where of nothing."""
         sums = _joint(self.sums, ranks, torch.zeros(2), Ranks.total)
         highest = _joint(self.highest, ranks, torch.tensor(-math.inf), _highest)
@@ -54,6 +54,16 @@ class Averages:
         extremes = {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
         shares = {name: float(effective_share(torch.tensor(of, dtype=torch.float64))) for name, of in moments.items()}
         return means | extremes | shares
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """For a checkpoint."""
+        parts = {"means": self.sums, "extremes": self.highest, "sums": self.moments}
+        return {part: {name: value.cpu().clone() for name, value in values.items()} for part, values in parts.items()}
+
+    def load_state(self, saved: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
+        """The counterpart of `state`."""
+        parts = ({name: value.to(device) for name, value in saved[p].items()} for p in ("means", "extremes", "sums"))
+        self.sums, self.highest, self.moments = parts
 
 
 def _joint(

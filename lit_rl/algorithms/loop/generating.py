@@ -16,7 +16,8 @@ from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.evaluation.win_rate import Drawing, Opponent, compare
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.preflight import validation as val_checks
+from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.generation.ahead import Ahead
 from lit_rl.generation.base import Generator, is_exact
 from lit_rl.generation.collect import Vocabulary, as_reward_input, request, response_ids
@@ -77,10 +78,10 @@ class GeneratingModule(PolicyModule):
         against = self.evaluation.win_rate_against
         if against is not None:
             data = getattr(self.trainer_or_none, "datamodule", None)
-            val_checks.win_rate(against, self.judge, self.reward_functions.names, data)
+            can_be_compared(against, self.judge, self.reward_functions.names, data)
             self._opponent.describe(against)
         elif not self.learns_by_judge:
-            val_checks.judge_is_asked(type(self).__name__, self.judge)
+            judge_is_asked(type(self).__name__, self.judge)
         super().configure_model()
         if hasattr(self.generator, "prepare"):
             self.generator.prepare(self.model)  # pyright: ignore[reportAttributeAccessIssue]
@@ -190,6 +191,12 @@ class GeneratingModule(PolicyModule):
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins)
         return table
 
+    @property
+    def trainer_state(self) -> TrainerState:
+        """Where the run is, as reward functions and judges see it."""
+        trainer = self.trainer_or_none
+        return TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
+
     def _compared(
         self, against: str, batch: PromptBatch, texts: Sequence[str], scores: Scores
     ) -> tuple[list[str], Tensor]:
@@ -210,9 +217,8 @@ class GeneratingModule(PolicyModule):
             seconds = dict(self._seconds)  # of the training's rollout
             their_rewards = self.reward_texts(batch, theirs, [answer.ids for answer in answers]).total
             self._seconds = seconds
-        now = TrainerState(self.step, self.trainer.max_steps, self.trainer.current_epoch)
         rewards = {"our_rewards": scores.total, "their_rewards": their_rewards}
-        return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=now)
+        return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=self.trainer_state)
 
     validation_step = predict_step
     test_step = predict_step
@@ -232,7 +238,7 @@ class GeneratingModule(PolicyModule):
         self.rest()
         logged = self.log_generated(stage)
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            val_checks.monitors(self.trainer.callbacks, {*self.trainer.callback_metrics, *logged})  # pyright: ignore
+            monitors(self.trainer, logged)
 
     def log_generated(self, stage: str) -> set[str]:
         """Log what the completions of every validation set were like; returns the names."""

@@ -1,4 +1,4 @@
-"""Functions that refuse their own settings are asked before anything is loaded."""
+"""Functions that check their own settings, tried before anything is loaded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lit_rl.errors import ConfigError
 
 
 def settings(key: str, probe: Callable[[], Any]) -> None:
-    """Call `probe`, which calls a function once on a small example.
+    """Call a term once, so that settings which it refuses are refused now.
 
     Raises:
-        ConfigError: the function raised a ValueError; the message names `algo.{key}`.
+        ConfigError: names the key under `algo`.
     """
     try:
         probe()
