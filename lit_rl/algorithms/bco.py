@@ -12,26 +12,23 @@ undesirable ones (the paper's underlying distribution matching), by a regression
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.verdicts import VerdictModule
-from lit_rl.algorithms.terms.density_ratio import DensityRatio, prompt_embeddings
-from lit_rl.algorithms.terms.precomputed_reference import text_key
+from lit_rl.algorithms.preflight.offline import AllRows
+from lit_rl.algorithms.terms.density_ratio import DensityRatio, PromptWeights, prompt_embeddings
+from lit_rl.algorithms.terms.reward_shift import RewardShift
 from lit_rl.algorithms.terms.whole_step import WholeStep
-from lit_rl.data.offline.example import Encoded, Example
-from lit_rl.data.offline.example_set import token_batch
+from lit_rl.data.offline.example import Example
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch, VerdictBatch
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.preference.verdicts import bco
 from lit_rl.ops.step import Metrics
-
-EMBEDDED = 32
-"""Prompts embedded at once when the regression is fitted."""
 
 
 @final
@@ -64,44 +61,46 @@ class BCO(VerdictModule):
                 f"{type(self.reference).__name__} changes during the run. Take reference=auto or reference=frozen_copy."
             )
         self.prompt_weights = prompt_weights
-        self._known_weights: dict[bytes, float] = {}
-        self._steps, self._shift = 0, 0.0
+        self.prompts = None if prompt_weights is None else PromptWeights(prompt_weights)
+        self.shift = RewardShift()
         self._step_reward: Tensor | None = None
 
     def look(self, batch: VerdictBatch) -> dict[str, Tensor]:
         return {"rewards": self.beta * self.ratios(batch, self.text_scores(batch.tokens))}
 
     def loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        return self._loss(batch, whole)[:2]
+
+    def training_loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        """The same; the mean reward of the step is kept until it is taken."""
+        loss, metrics, self._step_reward = self._loss(batch, whole)
+        return loss, metrics
+
+    def _loss(self, batch: VerdictBatch, whole: WholeStep | None) -> tuple[Tensor, Metrics, Tensor]:
+        """Loss and metrics, and the mean reward of the step. What is validated shifts nothing."""
         scores = self.text_scores(batch.tokens, stats=True)
         ratios = self.ratios(batch, scores)
-        delta = self._delta(self.beta * ratios.detach() if whole is None else whole.columns["rewards"])
+        rewards = self.beta * ratios.detach() if whole is None else whole.columns["rewards"]
+        mean = rewards.mean()
+        delta = self.shift.with_step(mean) if self.training else mean.new_tensor(self.shift.value)
         rows = bco(ratios, batch.desirable, delta, self.beta, self._weights(batch))  # pyright: ignore
         loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores.aux_loss, batch.totals)
-        return loss, self.verdict_metrics(batch, scores, ratios) | {"delta": (delta, torch.ones_like(delta))} | aux
-
-    # ------------------------------------------------------------------ the reward shift
-
-    def _delta(self, rewards: Tensor) -> Tensor:
-        """The shift with the rewards of this step taken in; what is validated shifts nothing."""
-        if not self.training:
-            return rewards.new_tensor(self._shift)
-        self._step_reward = rewards.mean()
-        return (self._steps * self._shift + self._step_reward) / (self._steps + 1)
+        metrics = self.verdict_metrics(batch, scores, ratios) | {"delta": (delta, torch.ones_like(delta))} | aux
+        return loss, metrics, mean
 
     def after_step(self) -> None:
         super().after_step()
         if self._step_reward is not None and not self.broken_steps.last:
-            self._shift += (float(self._step_reward) - self._shift) / (self._steps + 1)
-            self._steps += 1
+            self.shift.add(float(self._step_reward))
         self._step_reward = None
 
     def rank_state(self) -> dict[str, Any]:
         weights = self.prompt_weights.state() if self.prompt_weights else {}
-        return super().rank_state() | {"steps": self._steps, "shift": self._shift, "prompt_weights": weights}
+        return super().rank_state() | self.shift.state() | {"prompt_weights": weights}
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
-        self._steps, self._shift = saved["steps"], saved["shift"]
+        self.shift.load_state(saved)
         if self.prompt_weights:
             self.prompt_weights.load_state(saved["prompt_weights"])
 
@@ -109,78 +108,52 @@ class BCO(VerdictModule):
 
     def _weights(self, batch: VerdictBatch) -> Tensor | None:
         """`(b,)`: the density ratio of undesirable rows, 1 of the others. None: 1 everywhere."""
-        if self.prompt_weights is None:
+        if self.prompts is None:
             return None
-        if not self.prompt_weights.fitted:
-            self.match_prompts(self.trainer.datamodule.corpus.train.examples)  # pyright: ignore
-        tokens = batch.tokens
-        prompts = tokens.attention_mask & (tokens.loss_mask.long().cumsum(1) == 0)
-        ratio = self._precomputed_weights(tokens, prompts)
-        if ratio is None:
-            ratio = self.prompt_weights.weights(self._embed(tokens, prompts))
-        return torch.where(batch.desirable, 1.0, ratio)  # pyright: ignore
+        return torch.where(batch.desirable, 1.0, self.prompts.of(batch.tokens, self.embed))  # pyright: ignore
+
+    @torch.no_grad()
+    def embed(self, tokens: TokenBatch, prompts: Tensor) -> Tensor:
+        """`(b, h)`: what the reference makes of the prompts, which are the tokens under the mask `(b, s)`."""
+        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
+            return prompt_embeddings(scorer, tokens.input_ids, prompts)
 
     def match_prompts(self, examples: Sequence[Example]) -> None:
-        """Fit the density ratio to a sample of the training rows, the same on every rank.
+        """Fit the density ratio to a sample of the training rows, the same on every rank. A collective.
 
         Raises:
             ConfigError: the sample has one kind of completions only.
         """
-        assert self.prompt_weights is not None
-        generator = torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(len(examples), generator=generator)[: self.prompt_weights.sample_rows].tolist()
-        rows = [examples[row] for row in chosen]
-        found = []
-        for start in range(0, len(rows), EMBEDDED):
-            texts = [[_prompt(example)] for example in rows[start : start + EMBEDDED]]
-            tokens = token_batch(texts, self.model.pad_id).to(self.device)
-            found.append(self._embed(tokens, tokens.attention_mask))
-        self.prompt_weights.fit(torch.cat(found), torch.tensor([bool(example.desirable) for example in rows]))
-        if self.trainer_or_none is not None:  # a last digit may differ between machines
-            self.prompt_weights.load_state(self.trainer.strategy.broadcast(self.prompt_weights.state()))
+        assert self.prompts is not None
+        self.prompts.fit(examples, self.embed, seed=self.seed, pad_id=self.model.pad_id, ranks=self.ranks)
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        self._match_once()
+
+    def on_validation_start(self) -> None:
+        self._match_once()
+
+    on_test_start = on_validation_start
+
+    def _match_once(self) -> None:
+        """Fit the density ratio where no checkpoint has brought it."""
+        if self.prompt_weights is not None and not self.prompt_weights.fitted:
+            data: Any = self.trainer.datamodule  # pyright: ignore
+            with self.rollout_context():
+                self.match_prompts(data.corpus.train.examples)
 
     def before_release(self) -> None:
-        """The weight of every prompt of the run, which the reference embeds."""
-        if self.prompt_weights is None:
+        """Let the reference embed every prompt of the run."""
+        if self.prompts is None:
             return
+        self._match_once()
         corpus: Any = self.trainer.datamodule.corpus  # pyright: ignore
-        sets = (corpus.train, *corpus.val.values())
-        prompts = {_key(text.ids): text for examples in sets for text in map(_before_learned, examples.examples)}
-        keys, texts = list(prompts), list(prompts.values())
+        rows = [example for data in (corpus.train, *corpus.val.values()) for example in data.examples]
         with self.rollout_context():
-            if not self.prompt_weights.fitted:
-                self.match_prompts(corpus.train.examples)
-            for start in range(0, len(texts), EMBEDDED):
-                part = slice(start, start + EMBEDDED)
-                tokens = token_batch([[text] for text in texts[part]], self.model.pad_id).to(self.device)
-                weights = self.prompt_weights.weights(self._embed(tokens, tokens.attention_mask))
-                self._known_weights |= dict(zip(keys[part], weights.tolist()))
+            self.prompts.compute(rows, self.embed, pad_id=self.model.pad_id, device=self.device)
 
-    def _precomputed_weights(self, tokens: TokenBatch, prompts: Tensor) -> Tensor | None:
-        """`(b,)`; None while the reference is there to be asked."""
-        if not self._known_weights:
-            return None
-        rows = zip(tokens.input_ids.tolist(), prompts.sum(1).tolist())
-        known = [self._known_weights[_key(ids[:count])] for ids, count in rows]
-        return torch.tensor(known, device=self.device)
-
-    @torch.no_grad()
-    def _embed(self, tokens: TokenBatch, prompts: Tensor) -> Tensor:
-        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
-            return prompt_embeddings(scorer, tokens.input_ids, prompts)
-
-
-def _prompt(example: Example) -> Encoded:
-    ids = example.texts[0].ids[: example.texts[0].prompt_tokens]
-    return Encoded(ids, [False] * len(ids), len(ids))
-
-
-def _before_learned(example: Example) -> Encoded:
-    """What `BCO._weights` takes for the prompt of a batch's row."""
-    text = example.texts[0]
-    count = text.learned.index(True) if any(text.learned) else len(text)
-    return Encoded(text.ids[:count], [False] * count, count)
-
-
-def _key(prompt: list[int]) -> bytes:
-    return text_key(prompt, [])
+    def reads_all_rows(self) -> Iterator[AllRows]:
+        yield from super().reads_all_rows()
+        if self.prompt_weights is not None:
+            yield AllRows("algo/prompt_weights=density_ratio is fitted to a sample of", "take algo/prompt_weights=none")

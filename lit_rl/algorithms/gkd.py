@@ -13,30 +13,37 @@ where `teacher_completions` (sequence-level distillation, 1606.07947). No gradie
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.gkd_parts import (
-    Teacher,
-    check_prompts,
-    learned_columns,
-    rewritten,
-    writer_of,
-)
 from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.preflight.data import fits_context
+from lit_rl.algorithms.preflight.offline import AllRows, longest_prompt
+from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.algorithms.rollouts.rewriting import prompts_of, with_completions
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.examples import ExampleBatch, TextBatch, Totals
+from lit_rl.examples import ExampleBatch, TextBatch, TokenBatch, Totals
+from lit_rl.generation.collect import Vocabulary, collect
+from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.sharding import unsharded
 from lit_rl.models.policy.text_forward import refuse_leaks, text_logits
-from lit_rl.models.reference.base import Scorer
+from lit_rl.models.reference.base import OnCPU, Scorer
+from lit_rl.models.reference.teacher import Teacher
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.ops.step import Metrics, mean_over
+from lit_rl.ops.step import Metrics, mean_of
 from lit_rl.ops.token_stats import token_stats
+from lit_rl.rollout import Completions, PromptBatch
+
+Writer = Literal["data", "student", "teacher"]
+"""Who wrote the completions of an optimizer step."""
 
 
 @final
@@ -98,8 +105,10 @@ class GKD(OfflineModule):
         self.teacher.check_vocabulary()
         if stage == "fit":
             self.teacher.check_differs()
-            if self.on_policy_fraction > 0 or self.teacher_completions:
-                check_prompts(self, self.trainer.datamodule)  # pyright: ignore
+            if self.rewrites:
+                data: Any = self.trainer.datamodule  # pyright: ignore
+                longest = longest_prompt(data.options, data.corpus.train.examples)
+                fits_context(self.model, "sampling", longest, self.sampling.max_new_tokens, "data.max_length")
 
     def refuse_leaks(self) -> None:
         super().refuse_leaks()
@@ -107,6 +116,19 @@ class GKD(OfflineModule):
             refuse_leaks(teacher)  # pyright: ignore
 
     # ------------------------------------------------------------------ who writes
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether completions of the data are replaced in some steps."""
+        return self.on_policy_fraction > 0 or self.teacher_completions
+
+    def reads_all_rows(self) -> Iterator[AllRows]:
+        yield from super().reads_all_rows()
+        if self.rewrites:
+            yield AllRows(
+                "algo.on_policy_fraction above 0 and algo.teacher_completions=true look for the prompt of",
+                "set algo.on_policy_fraction=0 and algo.teacher_completions=false",
+            )
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         if batch.slot == 0:
@@ -116,13 +138,45 @@ class GKD(OfflineModule):
                 on_policy_fraction=self.on_policy_fraction,
                 teacher_completions=self.teacher_completions,
             )
-            self._fresh = () if writer == "data" else rewritten(self, batch, writer)
+            self._fresh = () if writer == "data" else self.rewritten(batch, writer)
             batch = self._fresh[0] if self._fresh else batch
             self._record_writer(writer, batch.totals)
         super().on_train_batch_start(batch, batch_idx)
 
     def training_step(self, batch: ExampleBatch, batch_idx: int) -> Tensor:
         return super().training_step(self._fresh[batch.slot] if self._fresh else batch, batch_idx)
+
+    def rewritten(self, batch: ExampleBatch, writer: Writer) -> tuple[ExampleBatch, ...]:
+        """All micro-batches of this rank's step with completions of the student or the teacher. A collective.
+
+        Args:
+            batch: The step's first micro-batch.
+            writer: The student or the teacher.
+
+        Raises:
+            GenerationError: a token was written that the tokenizer does not have.
+        """
+        micro_batches = batch.whole or (batch,)
+        prompts = prompts_of(micro_batches, self.ranks)
+        with self.rollout_context():
+            completions = self.generate(prompts) if writer == "student" else self._of_teacher(prompts)
+        self.teacher.check_written(completions.response_ids, writer)
+        return with_completions(micro_batches, completions, self.ranks)
+
+    def _of_teacher(self, prompts: PromptBatch) -> Completions:
+        held = self.teacher_policy
+        model: nn.Module = held.model if isinstance(held, OnCPU) else held  # pyright: ignore
+        with unsharded(model):
+            return collect(
+                for_another_policy(self.generator),
+                model,
+                prompts,
+                sampling=self.sampling,
+                group_size=1,
+                vocabulary=Vocabulary.of(self.model),
+                version=self.step,
+                seed=self.seed,
+            )
 
     def _record_writer(self, writer: str, totals: Totals) -> None:
         one = torch.ones((), device=self.device)
@@ -140,15 +194,28 @@ class GKD(OfflineModule):
         mask, ids = tokens.learned[:, columns], tokens.input_ids[:, 1:][:, columns]
         student, aux_loss = text_logits(self.policy, tokens, columns, self.router_aux_loss_coef > 0)
         with torch.no_grad(), self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
-            theirs, _ = text_logits(teacher, tokens, columns, False)  # pyright: ignore
-        student, theirs = (logits[..., : self.teacher.shared_tokens] for logits in (student, theirs))
-        divergence = generalized_jsd(student, theirs, beta=self.beta, temperature=self.temperature)
+            of_teacher, _ = text_logits(teacher, tokens, columns, False)  # pyright: ignore
+        student, of_teacher = (logits[..., : self.teacher.shared_tokens] for logits in (student, of_teacher))
+        divergence = generalized_jsd(student, of_teacher, beta=self.beta, temperature=self.temperature)
         loss = masked_sum(divergence, mask) / self.denominator(batch.totals)
         stats = token_stats(student.detach(), ids)
         metrics: Metrics = {
-            "entropy": mean_over(logprobs_and_entropy(student.detach(), ids)[1], mask),
-            "teacher/entropy": mean_over(logprobs_and_entropy(theirs, ids)[1], mask),
-            "mean_token_accuracy": mean_over(stats.correct, mask),
+            "entropy": mean_of(logprobs_and_entropy(student.detach(), ids)[1], mask),
+            "teacher/entropy": mean_of(logprobs_and_entropy(of_teacher, ids)[1], mask),
+            "mean_token_accuracy": mean_of(stats.correct, mask),
         }
         loss, aux = self.with_aux(loss, aux_loss, batch.totals)
         return loss, metrics | aux
+
+
+def writer_of(step: int, *, seed: int, on_policy_fraction: float, teacher_completions: bool) -> Writer:
+    """Who writes the completions of an optimizer step: drawn from its number, so every rank and a resumed run agree."""
+    if random.Random(mix(seed, step)).random() < on_policy_fraction:
+        return "student"
+    return "teacher" if teacher_completions else "data"
+
+
+def learned_columns(tokens: TokenBatch) -> Tensor:
+    """Columns that predict a learned token in some row; one where there are none, so that a loss has a graph."""
+    columns = tokens.learned.any(0).nonzero().flatten()
+    return columns if len(columns) else columns.new_zeros(1)

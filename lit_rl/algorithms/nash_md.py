@@ -28,7 +28,7 @@ from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_over
+from lit_rl.ops.step import Metrics, StepTokens, mean_of
 from lit_rl.rewards.base import Rewards
 from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select
@@ -111,9 +111,9 @@ class NashMD(JudgedModule):
         judged = torch.as_tensor(totals.unmasked_sequences, device=mask.device).clamp(min=1)
         loss = (kl_part - preference_part).sum() / judged
         return loss, self._metrics(rollout, scores.logprobs, kl, beta) | {
-            "loss/kl": mean_over(kl_part, mask.any(1)),
-            "loss/score": mean_over(-preference_part, mask.any(1)),
-            "entropy": mean_over(scores.entropy, rollout.completions.response_mask),
+            "loss/kl": mean_of(kl_part, mask.any(1)),
+            "loss/score": mean_of(-preference_part, mask.any(1)),
+            "entropy": mean_of(scores.entropy, rollout.completions.response_mask),
         }
 
     @torch.no_grad()
@@ -123,10 +123,10 @@ class NashMD(JudgedModule):
         every, scored = torch.ones_like(rewards, dtype=torch.bool), ~rewards.isnan()
         kl_of_rows = masked_sum(kl, mask, 1)
         return {
-            "objective/kl": mean_over(kl_of_rows, every),
-            "objective/entropy": mean_over(-masked_sum(logprobs, mask, 1), every),
-            "objective/non_score_reward": mean_over(-beta * kl_of_rows, every),
-            "objective/rlhf_reward": mean_over(rewards - beta * kl_of_rows, scored),
+            "objective/kl": mean_of(kl_of_rows, every),
+            "objective/entropy": mean_of(-masked_sum(logprobs, mask, 1), every),
+            "objective/non_score_reward": mean_of(-beta * kl_of_rows, every),
+            "objective/rlhf_reward": mean_of(rewards - beta * kl_of_rows, scored),
         }
 
     def coefficients(self) -> dict[str, float]:
@@ -139,11 +139,11 @@ def _of_duels(rollout: Rollout, wins: Tensor) -> Metrics:
     ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]
     every = torch.ones_like(judged)
     return {
-        "rewards/probabilities": mean_over(wins, judged),
-        "rewards/accuracies": mean_over((wins > 0.5).float(), judged),
-        "rewards/chosen": mean_over(ours, ~ours.isnan()),
-        "rewards/rejected": mean_over(theirs, ~theirs.isnan()),
-        "rewards/margins": mean_over(ours - theirs, ~(ours - theirs).isnan()),
-        "model_contain_eos_token": mean_over(ended[0::2], every),
-        "ref_contain_eos_token": mean_over(ended[1::2], every),
+        "rewards/probabilities": mean_of(wins, judged),
+        "rewards/accuracies": mean_of((wins > 0.5).float(), judged),
+        "rewards/chosen": mean_of(ours, ~ours.isnan()),
+        "rewards/rejected": mean_of(theirs, ~theirs.isnan()),
+        "rewards/margins": mean_of(ours - theirs, ~(ours - theirs).isnan()),
+        "model_contain_eos_token": mean_of(ended[0::2], every),
+        "ref_contain_eos_token": mean_of(ended[1::2], every),
     }

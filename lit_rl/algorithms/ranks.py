@@ -105,32 +105,3 @@ class Ranks:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         torch.distributed.all_gather(parts, tensor.contiguous())
         return parts
-
-
-# ---------------------------------------------------------------------- until every caller has moved to `Ranks`
-
-from lit_rl.algorithms.signatures import arguments_for as named  # noqa: E402, F401
-from lit_rl.algorithms.signatures import parameters, setting  # noqa: E402, F401
-from lit_rl.algorithms.signatures import unwrapped as inner  # noqa: E402, F401
-
-
-def everyones(module: Any, column: Tensor) -> Tensor:
-    return module.ranks.gather(column)
-
-
-def union(names: Iterable[str]) -> list[str]:
-    return here().names(names)
-
-
-def over_all_ranks(module: Any, function: Callable[..., Tensor], columns: Mapping[str, Tensor]) -> Tensor:
-    return module.ranks.apply(function, columns)
-
-
-def all_tokens(module: Any, flat: Tensor) -> Tensor:
-    return module.ranks.gather_tokens(flat)
-
-
-def here(device: torch.device | None = None) -> Ranks:
-    on = torch.distributed.is_available() and torch.distributed.is_initialized()
-    dist: Any = torch.distributed
-    return Ranks(device or "cpu", dist.get_rank() if on else 0, dist.get_world_size() if on else 1)

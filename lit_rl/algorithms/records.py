@@ -191,6 +191,12 @@ def of_step(grad_norm: Tensor, *, skipped: bool) -> Metrics:
     return {"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)}
 
 
+def learning_rates(optimizer: Any) -> dict[str, float]:
+    """Of the optimizer's parameter groups: `lr` of the first, `lr_<name>` of the others."""
+    first, *others = optimizer.param_groups
+    return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
+
+
 def _one_a_row(rollout: Rollout) -> Tensor | None:
     """What a table shows as the advantage of a row: the mean of its loss tokens, or the judge's verdict."""
     advantages = rollout.verdicts if rollout.advantages is None else rollout.advantages

@@ -25,7 +25,7 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_over
+from lit_rl.ops.step import Metrics, StepTokens, mean_of
 from lit_rl.rewards.base import Rewards
 from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
@@ -85,8 +85,8 @@ class XPO(JudgedPairs):
             "loss/xpo": (bonus.detach().sum(), learned.sum().float()),
         }
         policys, references = rollout.rewards[0::2], rollout.rewards[1::2]
-        parts["objective/model_scores"] = mean_over(policys, ~policys.isnan())
-        parts["objective/ref_scores"] = mean_over(references, ~references.isnan())
+        parts["objective/model_scores"] = mean_of(policys, ~policys.isnan())
+        parts["objective/ref_scores"] = mean_of(references, ~references.isnan())
         return loss + bonus.sum() / pairs, metrics | parts
 
     def coefficients(self) -> dict[str, float]:

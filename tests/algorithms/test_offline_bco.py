@@ -11,7 +11,10 @@ import torch
 from offline_cuts import CUTS, MODEL, VERDICTS, assert_same_step, data_of, loaded, micro_batches, step_of
 
 from lit_rl.algorithms import BCO
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.density_ratio import DensityRatio, prompt_embeddings
+from lit_rl.algorithms.terms.reward_shift import RewardShift
+from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.errors import ConfigError, NumericError
 from lit_rl.models.reference.moving import EMA
@@ -47,38 +50,42 @@ def test_the_first_step_by_hand(module: BCO) -> None:
     assert step.loss == pytest.approx(sum(losses) / 8, rel=1e-5)
 
 
-def test_the_shift_is_the_mean_of_the_steps_so_far(module: BCO) -> None:
-    seen = []
-    for scale in (1.0, 3.0, 5.0):
-        rewards = torch.tensor([scale, 2 * scale])
-        seen.append(float(module._delta(rewards)))
-        module.after_step()
-    assert seen == pytest.approx([1.5, (1.5 + 4.5) / 2, (1.5 + 4.5 + 7.5) / 3])
+def test_the_shift_is_the_mean_of_the_steps_so_far() -> None:
+    shift, seen = RewardShift(), []
+    for mean in (1.5, 4.5, 7.5):
+        seen.append(float(shift.with_step(torch.tensor(mean))))
+        shift.add(mean)
+    assert seen == pytest.approx([1.5, (1.5 + 4.5) / 2, (1.5 + 4.5 + 7.5) / 3]) and shift.value == seen[-1]
 
 
 def test_micro_batches_of_a_step_shift_it_once(module: BCO) -> None:
-    for _ in range(4):
-        assert float(module._delta(torch.tensor([2.0, 4.0]))) == 3.0
+    """Each of them takes the whole step in, and the step is added after it was taken."""
+    (batches,) = micro_batches(data_of(VERDICTS, "verdicts"), 4)
+    whole = WholeStep.of(module.look, batches[0], Ranks())
+    deltas = [float(module.training_loss(batch, whole)[1]["delta"][0]) for batch in batches]  # pyright: ignore
+    assert deltas == [pytest.approx(float(whole.columns["rewards"].mean()))] * 4
+    assert module.shift.steps == 0
     module.after_step()
-    assert float(module._delta(torch.tensor([0.0, 0.0]))) == 1.5
+    assert (module.shift.steps, module.shift.value) == (1, deltas[0])
+    module.after_step()
+    assert module.shift.steps == 1, "nothing was learned from in between"
 
 
 def test_what_is_validated_shifts_nothing(module: BCO) -> None:
-    module._delta(torch.tensor([3.0]))
-    module.after_step()
+    (batch,) = micro_batches(data_of(VERDICTS, "verdicts"))[0]
+    module.shift.add(3.0)
     module.eval()
-    assert float(module._delta(torch.tensor([100.0]))) == 3.0
-    module.train()
+    assert float(module.loss(batch)[1]["delta"][0]) == 3.0  # pyright: ignore
     module.after_step()
-    assert float(module._delta(torch.tensor([5.0]))) == 4.0
+    assert (module.shift.steps, module.shift.value) == (1, 3.0)
 
 
 def test_a_step_that_broke_shifts_nothing(module: BCO) -> None:
-    module._delta(torch.tensor([math.nan]))
+    (batch,) = micro_batches(data_of(VERDICTS, "verdicts"))[0]
+    module.training_loss(batch)
     module.broken_steps.last = True
     module.after_step()
-    module.broken_steps.last = False
-    assert float(module._delta(torch.tensor([1.0]))) == 1.0
+    assert module.shift.steps == 0 and module._step_reward is None
 
 
 def test_no_gradient_goes_through_the_shift(module: BCO) -> None:
@@ -96,7 +103,7 @@ def test_the_cut_changes_nothing(cut: tuple[int, int], weighted: bool) -> None:
     data = data_of(VERDICTS, "verdicts")
     if weighted:
         module.match_prompts(data.corpus.train.examples)
-    module._steps, module._shift = 3, 0.2  # in the middle of a run
+    module.shift.steps, module.shift.value = 3, 0.2  # in the middle of a run
     assert_same_step(step_of(module, data, *cut), step_of(module, data))
 
 
@@ -104,15 +111,14 @@ def test_the_shift_and_the_weights_go_on_from_a_checkpoint() -> None:
     first = loaded(BCO(MODEL, prompt_weights=DensityRatio()))
     data = data_of(APART, "verdicts")
     first.match_prompts(data.corpus.train.examples)
-    first._delta(torch.tensor([2.0, 4.0]))
-    first.after_step()
+    first.shift.add(3.0)
     second = loaded(BCO(MODEL, prompt_weights=DensityRatio()))
     second._records.load_state = lambda *_: None  # pyright: ignore
     trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     second.trainer = trainer
     second.load_rank_state(first.rank_state())
     second._trainer = None
-    assert second._shift == 3.0 and second._steps == 1
+    assert (second.shift.steps, second.shift.value) == (1, 3.0)
     assert_same_step(step_of(second, data), step_of(first, data))
 
 
@@ -180,7 +186,7 @@ def test_an_embedding_is_of_the_prompt_alone() -> None:
     (batch,) = micro_batches(data_of(VERDICTS, "verdicts"))[0]
     tokens = batch.tokens
     prompts = tokens.attention_mask & ~tokens.loss_mask
-    found = module._embed(tokens, prompts)
+    found = module.embed(tokens, prompts)
     ids = tokens.input_ids[1:2, : int(prompts[1].sum())]
     base = module.reference_policy(input_ids=ids, output_hidden_states=True)  # pyright: ignore
     torch.testing.assert_close(found[1], base.hidden_states[-1][0].mean(0), rtol=1e-4, atol=1e-5)
@@ -235,5 +241,5 @@ def test_a_run_fits_the_ratio_once_and_counts_its_steps() -> None:
     )
     data = PreferenceDataModule(rows=APART, batch_size=4, val_fraction=0.0)
     trainer.fit(module, datamodule=data)
-    assert module._steps == 3 and module.prompt_weights is not None and module.prompt_weights.fitted
+    assert module.shift.steps == 3 and module.prompt_weights is not None and module.prompt_weights.fitted
     assert math.isfinite(float(trainer.callback_metrics["train/delta"]))

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lit_rl.algorithms import GKD, AdamW, Constant
 from lit_rl.algorithms.evaluation.statistics import Averages
-from lit_rl.algorithms.gkd_parts import as_tokens, prompts_of, rewritten, writer_of
+from lit_rl.algorithms.gkd import writer_of
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.rewriting import as_tokens, prompts_of
 from lit_rl.data.offline.datamodule import SupervisedDataModule
 from lit_rl.data.offline.loader import ExampleLoader
 from lit_rl.data.tasks import AdditionText
@@ -75,7 +77,7 @@ def learned(module: GKD, batches: Any) -> tuple[float, Tensor, dict[str, float]]
         averages.add(metrics)
     total = torch.stack(losses).sum()
     gradients = torch.autograd.grad(total, [p for p in module.policy.parameters() if p.requires_grad])
-    return total.item(), torch.cat([g.flatten() for g in gradients]), averages.reduce()
+    return total.item(), torch.cat([g.flatten() for g in gradients]), averages.reduce(Ranks())
 
 
 # ---------------------------------------------------------------- who writes
@@ -96,8 +98,7 @@ def test_the_writer_is_drawn_from_the_seed_and_the_step():
 
 
 def test_prompts_are_what_stands_before_the_completion():
-    module = module_of("tiny")
-    batch = prompts_of(module, micro_batches(data_of(), 2))
+    batch = prompts_of(micro_batches(data_of(), 2), Ranks())
     assert [MODEL.tokenizer.decode(ids) for ids in batch.prompt_ids] == [row["prompt"] for row in ROWS]
     assert batch.rollout == 3 and batch.rows == list(range(8)) and batch.occurrences == [0] * 8
 
@@ -126,7 +127,7 @@ def test_completions_become_rows_that_are_padded_on_the_right():
 @pytest.mark.parametrize("writer", ["student", "teacher"])
 def test_what_is_written_is_the_writers_own(one_layer: str, writer: Any):
     module, data = loaded(one_layer, sampling=Sampling(temperature=0, max_new_tokens=5)), data_of()
-    (fresh,) = rewritten(module, micro_batches(data)[0], writer)
+    (fresh,) = module.rewritten(micro_batches(data)[0], writer)
     model: Any = module.policy if writer == "student" else module.teacher_policy
     tokens = fresh.tokens
     with torch.no_grad():
@@ -146,7 +147,7 @@ def test_cutting_a_step_changes_nothing(one_layer: str, writer: Any, accumulate:
 
     def step(count: int) -> Any:
         batches = micro_batches(data, count)
-        return learned(module, batches if writer == "data" else rewritten(module, batches[0], writer))
+        return learned(module, batches if writer == "data" else module.rewritten(batches[0], writer))
 
     (whole, slope, seen), (parts, other, also) = step(1), step(accumulate)
     assert parts == pytest.approx(whole, rel=1e-5)
@@ -255,7 +256,7 @@ def test_a_token_that_the_tokenizer_lacks_is_refused_when_it_is_written(one_laye
         rows = module.policy.get_output_embeddings().weight[-4:]  # pyright: ignore
         rows.copy_(torch.tensor([[9.0], [-9.0], [9.0], [-9.0]]).expand_as(rows))
     with pytest.raises(GenerationError, match=r"The student wrote the token id 2\d\d.*algo.on_policy_fraction=0"):
-        rewritten(module, micro_batches(data_of())[0], "student")
+        module.rewritten(micro_batches(data_of())[0], "student")
 
 
 # ---------------------------------------------------------------- runs

@@ -114,7 +114,7 @@ def test_weights_of_prompts_are_those_of_the_reference(tmp_path: Path) -> None:
     fit(tmp_path / "kept", kept, small(), max_steps=2)
     for name, part in live.prompt_weights.state().items():
         torch.testing.assert_close(kept.prompt_weights.state()[name], part, rtol=1e-4, atol=1e-6)
-    assert len(kept._known_weights) == 12 + 7 and not live._known_weights
+    assert len(kept.prompts.known) == 12 + 7 and not live.prompts.known
 
 
 def test_rows_that_come_later_are_refused(tmp_path: Path) -> None:

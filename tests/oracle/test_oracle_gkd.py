@@ -12,7 +12,7 @@ from oracle_cases import Outcome, assert_same_step, backward
 from oracle_trl import save_policy
 
 from lit_rl.algorithms import GKD
-from lit_rl.algorithms.gkd_parts import as_tokens
+from lit_rl.algorithms.rollouts.rewriting import as_tokens
 from lit_rl.examples import TextBatch, TokenBatch, Totals
 from lit_rl.models import LanguageModel
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd

@@ -13,7 +13,7 @@ import dist_written
 import pytest
 from dist_equal import Ones, in_processes, left
 
-from lit_rl.algorithms.gkd_parts import writer_of
+from lit_rl.algorithms.gkd import writer_of
 
 pytestmark = pytest.mark.dist
 

@@ -20,7 +20,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, mean_over
+from lit_rl.ops.step import Metrics, mean_of
 from lit_rl.rollout import Rollout, select
 
 
@@ -165,20 +165,20 @@ class PairScores:
         pairs = torch.ones_like(chosen, dtype=torch.bool)
         gap = (rewards[0::2] - rewards[1::2]).abs()
         return {
-            "objective/kl": mean_over(kl, every),
-            "objective/entropy": mean_over(-self.logprobs, every),
-            "objective/non_score_reward": mean_over(-implicit, every),
-            "objective/rlhf_reward": mean_over(rewards - implicit, scored),
-            "objective/scores": mean_over(rewards, scored),
-            "objective/scores_margin": mean_over(gap, ~gap.isnan()),
-            "rewards/chosen": mean_over(chosen, pairs),
-            "rewards/rejected": mean_over(rejected, pairs),
-            "rewards/accuracies": mean_over((chosen > rejected).float(), pairs),
-            "rewards/margins": mean_over(chosen - rejected, pairs),
-            "logps/chosen": mean_over(self.logprobs[self.better], pairs),
-            "logps/rejected": mean_over(self.logprobs[self.worse], pairs),
-            "contain_eos_token": mean_over(completions.ended.float(), every),
-            "entropy": mean_over(scores.entropy, completions.response_mask),
+            "objective/kl": mean_of(kl, every),
+            "objective/entropy": mean_of(-self.logprobs, every),
+            "objective/non_score_reward": mean_of(-implicit, every),
+            "objective/rlhf_reward": mean_of(rewards - implicit, scored),
+            "objective/scores": mean_of(rewards, scored),
+            "objective/scores_margin": mean_of(gap, ~gap.isnan()),
+            "rewards/chosen": mean_of(chosen, pairs),
+            "rewards/rejected": mean_of(rejected, pairs),
+            "rewards/accuracies": mean_of((chosen > rejected).float(), pairs),
+            "rewards/margins": mean_of(chosen - rejected, pairs),
+            "logps/chosen": mean_of(self.logprobs[self.better], pairs),
+            "logps/rejected": mean_of(self.logprobs[self.worse], pairs),
+            "contain_eos_token": mean_of(completions.ended.float(), every),
+            "entropy": mean_of(scores.entropy, completions.response_mask),
         }
 
 

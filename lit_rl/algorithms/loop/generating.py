@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
-from lit_rl.algorithms.evaluation.win_rate import Opponent
+from lit_rl.algorithms.evaluation.win_rate import Drawing, Opponent, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.generation.base import Generator, as_generator
@@ -60,7 +62,7 @@ class GeneratingModule(PolicyModule):
         self.stopwatch = Stopwatch("generate", "reward")
         self.source = RolloutSource(self.generator, self.model, self.seed, self.stopwatch)
         self._evaluated: list[EvaluationRows] = []
-        self._opponent = Opponent()
+        self._opponent = Opponent(self.model)
 
     generates = True
     """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
@@ -72,7 +74,13 @@ class GeneratingModule(PolicyModule):
     """Completions a prompt, where nothing else is asked for."""
 
     def configure_model(self) -> None:
-        self._opponent.check(self)
+        against = self.evaluation.win_rate_against
+        if against is not None:
+            data = getattr(self.trainer_or_none, "datamodule", None)
+            can_be_compared(against, self.judge, self.reward_functions.names, data)
+            self._opponent.describe(against)
+        elif not self.learns_by_judge:
+            judge_is_asked(type(self).__name__, self.judge)
         super().configure_model()
         self.generator.prepare(self.model)
 
@@ -144,14 +152,34 @@ class GeneratingModule(PolicyModule):
         while len(self._evaluated) <= dataloader_idx:
             self._evaluated.append(EvaluationRows())
         table = sample_table(self.step, batch, texts, completions, scores, advantages=None)
-        wins = None
-        if self.evaluation.win_rate_against is not None and not self.trainer.predicting:
-            with self.stopwatch.aside():
-                duels = self._opponent.duels(self, batch, texts, scores, dataloader_idx)
-            wins = duels.wins
-            table = {"opponent": duels.theirs, "win": wins.tolist()} | table
+        wins, against = None, self.evaluation.win_rate_against
+        if against is not None and not self.trainer.predicting:
+            theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
+            table = {"opponent": theirs, "win": wins.tolist()} | table
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins)
         return table
+
+    def _compared(
+        self, against: str, batch: PromptBatch, texts: Sequence[str], scores: Scores
+    ) -> tuple[list[str], Tensor]:
+        """Completions of the other model, and how likely each of the policy's is better, as `compare` says."""
+        drawing = Drawing(
+            self.generator,
+            self.evaluation.sampling(self.sampling),
+            self.evaluation.group_size,
+            seed=self.seed,
+            version=self.step,
+            device=self.device,
+            context=self.rollout_context,
+        )
+        options = getattr(getattr(self.trainer, "datamodule", None), "options", None)
+        answers = self._opponent.answers(against, batch, drawing, options)
+        theirs, their_rewards = [answer.text for answer in answers], None
+        if self.judge.reads_rewards:
+            with self.stopwatch.aside():
+                their_rewards = self.reward_texts(batch, theirs, [answer.ids for answer in answers]).total
+        rewards = {"our_rewards": scores.total, "their_rewards": their_rewards}
+        return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=self.trainer_state)
 
     validation_step = predict_step
     test_step = predict_step

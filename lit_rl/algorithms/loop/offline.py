@@ -7,7 +7,7 @@ counts; so a loss has the step's denominator, however the step is cut. No term o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +18,10 @@ from torch import Tensor
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.optim.optimizers import learning_rates
 from lit_rl.algorithms.optim.strategies import flattens
-from lit_rl.algorithms.preflight import offline as offline_checks
-from lit_rl.algorithms.preflight.data import monitors
-from lit_rl.algorithms.records import OfflineRecords
+from lit_rl.algorithms.preflight import data as preflight
+from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
+from lit_rl.algorithms.records import OfflineRecords, learning_rates
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference, ReferenceSource, free_memory
@@ -70,12 +69,17 @@ class OfflineModule(GeneratingModule, ABC):
 
     @abstractmethod
     def loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics.
+        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics. Changes no state.
 
         Args:
             batch: The micro-batch; `batch.totals` is what its step counts.
             whole: What `look` said of the whole step, where `couples_rows`; None: this micro-batch is all of it.
         """
+
+    def training_loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
+        """The loss that a step learns from. What a method keeps of it until `after_step`, it keeps here: `loss` changes
+        no state."""
+        return self.loss(batch, whole)
 
     couples_rows = False
     """Whether a row's loss depends on the other rows of its optimizer step: `look` is then asked before the step."""
@@ -97,6 +101,11 @@ class OfflineModule(GeneratingModule, ABC):
 
     def before_release(self) -> None:
         """Called before a precomputed reference is let go: what else is to be asked of it, is asked here."""
+
+    def reads_all_rows(self) -> Iterator[AllRows]:
+        """Terms in force that look at every row before the first step, so that a stream will not do."""
+        if self.precomputed is not None:
+            yield AllRows("algo.precompute_reference=true asks the reference about", "set it to false")
 
     def after_step(self) -> None:
         """Called after each optimizer step: what changes between steps changes here."""
@@ -138,8 +147,34 @@ class OfflineModule(GeneratingModule, ABC):
     # ------------------------------------------------------------------ the steps
 
     def setup(self, stage: str) -> None:
-        """Check everything that can be known before weights are loaded."""
-        self.plan = offline_checks.against_data(self, stage)
+        """Check everything that can be known before weights are loaded, and work out the batches.
+
+        Raises:
+            ConfigError: the Trainer has no data module of the right kind, lengths do not fit, or batches do not divide.
+            RewardError: a reward needs what is no column.
+        """
+        trainer: Any = self.trainer
+        data = examples_of(trainer, self.learns_from, type(self).__name__)
+        preflight.one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
+        texts_fit(self.model, data.longest_text, streamed=data.stream_buffer is not None)
+        if longest := data.longest_val_prompt:
+            own = self.evaluation.max_new_tokens
+            group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
+            preflight.fits_context(self.model, group, longest, new_tokens, "data.max_length")
+        preflight.bind_validation(self.reward_functions, data)
+        self.reward_functions.load()
+        unused = f"{type(self).__name__} has no use for one."
+        preflight.reference_is_read(self.reference, self.needs_reference, unused)
+        if stage == "fit":
+            if data.stream_buffer is not None:
+                stream_will_do(self.reads_all_rows())
+            self.plan = OfflinePlan(
+                batch_size=data.batch_size,
+                accumulate=trainer.accumulate_grad_batches,
+                world_size=trainer.world_size,
+                rows=len(data.corpus.train),
+                stream_buffer=data.stream_buffer,
+            )
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -197,7 +232,7 @@ class OfflineModule(GeneratingModule, ABC):
         self._micro, shares = batch, batch.totals.shares
         if self._whole is not None:
             self._whole.draw_again(batch)
-        loss, metrics = self.loss(batch, self._whole)
+        loss, metrics = self.training_loss(batch, self._whole)
         self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return loss * shares
@@ -286,4 +321,4 @@ class OfflineModule(GeneratingModule, ABC):
         for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
             logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))
         if fitting and not self.trainer.sanity_checking:
-            monitors(self.trainer, logged)
+            preflight.monitors(self.trainer, logged)

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.optim.optimizers import learning_rates
 from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.records import Records
+from lit_rl.algorithms.records import Records, learning_rates
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.terms.precomputed_reference import text_key
+from lit_rl.data.offline.example import Encoded, Example
+from lit_rl.data.offline.example_set import token_batch
 from lit_rl.errors import ConfigError, NumericError, in_range
+from lit_rl.examples import TokenBatch
+
+EMBEDDED = 32
+"""Prompts embedded at once."""
+
+Embed = Callable[[TokenBatch, Tensor], Tensor]
+"""From texts and a mask of their prompts `(b, s)` to embeddings `(b, h)` of the prompts."""
 
 
 class DensityRatio:
@@ -81,6 +92,80 @@ class DensityRatio:
 
     def load_state(self, saved: dict[str, Tensor]) -> None:
         self._fitted = dict(saved) or None
+
+
+class PromptWeights:
+    """The weights of prompts in a run: by the ratio of embeddings, or as they were computed before the reference went.
+
+    Args:
+        ratio: Of the densities.
+    """
+
+    def __init__(self, ratio: DensityRatio) -> None:
+        self.ratio = ratio
+        self.known: dict[bytes, float] = {}
+        """By the prompt's `text_key`."""
+
+    def fit(self, examples: Sequence[Example], embed: Embed, *, seed: int, pad_id: int, ranks: Ranks) -> None:
+        """Fit the ratio to a sample of the training rows, the same on every rank. A collective.
+
+        Args:
+            examples: All training rows.
+            embed: Their prompts.
+            seed: Of the sample.
+            pad_id: Of the tokenizer.
+            ranks: Rank 0's regression is everyone's: a last digit may differ between machines.
+
+        Raises:
+            ConfigError: the sample has one kind of completions only.
+            NumericError: an embedding is not finite.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        chosen = torch.randperm(len(examples), generator=generator)[: self.ratio.sample_rows].tolist()
+        rows = [examples[row] for row in chosen]
+        found = []
+        for tokens in _batches([_prompt(example) for example in rows], pad_id):
+            tokens = tokens.to(ranks.device)
+            found.append(embed(tokens, tokens.attention_mask))
+        self.ratio.fit(torch.cat(found), torch.tensor([bool(example.desirable) for example in rows]))
+        self.ratio.load_state(ranks.first_ranks(self.ratio.state()))
+
+    def compute(
+        self, examples: Iterable[Example], embed: Embed, *, pad_id: int, device: torch.device | str = "cpu"
+    ) -> None:
+        """The weight of every prompt of these rows, for when nothing can be embedded any more."""
+        prompts = {text_key(text.ids, []): text for text in map(_before_learned, examples)}
+        weights: list[float] = []
+        for tokens in _batches(list(prompts.values()), pad_id):
+            tokens = tokens.to(device)
+            weights += self.ratio.weights(embed(tokens, tokens.attention_mask)).tolist()
+        self.known |= dict(zip(prompts, weights, strict=True))
+
+    def of(self, tokens: TokenBatch, embed: Embed) -> Tensor:
+        """`(b,)` float32: of the prompts of a batch, the tokens before the first that is learned."""
+        prompts = tokens.attention_mask & (tokens.loss_mask.long().cumsum(1) == 0)
+        if not self.known:
+            return self.ratio.weights(embed(tokens, prompts))
+        rows = zip(tokens.input_ids.tolist(), prompts.sum(1).tolist())
+        known = [self.known[text_key(ids[:count], [])] for ids, count in rows]
+        return torch.tensor(known, device=tokens.input_ids.device)
+
+
+def _batches(texts: Sequence[Encoded], pad_id: int) -> Iterator[TokenBatch]:
+    for start in range(0, len(texts), EMBEDDED):
+        yield token_batch([[text] for text in texts[start : start + EMBEDDED]], pad_id)
+
+
+def _prompt(example: Example) -> Encoded:
+    ids = example.texts[0].ids[: example.texts[0].prompt_tokens]
+    return Encoded(ids, [False] * len(ids), len(ids))
+
+
+def _before_learned(example: Example) -> Encoded:
+    """What `PromptWeights.of` takes for the prompt of a batch's row."""
+    text = example.texts[0]
+    count = text.learned.index(True) if any(text.learned) else len(text)
+    return Encoded(text.ids[:count], [False] * count, count)
 
 
 @torch.no_grad()

@@ -1,0 +1,83 @@
+"""Rows of a data set whose completions are written anew: their prompts, and micro-batches with other completions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.examples import ExampleBatch, TokenBatch, Totals
+from lit_rl.rollout import Completions, PromptBatch
+
+
+def prompts_of(micro_batches: Sequence[ExampleBatch], ranks: Ranks) -> PromptBatch:
+    """The prompts of this rank's part of a step: the tokens of each text before the first that is learned.
+
+    A collective: a row that stands twice in a step is answered by two samples, whichever ranks have it.
+    """
+    prompt_ids = []
+    for micro in micro_batches:
+        first = torch.where(micro.tokens.loss_mask.any(1), micro.tokens.loss_mask.int().argmax(1), 1)
+        rows = micro.tokens.input_ids.tolist()
+        prompt_ids += [row[:length] for row, length in zip(rows, first.tolist())]
+    mine = [row for micro in micro_batches for row in micro.rows]
+    return PromptBatch(
+        prompts=[""] * len(mine),
+        prompt_ids=prompt_ids,
+        columns={},
+        rows=mine,
+        occurrences=_occurrences(mine, ranks),
+        rollout=micro_batches[0].step,
+    )
+
+
+def _occurrences(mine: Sequence[int], ranks: Ranks) -> list[int]:
+    """How many times each of our rows stood earlier in the step, which is dealt out to the ranks in its order."""
+    rows = ranks.gather(torch.tensor(mine)).tolist()
+    seen: Counter[int] = Counter(rows[: ranks.rank * len(mine)])
+    counts = []
+    for row in mine:
+        counts.append(seen[row])
+        seen[row] += 1
+    return counts
+
+
+def with_completions(
+    micro_batches: Sequence[ExampleBatch], completions: Completions, ranks: Ranks
+) -> tuple[ExampleBatch, ...]:
+    """The micro-batches of this rank's part of a step with other completions, which alone are learned. A collective.
+
+    Args:
+        micro_batches: As they came from the data, `n` rows.
+        completions: Of their prompts, `n` rows in the same order.
+        ranks: `totals` counts what the step has now, over all of them.
+    """
+    ids, attended, learned = as_tokens(completions, ranks.device)
+    rows = [len(micro) for micro in micro_batches]
+    parts = [_trimmed(*part) for part in zip(*(field.split(rows) for field in (ids, attended, learned)))]
+    tokens, attended_tokens = ranks.total(torch.stack([learned.sum(), attended.sum()])).tolist()
+    old = micro_batches[0].totals
+    totals = Totals(rows=old.rows, tokens=tokens, attended=attended_tokens, shares=old.shares)
+    return tuple(
+        replace(micro, tokens=part, totals=totals, whole=()) for micro, part in zip(micro_batches, parts, strict=True)
+    )
+
+
+def as_tokens(completions: Completions, device: torch.device | str) -> tuple[Tensor, Tensor, Tensor]:
+    """`input_ids`, `attention_mask` and `loss_mask` `(b, s)` of prompts with completions, padded on the right."""
+    ids = torch.cat([completions.prompt_ids, completions.response_ids], 1)
+    attended = completions.attention_mask
+    learned = F.pad(completions.response_mask, (completions.prompt_ids.shape[1], 0))
+    order = (~attended).int().argsort(dim=1, stable=True)
+    return tuple(field.gather(1, order).to(device) for field in (ids, attended, learned))  # pyright: ignore
+
+
+def _trimmed(ids: Tensor, attended: Tensor, learned: Tensor) -> TokenBatch:
+    """Without the columns that are padding in every row: they would cost and say nothing."""
+    width = max(2, int(attended.any(0).sum()))
+    return TokenBatch(ids[:, :width], attended[:, :width], learned[:, :width])
