@@ -128,6 +128,7 @@ def _is_inside(path: str | None, folder: Path) -> bool:
 def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     """Build everything and open the run directory; the disk is as it was until the settings are sound."""
     tree = plain(config)
+    data_choice.check_pair(config)
     dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] == "reward_test"
     module, data = build(tree["algo"]), build(tree["data"])
     check_judged(module, tree)
