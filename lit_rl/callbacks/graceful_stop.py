@@ -14,6 +14,7 @@ import lightning as L
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 
+from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.errors import GenerationError
 
 
@@ -92,7 +93,7 @@ class GracefulStop(L.Callback):
         if self._place is None or folder is None or alone:  # saving takes every rank
             return
         path = Path(folder) / f"step_{trainer.global_step:08d}.ckpt"
-        if not trainer.strategy.broadcast(path.exists()):
+        if not trainer.strategy.broadcast(is_whole(path)):
             self._failed = True
             trainer.save_checkpoint(path, weights_only=False)
         rank_zero_info(f"The generator failed. Everything up to optimizer step {trainer.global_step} is saved: {path}")

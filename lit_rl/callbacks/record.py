@@ -8,14 +8,22 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_rl.callbacks.preference_sets import SETS
+from lit_rl.callbacks.rollouts import STEP_FILES
+
+_STEP = "[0-9]" * 8
+
 FILES = (
     "metrics.jsonl",
-    "events.out.tfevents.*",
-    "samples/*.parquet",
-    "rollouts/*.pt",
-    "datasets/*.jsonl",
+    "events.out.tfevents.[0-9]*",
+    f"samples/step_{_STEP}.parquet",
+    f"samples/val_{_STEP}_t*.parquet",
+    f"rollouts/{STEP_FILES}",
+    *(f"datasets/{name}.jsonl" for name in SETS),
     "csv/metrics.csv",
 )
+"""Names of all that a run appends to or adds while it trains. Nothing else is ever cut back or removed: a run directory
+may hold files of the user's."""
 
 
 class Record(L.Callback):
@@ -59,5 +67,5 @@ class Record(L.Callback):
 
 
 def record_files(run_dir: Path) -> list[Path]:
-    """The files that a run appends to or adds while it trains."""
-    return sorted(path for pattern in FILES for path in run_dir.glob(pattern))
+    """The files of a folder that have a name in `FILES`."""
+    return sorted(path for pattern in FILES for path in run_dir.glob(pattern) if path.is_file())

@@ -16,6 +16,9 @@ from lit_rl.errors import StorageError, in_range
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions
 
+STEP_FILES = f"step_{'[0-9]' * 8}.pt"
+"""Names of the files that `Rollouts` writes, and removes; another file beside them is the user's."""
+
 
 @dataclass(frozen=True)
 class SavedRollout:
@@ -123,4 +126,4 @@ class Rollouts(L.Callback):
 
 def saved_rollouts(folder: Path) -> list[Path]:
     """The files of a folder that hold rollouts, oldest first."""
-    return sorted(folder.glob("step_*.pt"))
+    return sorted(folder.glob(STEP_FILES))

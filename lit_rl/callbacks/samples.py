@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 
+from lit_rl.callbacks.due import Due
 from lit_rl.callbacks.text import console_table, markdown_table, printable
 from lit_rl.errors import in_range
 
@@ -18,14 +19,21 @@ class Samples(L.Callback):
     Args:
         print: Rows shown at a time; 0 shows none.
         unique: Show at most one completion of a prompt.
-        every: Optimizer steps between two tables on the console; the parquet files are written for every rollout.
+        every: Optimizer steps between two tables on the console: there is one for step 0, and for the first rollout
+            that begins at or after each multiple of it. The parquet files are written for every rollout.
     """
 
     def __init__(self, print: int = 4, unique: bool = True, every: int = 50) -> None:
         in_range("callbacks.samples.print", print, low=0)
-        in_range("callbacks.samples.every", every, low=1)
-        self.print, self.unique, self.every = print, unique, every
+        self.print, self.unique = print, unique
+        self._due = Due("callbacks.samples.every", every)
         self._evaluated: dict[int, dict[str, list[Any]]] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self._due.last}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._due.last = state_dict["last"]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         table = pl_module.samples
@@ -33,7 +41,7 @@ class Samples(L.Callback):
             return
         step = table["step"][0]
         self._write(trainer, table, f"step_{step:08d}")
-        if step % self.every == 0:
+        if self._due.at(step):
             self._show(trainer, table, f"rollout at step {step}", step)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:

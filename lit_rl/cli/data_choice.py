@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -18,7 +20,7 @@ from lit_rl.commands.data_check import data_check, kind_of
 from lit_rl.commands.first_row import first_row
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.formats import COLUMNS
-from lit_rl.errors import DataError, did_you_mean
+from lit_rl.errors import ConfigError, DataError, did_you_mean
 from lit_rl.models import LanguageModel
 
 GROUPS: dict[Kind | None, str] = {
@@ -29,6 +31,15 @@ GROUPS: dict[Kind | None, str] = {
     None: "jsonl",
 }
 """The data group of each kind; of prompts to be answered where there is none."""
+
+COMPUTED: dict[Kind | None, str] = {
+    "texts": "addition_text",
+    "pairs": "addition_pairs",
+    "verdicts": "addition_pairs",
+    "stepwise": "addition_steps",
+    None: "addition",
+}
+"""The same for data that comes with the package."""
 
 _HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row")
 
@@ -63,6 +74,50 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
     else:
         group, why = _by_columns(config.data, config.allow_targets)
     return _recomposed(f"data={group}"), f"data={group} ({why})"
+
+
+def check_pair(config: DictConfig) -> None:
+    """Refuse a data module that makes what the algorithm does not learn from, before either is built.
+
+    Raises:
+        ConfigError: says what the algorithm learns from, what the data gives, and the line to type.
+    """
+    wanted, data = _learns_from(config), _class_of(config, "data")
+    if config.task == "reward_test":
+        wanted = None  # rewards score answers to prompts, whatever the algorithm
+    gives: tuple[Kind | None, ...] = getattr(data, "serves", (None,))
+    group = HydraConfig.get().runtime.choices.get("data")
+    if wanted not in gives:
+        who = "lit-rl reward-test" if config.task == "reward_test" else _class_of(config, "algo").__name__
+        raise ConfigError(
+            f"{who} needs {_WORDS[wanted]}, and data={group} ({data.__name__}) gives "
+            f"{' or '.join(_WORDS[kind] for kind in gives)}. Type:\n  {_line(config, wanted)}"
+        )
+    if "data.path" in _typed() and config.data.get("task") is not None:
+        raise ConfigError(
+            f"data.path={config.data.path} is a file of yours, and data={group} is computed (came: path, task). "
+            f"Type:\n  {_line(config, wanted)}"
+        )
+
+
+_WORDS: dict[Kind | None, str] = {
+    "texts": "texts to imitate",
+    "pairs": "pairs of a chosen and a rejected completion",
+    "verdicts": "completions with a verdict",
+    "stepwise": "steps with labels",
+    None: "prompts to be answered",
+}
+
+
+def _line(config: DictConfig, wanted: Kind | None) -> str:
+    """What was typed, with the data group of the kind that is wanted."""
+    typed = list(HydraConfig.get().overrides.task)
+    path = config.data.get("path")
+    group = (COMPUTED if path is None else GROUPS)[wanted]
+    more = [] if path is None or "data.path" in _typed() else ["data.path=FILE"]
+    at = next((i for i, word in enumerate(typed) if word.startswith("data=")), len(typed))
+    entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
+    return shlex.join([*entry, *typed[:at], f"data={group}", *more, *typed[at + 1 :]])
 
 
 def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
@@ -127,8 +182,14 @@ def _typed() -> set[str]:
 
 
 def _learns_from(config: DictConfig) -> Kind | None:
-    check_target("algo", config.algo["_target_"], (*ALLOWED, *(f"{name}." for name in config.allow_targets)))
-    return getattr(get_object(config.algo["_target_"]), "learns_from", None)
+    return getattr(_class_of(config, "algo"), "learns_from", None)
+
+
+def _class_of(config: DictConfig, key: str) -> Any:
+    """What the target of a group names."""
+    target = config[key]["_target_"]
+    check_target(key, target, (*ALLOWED, *(f"{name}." for name in config.allow_targets)))
+    return get_object(target)
 
 
 def _by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[str, str]:

@@ -23,7 +23,7 @@ from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, s
 from lit_rl.cli.build import build, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.commands import best_of_n, evaluate, reward_test, train
-from lit_rl.commands.run_dir import RunDir, redact
+from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
@@ -75,8 +75,9 @@ def run(config: DictConfig) -> int:
         config, note = data_choice.with_given_prompts(config)
         if note and _is_main():
             sys.stdout.write(f"{note}\n")
+    start: Start = "new"
     if not _is_main() and _RUN_DIR in os.environ:
-        run_dir, resume = RunDir(Path(os.environ[_RUN_DIR])), True
+        run_dir, start = RunDir(Path(os.environ[_RUN_DIR])), "resumed"
         config.ckpt_path = os.environ[_CKPT] or None
     else:
         run_dir = RunDir(_resolve_run_dir(config))
@@ -84,18 +85,16 @@ def run(config: DictConfig) -> int:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
             return 0
         asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
-        anew = asked == "last" and config.ckpt_path is None
-        if anew and _is_main():
-            run_dir.clear_record()
-        resume = anew or _is_inside(config.ckpt_path, run_dir.path)
-        if resume and config.task == "fit" and _is_main():
-            run_dir.remove_partial()
+        if _is_inside(config.ckpt_path, run_dir.path):
+            start = "resumed"
+        elif asked == "last":
+            start = "anew"
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
     config.run_dir = str(run_dir.path)
-    job = assemble(config, run_dir, resume=resume or not _is_main())
+    job = assemble(config, run_dir, start if _is_main() else "resumed")
     try:
         return TASKS[config.task](job)
     finally:
@@ -126,9 +125,10 @@ def _is_inside(path: str | None, folder: Path) -> bool:
     return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
-def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
-    """Build everything and open the run directory; nothing is on the disk before the settings are sound."""
+def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
+    """Build everything and open the run directory; the disk is as it was until the settings are sound."""
     tree = plain(config)
+    data_choice.check_pair(config)
     dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] == "reward_test"
     module, data = build(tree["algo"]), build(tree["data"])
     check_judged(module, tree)
@@ -136,8 +136,12 @@ def assemble(config: DictConfig, run_dir: RunDir, *, resume: bool) -> Run:
     if tree["task"] == "fit" and isinstance(data, ExampleDataModule):
         data.check_trainer(trainer)
     if not dry:
-        run_dir.open(resume=resume)
+        run_dir.open(start)
         if trainer.is_global_zero:
+            if start == "anew":
+                run_dir.clear_record()
+            if start != "new" and tree["task"] == "fit":
+                run_dir.remove_partial()
             run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test",)}
     return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]), options)
@@ -204,14 +208,24 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
         if not Path(config.ckpt_path).exists():
             raise ConfigError(f"ckpt_path={config.ckpt_path} does not exist. Allowed is a checkpoint, or `last`.")
         return str(config.ckpt_path)
-    last = run_dir.last_checkpoint()
+    last, damaged = run_dir.newest_checkpoint()
+    if last is None and damaged:
+        names = " and ".join(path.name for path in damaged)
+        raise StorageError(
+            f"ckpt_path=last: {damaged[0]} is damaged, and there is no older checkpoint that is whole. To start anew "
+            f"on purpose take another run_dir; or remove {names}: then ckpt_path=last starts anew here, and removes "
+            "what this run has recorded."
+        )
     if last is None and config.task != "fit":
         raise StorageError(
             f"ckpt_path=last: there is no whole checkpoint in {run_dir.checkpoints}. Set run_dir to the run that is "
             "meant, or ckpt_path to a file."
         )
-    if last is None:
-        sys.stdout.write(f"No whole checkpoint in {run_dir.checkpoints}: starting anew.\n")
+    if _is_main():
+        if last is None:
+            sys.stdout.write(f"No checkpoint in {run_dir.checkpoints}: starting anew.\n")
+        elif damaged:
+            sys.stdout.write(f"Damaged: {', '.join(map(str, damaged))}. Going on from {last.name}, which is whole.\n")
     return str(last) if last else None
 
 

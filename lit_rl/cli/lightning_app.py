@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from lit_rl.cli import quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
+from lit_rl.cli.schemas import parameters
 from lit_rl.commands import evaluate
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
@@ -171,10 +173,20 @@ class CommandLine(LightningCLI):
 
     def instantiate_classes(self) -> None:
         with in_one_sentence(FACTORIES):
-            super().instantiate_classes()
-        for key in FACTORIES:
-            if (chosen := self._get(self.config_init, key)) is not None:
-                setattr(self.model, key, chosen)
+            # The module is built last: its constructor is given what stands in the keys beside it, and checks it.
+            self.config_init = self.parser.instantiate(self.config, instantiators=[(_later, PolicyModule, True)])
+            self.datamodule = self._get(self.config_init, "data")
+            self.model = self._module(self._get(self.config_init, "model"))
+            self.trainer = self.instantiate_trainer()
+
+    def _module(self, make: partial[PolicyModule]) -> PolicyModule:
+        chosen = {key: self._get(self.config_init, key) for key in FACTORIES}
+        given = {key: factory for key, factory in chosen.items() if factory is not None}
+        taken = {parameter.name for parameter, _ in parameters(make.func)}
+        module = make(**{key: factory for key, factory in given.items() if key in taken})
+        for key in given.keys() - taken:  # a module of the user's, or a reference for a method that has no use for one
+            setattr(module, key, given[key])
+        return module
 
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         given = self._get(self.config_init, "trainer")["plugins"]
@@ -211,6 +223,11 @@ class SaveConfig(SaveConfigCallback):
         given = self.config.get("ckpt_path")
         own = ("last", "best", "hpc")  # Lightning looks for these in this run's own folder
         return given is not None and (given in own or folder.resolve() in Path(given).resolve().parents)
+
+
+def _later(class_type: type, *arguments: Any, **keywords: Any) -> Any:
+    """A class and its arguments, to be built by a call."""
+    return partial(class_type, *arguments, **keywords)
 
 
 def _folder(trainer: L.Trainer) -> Path:

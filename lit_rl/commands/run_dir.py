@@ -6,14 +6,25 @@ import json
 import math
 import os
 import re
-import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from lit_rl.callbacks.checkpoint_io import PARTIAL
-from lit_rl.callbacks.record import record_files
+import yaml
+
+from lit_rl.callbacks.checkpoint_io import PARTIAL, is_whole
+from lit_rl.callbacks.record import FILES, record_files
 from lit_rl.errors import ConfigError, StorageError
+
+Start = Literal["new", "anew", "resumed"]
+"""How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
+checkpoint."""
+
+REPLACED = ("summary.json", "checkpoints/*.ckpt", "hf", "hf_ema", "bad_batch*.pt", *FILES)
+"""Names that a run writes, and would replace or add to, beside config.yaml."""
+
+_CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
 _SECRET_KEY = re.compile(r"(^|_)(token|api_key|apikey|secret|password|passwd|credential)s?$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[0-9a-f]{40})\b|(?<=://)[^/@\s]+@")
@@ -42,35 +53,55 @@ class RunDir:
     def hf(self) -> Path:
         return self.path / "hf"
 
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
     def read_summary(self) -> dict[str, Any]:
         """What the summary says so far; empty where there is none."""
         if not self.summary.is_file():
             return {}
         try:
-            return json.loads(self.summary.read_text())
-        except json.JSONDecodeError as error:
-            raise StorageError(f"{self.summary} is not JSON ({error}): remove it to go on.") from error
+            summary = json.loads(self.summary.read_text())
+        except ValueError as error:
+            raise StorageError(
+                f"{self.summary} is not JSON ({error}): remove it to go on, or take another run_dir."
+            ) from error
+        if not isinstance(summary, dict):
+            raise StorageError(
+                f"{self.summary} is the summary of no run (a {type(summary).__name__}): remove it to go on, or take "
+                "another run_dir."
+            )
+        return summary
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         _replace(self.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
 
     def write_config(self, text: str) -> None:
-        _replace(self.path / "config.yaml", text)
+        _replace(self.config, text)
 
     @property
     def finished(self) -> bool:
-        return self.read_summary().get("status") == "finished"
+        """Whether a run here has ended. (A summary without a run is the user's, and is not read.)"""
+        ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
+        return ours and self.read_summary().get("status") == "finished"
 
-    def open(self, *, resume: bool) -> None:
-        """Make the folder, or refuse it: another run's results are never mixed with this one's.
+    def open(self, start: Start) -> None:
+        """Make the folder, or refuse it: another run's results, and the user's files, are never mixed with this run's.
 
         Raises:
             StorageError: it is a file, or cannot be written.
-            ConfigError: it holds a run and this is not its continuation.
+            ConfigError: it holds a run and this is not its continuation; or files that no run wrote, under names that
+                this one would write.
         """
         if self.path.exists() and not self.path.is_dir():
             raise StorageError(f"run_dir={self.path} is a file; it must be a folder, or a name that is free.")
-        if not resume and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
+        if theirs := next(self._of_the_user(start), None):
+            raise ConfigError(
+                f"run_dir={self.path} holds {theirs.relative_to(self.path)}, which a run would replace and which no "
+                "run wrote: the folder has no config.yaml of a run. Take another run_dir; a new folder is best."
+            )
+        if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
             state = "a finished run" if self.finished else "a run that did not finish"
             raise ConfigError(
                 f"run_dir={self.path} holds {state}. Continue it with ckpt_path=last, or take another run_dir."
@@ -85,33 +116,48 @@ class RunDir:
                 f"run_dir={self.path} cannot be written ({error.strerror}). Take another run_dir."
             ) from error
 
+    def _of_the_user(self, start: Start) -> Iterator[Path]:
+        """What this run would replace and no run wrote. A folder is a run's by its config.yaml, or by a checkpoint."""
+        if not self.path.is_dir() or self.holds_a_run:
+            return
+        if self.config.exists():
+            yield self.config
+        if start != "resumed":
+            yield from (path for name in REPLACED for path in sorted(self.path.glob(name)))
+
+    @property
+    def holds_a_run(self) -> bool:
+        """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
+        try:
+            config = yaml.safe_load(self.config.read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            return False
+        return isinstance(config, dict) and config.keys() >= _CONFIG_KEYS
+
     def remove_partial(self) -> None:
         """Remove what a process that died left of the checkpoint it was writing. For one process, before it trains."""
-        for path in self.checkpoints.glob(f"*{PARTIAL}*"):
+        for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
             path.unlink()
 
     def clear_record(self) -> None:
         """Remove what a run wrote that died before its first checkpoint: the next one starts from nothing."""
-        if self.path.is_dir() and not self.finished:
+        if self.holds_a_run and not self.finished:
             for path in record_files(self.path):
                 path.unlink()
             self.summary.unlink(missing_ok=True)
 
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint that is whole; None where there is none."""
-        by_step = sorted(self.checkpoints.glob("*.ckpt"), key=_step, reverse=True)
-        return next((path for path in by_step if is_whole(path)), None)
+        return self.newest_checkpoint()[0]
 
-
-def is_whole(path: Path) -> bool:
-    """Whether a checkpoint file can be read to its end. For a sharded folder: whether its index is there."""
-    if path.is_dir():
-        return (path / "meta.pt").exists() or (path / "latest").exists()
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError):
-        return False
+    def newest_checkpoint(self) -> tuple[Path | None, list[Path]]:
+        """The newest checkpoint that is whole, None where there is none; and the damaged ones that are newer."""
+        damaged: list[Path] = []
+        for path in sorted(self.checkpoints.glob("*.ckpt"), key=_step, reverse=True):
+            if is_whole(path):
+                return path, damaged
+            damaged.append(path)
+        return None, damaged
 
 
 def finite(node: Any) -> Any:

@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
+from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
@@ -179,7 +180,9 @@ def _has_validation(run: Run) -> bool:
 def _save_last_step(run: Run) -> None:
     """The last step as a checkpoint, where the saving interval did not hit it."""
     target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
-    if run.trainer.checkpoint_callback is not None and not target.exists():
+    # Of a resumed run it may be a damaged one that was passed over.
+    saved = target.exists() and (run.ckpt_path is None or is_whole(target))
+    if run.trainer.checkpoint_callback is not None and not saved:
         run.trainer.save_checkpoint(target, weights_only=False)
 
 

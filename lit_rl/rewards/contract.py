@@ -42,7 +42,16 @@ def name_of(function: Any) -> str:
 
 
 def check_callable(name: str, function: Any) -> None:
-    """Refuse what cannot be called and give numbers back: objects, classes, async generators."""
+    """Refuse what cannot be called and give numbers back: objects, classes, PyTorch modules, async generators."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, torch.nn.Module):
+        raise RewardError(
+            f"reward function {name!r} is a PyTorch module ({type(function).__name__}), which takes tensors and no "
+            "texts. For a reward model in a folder or on the hub give lit_rl.rewards.RewardModel(folder_or_hub_id) (in "
+            "a config: reward=reward_model). For any other module write def f(prompts, completions, **columns), which "
+            "calls it and returns one number a completion."
+        )
     if isinstance(function, type):
         raise RewardError(
             f"reward function {name!r} is a class. Give an object of it, made by {function.__name__}(...)."

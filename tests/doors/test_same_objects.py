@@ -22,6 +22,7 @@ from lit_rl.cli.build import build, plain
 from lit_rl.cli.lightning_app import command_line
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
+from lit_rl.errors import ConfigError
 from lit_rl.rewards import exact_match
 
 ALGORITHMS = {"grpo": GRPO, "rloo": RLOO, "ppo": PPO}
@@ -231,3 +232,50 @@ def test_an_edited_yaml_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(tree(by_lightning_cli("grpo")), tree(by_hand("grpo"))) == [
         ".trainer.gradient_clip_val: 0.5 != 1.0"
     ]
+
+
+# ---------------------------------------------------------------------- checks of a constructor, through both doors
+
+REFUSED = {
+    "dpo": (["algo.precompute_reference=true", "reference=ema"], "DPO", "EMA", ["--model.precompute_reference=true"]),
+    "kto": (["algo.precompute_reference=true", "reference=ema"], "KTO", "EMA", ["--model.precompute_reference=true"]),
+    "bco": (
+        ["algo/prompt_weights=density_ratio", "reference=ema"],
+        "BCO",
+        "EMA",
+        ["--model.prompt_weights=lit_rl.algorithms.density_ratio.DensityRatio"],
+    ),
+    "nash_md": (
+        ["reference.device=cpu", "sampling.max_new_tokens=4"],
+        "NashMD",
+        "Auto",
+        ["--reference.device=cpu", "--model.reward=lit_rl.rewards.exact_match"],
+    ),
+}
+"""What a constructor refuses of its reference: words for Hydra; and class, reference and words for LightningCLI."""
+
+
+@pytest.mark.parametrize("algorithm", REFUSED)
+def test_a_constructor_checks_its_reference_through_both_doors(algorithm: str) -> None:
+    hydra, name, reference, words = REFUSED[algorithm]
+    task = "Addition" if name == "NashMD" else "AdditionPairs"
+    with pytest.raises(ConfigError) as by_group:
+        by_hydra(algorithm, *hydra)
+    least = [f"--model={name}", "--model.model=tiny", f"--data.task=lit_rl.data.tasks.{task}"]
+    with pytest.raises(ConfigError) as by_key:
+        command_line([*least, f"--reference={reference}", *words], run=False)
+    assert "reference" in str(by_key.value) and str(by_key.value) == str(by_group.value)
+
+
+class Fixed(GRPO):
+    """A user's own, whose constructor names no factory."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, exact_match)
+
+
+def test_a_module_of_the_users_that_names_no_factory_gets_them_all_the_same(monkeypatch) -> None:
+    least = [f"--model={__name__}.Fixed", "--model.model=tiny", "--data.task=lit_rl.data.tasks.Addition"]
+    allowed = f"--allow_targets=[{__name__}]"
+    built = command_line([*least, allowed, "--optimizer=AdamW", "--optimizer.lr=0.5", "--reference=EMA"], run=False)
+    assert built.model.optimizer.lr == 0.5 and type(built.model.reference).__name__ == "EMA"

@@ -11,10 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
+from lit_rl.algorithms import GKD, GRPO, SFT, RewardModeling
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.critic import SeparateCritic
+from lit_rl.rewards import exact_match
 
 
 def byte_tokenizer(make_model, **kwargs) -> PreTrainedTokenizerFast:
@@ -123,6 +127,42 @@ def test_settings_that_cannot_be_are_refused_at_once(settings, message):
     with pytest.raises(ConfigError, match=message) as error:
         LanguageModel(**settings)
     assert "hf_secret" not in str(error.value)
+
+
+def test_a_policy_is_given_as_a_description_or_what_names_one(tiny_dir):
+    described = LanguageModel("tiny", dtype="bfloat16")
+    assert LanguageModel.of(described) is described
+    for name in ("tiny", str(tiny_dir), tiny_dir):
+        assert GRPO(name, exact_match).model.name == str(name)
+
+
+class Loaded(nn.Linear):
+    """A module in the place of a description."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+
+@pytest.mark.parametrize("model", [Loaded(), LanguageModel, None, {"name": "tiny"}, 3])
+@pytest.mark.parametrize(
+    ("key", "construct"),
+    [
+        ("model", lambda model: GRPO(model, exact_match)),
+        ("model", SFT),
+        ("model", RewardModeling),
+        ("algo.teacher", lambda model: GKD("tiny", teacher=model)),
+        ("algo.critic.model", lambda model: SeparateCritic(model)),
+    ],
+)
+def test_a_model_object_is_refused_when_a_module_is_made(key, construct, model):
+    if model is None and key == "algo.critic.model":
+        return  # a copy of the policy
+    came = getattr(model, "__name__", type(model).__name__)
+    with pytest.raises(
+        ConfigError, match=rf"^{key} is .*{came}.* name .* folder, a hub id, .*LanguageModel\("
+    ) as error:
+        construct(model)
+    assert ("save_pretrained" in str(error.value)) == isinstance(model, Loaded)
 
 
 def test_a_mistyped_folder_gets_a_suggestion(make_model):

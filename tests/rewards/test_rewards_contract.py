@@ -252,6 +252,13 @@ def test_what_cannot_score_is_refused(function):
         Rewards({"mine": function})
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: functools.partial(f, temperature=1)])
+@pytest.mark.parametrize("form", [lambda f: f, lambda f: [f], lambda f: {"mine": f}])
+def test_a_module_is_refused_and_told_apart_from_a_reward_model(form, wrap):
+    with pytest.raises(RewardError, match=r"PyTorch module \(Linear\).*lit_rl\.rewards\.RewardModel\("):
+        Rewards(form(wrap(torch.nn.Linear(1, 1))))
+
+
 def test_inputs_are_copies():
     def vandal(prompts, completions, completion_ids, tags):
         prompts[0][0]["content"] = "changed"

@@ -51,7 +51,7 @@ class PolicyModule(L.LightningModule):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        self.model = LanguageModel(model) if isinstance(model, str) else model
+        self.model = LanguageModel.of(model)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
         self.scheduler: Schedule = Linear() if scheduler is None else scheduler

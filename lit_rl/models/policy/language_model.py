@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -97,6 +98,35 @@ class LanguageModel:
         self._new_tokens: tuple[int, ...] = ()
         self.path = str(hub.TINY) if name == "tiny" else hub.resolve("model.name", name)
         self._check()
+
+    @classmethod
+    def of(cls, model: Any, key: str = "model", **settings: Any) -> LanguageModel:
+        """A description as it is; a name, folder or hub id as one with these settings.
+
+        Args:
+            model: What a user gave.
+            key: What the error calls it.
+            settings: Of `LanguageModel`, for what is not yet a description.
+
+        Raises:
+            ConfigError: it is anything else, such as a model that is loaded already; or the settings cannot be.
+        """
+        if isinstance(model, LanguageModel):
+            return model
+        if isinstance(model, str | os.PathLike):
+            return cls(os.fspath(model), **settings)
+        from torch import nn  # here, as describing a model imports no library
+
+        came, then = f"a {type(model).__name__}", ""
+        if isinstance(model, type):
+            came = f"the class {model.__name__}"
+        elif isinstance(model, nn.Module):
+            came += ", which is loaded already"
+            then = " To train this one call save_pretrained(folder) on it and on its tokenizer, and give the folder."
+        raise ConfigError(
+            f"{key} is {came}. Allowed is a name ('tiny'), a folder, a hub id, or "
+            f"lit_rl.models.LanguageModel(name, ...).{then}"
+        )
 
     def _check(self) -> None:
         if self.dtype not in _DTYPES:

@@ -29,8 +29,8 @@ class Teacher(Held):
     def __init__(self, model: LanguageModel | str, student: LanguageModel, device: Literal["cpu"] | None) -> None:
         with _keys_of_the_teacher():
             super().__init__(device)
-            if isinstance(model, str):
-                model = LanguageModel(model, dtype=student.dtype, attn_implementation=student.attn_implementation)
+            like_student = {"dtype": student.dtype, "attn_implementation": student.attn_implementation}
+            model = LanguageModel.of(model, "algo.teacher", **like_student)
         if model.lora is not None:
             raise ConfigError(
                 "algo.teacher.lora makes an adapter to be trained, and a teacher is frozen: leave it out."

@@ -79,8 +79,8 @@ class SeparateCritic(_OwnTrunk):
     model: LanguageModel | str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, str):
-            object.__setattr__(self, "model", LanguageModel(self.model))
+        if self.model is not None:
+            object.__setattr__(self, "model", LanguageModel.of(self.model, "algo.critic.model"))
 
     def check(self, model: LanguageModel) -> None:
         """Raises ConfigError: the copy could not be trained, or the other model reads other token ids."""

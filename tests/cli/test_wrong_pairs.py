@@ -1,0 +1,66 @@
+"""An algorithm and data that it does not learn from: refused before anything is built, with the line to type."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from cli_helpers import Command, contents, refused, write_jsonl
+
+from lit_rl.cli.data_choice import GROUPS
+
+SUM = {"prompt": "1+1=", "answer": "2"}
+ROWS = {
+    "jsonl": SUM,
+    "preferences": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+    "texts": {"prompt": "1+1=", "completion": "2"},
+    "steps": {"prompt": "1+1=", "completions": ["1+1", "2"], "labels": [True, True]},
+}
+"""A row for each data group of a file."""
+WANTS = {"grpo": "jsonl", "dpo": "preferences", "kto": "preferences", "sft": "texts", "process_reward_model": "steps"}
+WRONG = [(algo, group) for algo in WANTS for group in ROWS if group != WANTS[algo]]
+
+
+def test_every_data_group_of_a_file_is_tried():
+    assert set(ROWS) == set(GROUPS.values()) == set(WANTS.values())
+
+
+@pytest.fixture
+def mine(tmp_path) -> str:
+    return f"data.path={write_jsonl(tmp_path / 'mine.jsonl', [SUM] * 4)}"
+
+
+@pytest.mark.parametrize(("algo", "group"), WRONG)
+def test_a_wrong_pair_is_refused_with_the_line_to_type(algo, group, command: Command, cwd, mine):
+    outcome = command(f"algo={algo}", f"data={group}", mine)
+    refused(outcome, 2, f"data={group} ", f"algo={algo} data={WANTS[algo]} {mine}")
+    assert contents(cwd) == []
+
+
+@pytest.mark.parametrize("task", ["eval", "predict", "reward_test", "best_of_n"])
+def test_other_commands_refuse_it_too(task, command: Command, cwd, mine):
+    refused(command("algo=grpo", "data=preferences", mine, f"task={task}"), 2, "data=jsonl")
+    assert contents(cwd) == []
+
+
+@pytest.mark.parametrize(("algo", "group"), [("dpo", "jsonl"), ("sft", "jsonl"), ("grpo", "preferences")])
+def test_the_line_to_type_works(algo, group, command: Command, cwd, tmp_path):
+    wanted = WANTS[algo]
+    rows = [{**ROWS[wanted], "prompt": f"{n}+1="} for n in range(8)]
+    path = write_jsonl(tmp_path / "mine.jsonl", rows)
+    quick = ["trainer.max_steps=1", "trainer.accelerator=cpu", "logger=none", "run_dir=run"]
+    err = command(f"algo={algo}", f"data={group}", f"data.path={path}", *quick).err
+    words = shlex.split(err.splitlines()[-1])
+    small = "prompts_per_rollout" if wanted == "jsonl" else "batch_size"
+    outcome = command(*words[2:], f"data.{small}=2", "data.val_fraction=0.25")
+    assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize("algo", ["dpo", "sft"])
+def test_a_file_for_an_algorithm_whose_own_data_is_computed(algo, command: Command, cwd, mine):
+    refused(command(f"algo={algo}", mine), 2, "is computed", f"algo={algo} {mine} data={WANTS[algo]}")
+
+
+def test_computed_data_is_changed_for_computed_data(command: Command, cwd):
+    refused(command("algo=dpo", "data=addition"), 2, "algo=dpo data=addition_pairs")
+    refused(command("algo=grpo", "data=addition_text"), 2, "algo=grpo data=addition")

@@ -1,0 +1,160 @@
+"""What lies in a run directory is kept: a run replaces and removes only what a run wrote, known by its name."""
+
+from __future__ import annotations
+
+import shutil
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from runs_helpers import SMALL, interrupted
+
+from lit_rl.callbacks.record import FILES
+from lit_rl.commands.run_dir import REPLACED
+
+OVERRIDES = [*SMALL, "trainer.max_steps=2", "callbacks.checkpoint.every_n_train_steps=1"]
+BESIDE = ("datasets/train.jsonl", "samples/mine.parquet", "rollouts/notes.pt", "rollouts/step_notes.pt", "csv/a.csv")
+"""Files that a run has no use for, beside those that it writes."""
+
+
+def put(folder: Path, *names: str) -> dict[Path, bytes]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"the user's own {name}")
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("whole") / "run"
+
+
+@pytest.fixture
+def run(train, whole) -> Path:
+    """A finished run with a checkpoint after each of its two steps. Made once; copy it."""
+    if not whole.exists():
+        keep = "callbacks.checkpoint.save_top_k=-1"
+        loggers = "logger=[csv,tensorboard]"
+        assert train(*OVERRIDES, keep, loggers, "callbacks=preference_sets", f"run_dir={whole}") == 0
+    return whole
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def test_files_beside_those_of_a_run_stay(train, tmp_path):
+    theirs = put(tmp_path / "proj", *BESIDE)
+    assert train(*OVERRIDES, f"run_dir={tmp_path / 'proj'}", "ckpt_path=last") == 0
+    assert theirs.items() <= contents(tmp_path / "proj").items()
+
+
+def test_files_beside_those_of_a_run_stay_when_it_is_resumed(run, train, tmp_path):
+    again = tmp_path / "again"
+    interrupted(run, again, 1)
+    theirs = {again / name: put(again, name)[again / name] for name in BESIDE}
+    assert train(*OVERRIDES, f"run_dir={again}", "ckpt_path=last") == 0
+    assert theirs.items() <= contents(again).items()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.yaml",
+        "summary.json",
+        "metrics.jsonl",
+        "samples/step_00000000.parquet",
+        "datasets/pairs.jsonl",
+        "hf/config.json",
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["ckpt_path=last"]])
+def test_files_that_a_run_would_replace_and_no_run_wrote_are_refused(name, more, train, tmp_path, capsys):
+    proj = tmp_path / "proj"
+    before = put(proj, name)
+    assert train(*OVERRIDES, f"run_dir={proj}", *more) == 2
+    said = capsys.readouterr().err
+    assert name.split("/")[0] in said and "another run_dir" in said and "Traceback" not in said
+    assert contents(proj) == before
+
+
+def test_a_config_of_the_users_is_not_replaced_by_a_run_that_goes_on_beside_it(run, train, tmp_path, capsys):
+    proj = tmp_path / "proj"
+    shutil.copytree(run / "checkpoints", proj / "checkpoints")
+    before = put(proj, "config.yaml")
+    assert train(*OVERRIDES, f"run_dir={proj}", "ckpt_path=last") == 2
+    assert "config.yaml" in capsys.readouterr().err and contents(proj) == before
+
+
+def test_what_a_run_left_before_its_first_checkpoint_goes_once_the_settings_are_sound(run, train, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    for name in ("checkpoints", "hf"):
+        shutil.rmtree(again / name)
+    (again / "summary.json").write_text('{"status": "running"}')
+    stale = again / "samples" / "step_00000077.parquet"
+    shutil.copy(again / "samples" / "step_00000000.parquet", stale)
+    theirs = {again / name: put(again, name)[again / name] for name in BESIDE}
+    before = contents(again)
+    assert train(*OVERRIDES, f"run_dir={again}", "ckpt_path=last", "algo.group_size=1") == 2
+    assert contents(again) == before
+    assert train(*OVERRIDES, f"run_dir={again}", "ckpt_path=last", "debug=fdr") == 0
+    assert contents(again) == before
+    assert train(*OVERRIDES, f"run_dir={again}", "ckpt_path=last") == 0
+    assert not stale.exists() and theirs.items() <= contents(again).items()
+
+
+def test_every_file_that_a_run_writes_is_known_by_its_name(run):
+    """A new writer has to be added to `REPLACED`, and to `FILES` if it writes while the policy trains."""
+    names = [str(path.relative_to(run)) for path in contents(run)]
+    known = ("config.yaml", *REPLACED, "hf/*", "hparams.yaml", "csv/hparams.yaml")  # loggers: never over another's
+    assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in known)]
+    assert all(any(fnmatch(name, pattern) for name in names) for pattern in FILES)
+
+
+# ---------------------------------------------------------------------- damaged checkpoints
+
+
+@pytest.mark.parametrize("task", ["fit", "eval"])
+def test_a_damaged_only_checkpoint_is_an_error_that_names_it(task, run, train, tmp_path, capsys):
+    again = tmp_path / "again"
+    interrupted(run, again, 1)
+    only = again / "checkpoints" / "step_00000001.ckpt"
+    damage(only)
+    before = contents(again)
+    assert train(*OVERRIDES, f"run_dir={again}", "ckpt_path=last", f"task={task}") == 7
+    said = capsys.readouterr().err
+    assert str(only) in said and "start anew" in said and "Traceback" not in said
+    assert contents(again) == before
+    if task == "fit":  # what the message says helps
+        only.unlink()
+        assert train(*OVERRIDES, f"run_dir={again}", "ckpt_path=last") == 0
+        assert "starting anew" in capsys.readouterr().out
+
+
+def test_an_older_whole_checkpoint_is_taken_and_said_so_in_one_line(run, train, tmp_path, capsys):
+    again = tmp_path / "again"
+    interrupted(run, again, 2)
+    newest = again / "checkpoints" / "step_00000002.ckpt"
+    damage(newest)
+    assert train(*OVERRIDES, f"run_dir={again}", "ckpt_path=last") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Damaged")]
+    assert str(newest) in line and "step_00000001.ckpt" in line
+
+
+@pytest.mark.parametrize("kind", ["text", "truncated", "tensor"])
+def test_a_file_that_is_no_checkpoint_is_refused_by_its_name(kind, run, train, tmp_path, capsys):
+    import torch
+
+    path = tmp_path / "some.ckpt"
+    shutil.copy(run / "checkpoints" / "step_00000001.ckpt", path)
+    damage(path) if kind == "truncated" else None
+    path.write_text("hello") if kind == "text" else None
+    torch.save(torch.zeros(3), path) if kind == "tensor" else None
+    assert train(*OVERRIDES, f"run_dir={tmp_path / 'new'}", f"ckpt_path={path}") == 7
+    said = capsys.readouterr().err
+    assert str(path) in said and "Traceback" not in said
