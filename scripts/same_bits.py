@@ -30,7 +30,29 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
-TEXTS = "".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(7))
+FILES = {
+    "texts.jsonl": "".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(7)),
+    # differs within most groups; a completion's prompt decides who of two is better
+    "graded.py": """
+def score(completions):
+    return [0.5 * (len(text) % 2) + 0.25 * (sum(map(ord, text)) % 3) for text in completions]
+""",
+    # stands in for an engine in another precision: other log-probs, by token and position
+    "engine.py": """
+import dataclasses
+import torch
+from lit_rl.generation.native import NativeGenerator
+
+class OtherLogprobs(NativeGenerator):
+    def generate(self, prompts, sampling):
+        completions = super().generate(prompts, sampling)
+        position = torch.arange(completions.response_ids.shape[1])
+        error = 0.3 * torch.sin(completions.response_ids * 12.9898 + position * 78.233)
+        off = (completions.sampler_logprobs + error).masked_fill(~completions.response_mask, 0.0)
+        return dataclasses.replace(completions, sampler_logprobs=off)
+""",
+}
+"""What runs name as `{work}/...`, beside the folder `teacher`: another tiny policy."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class Run:
 
     Args:
         name: Of its row in the table.
-        overrides: As on the command line; `{work}` is a folder with `texts.jsonl` and `teacher`, another tiny policy.
+        overrides: As on the command line; `{work}` is a folder with `FILES` and `teacher`.
         resume: The step from which it is run a second time; None: not at all. A multiple of 3.
         processes: 1 runs inside the process that runs them all, 2 starts `train.py`.
     """
@@ -69,31 +91,35 @@ STATEFUL = (
     " algo/entropy=adaptive algo.entropy.target=10 algo/reward_norm=running algo/groups=dynamic"
     " algo.groups.max_draws=1 algo/replay=buffer algo/selection=top_entropy algo.reward_beta=0.05"
 )
-# In bf16 the log-probs of the sampler and of the training differ, so corrections have something to correct.
+ENGINE = "generator._target_=engine.OtherLogprobs allow_targets=[engine]"
 TRUNCATED = (
-    "trainer.precision=bf16-mixed algo/correction=token_truncate algo.correction.high=1.001 algo/weight_norm=token"
-    " algo/rejection=tokens algo.rejection.high=1e-4"
+    f"{ENGINE} algo/correction=token_truncate algo.correction.high=1.1 algo/weight_norm=token"
+    " algo/rejection=tokens algo.rejection.high=0.03"
 )
 MASKED = (
-    "trainer.precision=bf16-mixed algo/correction=sequence_mask algo.correction.high=1.02 algo/weight_norm=sequence"
-    " algo/rejection=sequence_mean algo.rejection.high=1e-3"
+    f"{ENGINE} algo/correction=sequence_mask algo.correction.high=1.2 algo/weight_norm=sequence"
+    " algo/rejection=sequence_mean algo.rejection.high=0.03"
 )
+GRADED = "reward=function reward.fn={work}/graded.py:score"
 
 GENERATES = {
     "grpo": "algo.beta=0.1",
     "grpo_scheduled": "scheduler=cosine reference=snapshot algo.beta=0.1 +model.init_kwargs.attention_dropout=0.1",
-    "dapo": "algo=dapo sampling.max_new_tokens=3",
+    "dapo": "algo=dapo sampling.max_new_tokens=2",
     "gspo": "algo=gspo algo.beta=0.02",
     "rloo": "algo=rloo algo.reward_beta=0.1 algo/reward_kl=k2",
     "reinforce_pp": "algo=reinforce_pp algo.reward_beta=0.05",
-    "ppo": "algo=ppo algo.group_size=2 data.prompts_per_rollout=8 algo.reward_beta=0.05 algo.critic_lr=1e-3",
+    "ppo": "algo=ppo algo.group_size=2 data.prompts_per_rollout=8 algo.reward_beta=0.05 algo.critic_lr=1e-2"
+    " algo.value_clip=0.02",
     "ppo_shared_trunk": "algo=ppo algo/critic=shared_trunk algo/kl_control=adaptive algo.reward_beta=0.1"
     " algo.critic_warmup=2 algo.ptx.path={work}/texts.jsonl algo.ptx.batch_size=3 algo.ptx_coef=0.2",
     "ppo_adapter": "algo=ppo model.lora.r=4 algo/critic=adapter reference=adapter_base algo/critic_scheduler=cosine"
     " algo.reward_beta=0.05",
     "grpo_stateful": STATEFUL,
-    "grpo_bf16_lora": f"model.lora.r=4 reference=adapter_base algo.beta=0.1 algo/entropy=fixed {TRUNCATED}",
+    "grpo_bf16_lora": f"model.lora.r=4 reference=adapter_base algo.beta=0.1 algo/entropy=fixed"
+    f" trainer.precision=bf16-mixed {TRUNCATED}",
     "grpo_masked": f"algo.beta=0.1 algo/kl=sequence_corrected_k3 {MASKED}",
+    "grpo_one_step": f"algo.iterations=1 algo.minibatches=1 algo/loss=importance_weighted {TRUNCATED}",
     "grpo_shaped": "algo/shaping=relative_length_penalty algo/whitening=rows algo/groups=top algo.groups.keep=2"
     " algo/selection=top_entropy_per_sequence algo.beta=0.1 algo/kl=corrected_k2 generator=hf",
 }
@@ -137,14 +163,17 @@ def runs(quick: bool) -> list[Run]:
     def made(name: str, *overrides: str, resume: int | None = None, processes: int = 1) -> Run:
         return Run(name, tuple(" ".join((COMMON, *overrides)).split()), resume, processes)
 
-    listed = [made(name, ROLLOUTS, own, resume=6) for name, own in GENERATES.items()]
-    listed += [made(name, PAIRED, own, resume=6) for name, own in ONLINE_PAIRS.items()]
+    right_or_wrong = ("dapo", "grpo_stateful")  # what drops groups without spread needs some
+    listed = [
+        made(name, ROLLOUTS, "" if name in right_or_wrong else GRADED, own, resume=6) for name, own in GENERATES.items()
+    ]
+    listed += [made(name, PAIRED, GRADED, own, resume=6) for name, own in ONLINE_PAIRS.items()]
     listed += [made(name, ROWS, own, resume=3) for name, own in OFFLINE.items()]
     if not quick:
         short = "trainer.limit_val_batches=0"
         for settings, names in PRESETS.items():
             listed += [made(name, f"algo={name}", settings, short) for name in names.split()]
-        listed += [made(name, own, resume=6, processes=2) for name, own in TWO_PROCESSES.items()]
+        listed += [made(name, own, resume=3, processes=2) for name, own in TWO_PROCESSES.items()]
     return listed
 
 
@@ -270,7 +299,8 @@ def teacher(checkout: Path, folder: Path) -> None:
 def record(checkout: Path, python: Path, chosen: list[Run], keep: Path | None) -> dict[str, Any]:
     """Run everything in one process of the checkout's interpreter; the runs that it could not do hold `failed`."""
     work = Path(tempfile.mkdtemp(prefix="same-bits-", dir=keep))
-    (work / "texts.jsonl").write_text(TEXTS)
+    for name, text in FILES.items():
+        (work / name).write_text(text)
     teacher(checkout, work / "teacher")
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     env.pop("PYTHONPATH", None)
