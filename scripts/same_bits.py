@@ -140,20 +140,21 @@ OFFLINE = {
     "reward_model": "algo=reward_model",
 }
 PRESETS = {
-    f"{ROLLOUTS} trainer.max_steps=4": "bnpo cispo cispo_minimax clip_cov cpgd dppo_kl dppo_tv dr_grpo gdpo gfpo gmpo"
-    " gpg grpo_ps grpo_replay gspo_token high_entropy kl_cov lite_ppo luspo maxrl opo pass_at_k prime_rl raft reinforce"
+    f"{ROLLOUTS} {GRADED} trainer.max_steps=4": "bnpo cispo cispo_minimax clip_cov cpgd dppo_kl dppo_tv dr_grpo gdpo"
+    " gfpo gmpo gpg grpo_ps gspo_token high_entropy kl_cov lite_ppo luspo opo prime_rl raft reinforce"
     " reinforce_pp_baseline remax sapo up_grpo vespo",
+    f"{ROLLOUTS} trainer.max_steps=8": "grpo_replay maxrl pass_at_k",
     f"{ROWS} trainer.max_steps=3": "alphapo aot_unpaired apo_down apo_zero apo_zero_unpaired bco_pair cdpo cpo"
     " cpo_simpo dft discopop dpo_norm exo hinge ipo ld_dpo mpo nca orpo process_reward_model robust_dpo rpo simpo sppo"
     " tr_dpo wpo",
-    f"{PAIRED} trainer.max_steps=4": "iterative_dpo online_ipo",
+    f"{PAIRED} {GRADED} trainer.max_steps=4": "iterative_dpo online_ipo",
 }
 TWO = "trainer.devices=2 data.prompts_per_rollout=8"
 TWO_PROCESSES = {
     "grpo_two_ranks": f"{ROLLOUTS} strategy=ddp {STATEFUL} {TWO}",
-    "ppo_two_ranks": f"{ROLLOUTS} strategy=fsdp algo=ppo algo.reward_beta=0.05 {TWO}",
+    "ppo_two_ranks": f"{ROLLOUTS} {GRADED} strategy=fsdp algo=ppo algo.reward_beta=0.05 {TWO}",
     "dpo_two_ranks": f"{ROWS} algo=dpo strategy=ddp trainer.devices=2",
-    "online_dpo_two_ranks": f"{PAIRED} algo=online_dpo strategy=ddp trainer.devices=2",
+    "online_dpo_two_ranks": f"{PAIRED} {GRADED} algo=online_dpo strategy=ddp trainer.devices=2",
 }
 
 
