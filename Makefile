@@ -16,6 +16,9 @@ NOTEBOOKS := tests/doors/test_notebook.py
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
+# setuptools warns of every editable install that folders here may hide the package.
+$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
+
 $(STAMPS)/run: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing lit_rl and what it runs on into .venv (a minute or two, once) ..."

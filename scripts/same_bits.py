@@ -321,7 +321,7 @@ def record(checkout: Path, python: Path, chosen: list[Run], keep: Path | None) -
                 answer = worker.stdout.readline().strip()
                 log = work / f"{job['name']}.log"
                 if answer == "0":
-                    found[job["name"]] = measured(work / job["name"])
+                    found[job["name"]] = {"overrides": list(job["overrides"]), **measured(work / job["name"])}
                     print(".", end="", file=sys.stderr, flush=True)
                 else:
                     lines = log.read_text().splitlines()[-12:] if log.exists() else []
@@ -368,6 +368,8 @@ def table(before: dict[str, Any], after: dict[str, Any]) -> int:
     for name, was in before.items():
         now = after.get(name, {"failed": "not run"})
         failed = {when: found["failed"] for when, found in (("before", was), ("after", now)) if "failed" in found}
+        if not failed and was["overrides"] != now["overrides"]:
+            failed = {"after": "another run than the recorded one: its overrides have changed; record it again"}
         if failed:
             cells = ["FAILED"] * len(PARTS)
             notes += [f"{name}, {when}: {why}" for when, why in failed.items()]

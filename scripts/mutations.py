@@ -1,0 +1,265 @@
+"""Whether the tests notice: the code is broken on purpose in a few places, one at a time, and tests have to fail.
+
+    python scripts/mutations.py                  # each break against the tests that are nearest to it: minutes
+    python scripts/mutations.py --whole          # each break against everything that `make test` runs: hours
+    python scripts/mutations.py --only sign clip # some of them
+    python scripts/mutations.py --check          # no test: whether every text to break is still there
+
+The checkout is copied (what git tracks, and new files that it does not ignore), and only the copy is broken. Without
+`--whole`, the tests must first pass in a copy that is whole. A text that is not found, or stands in two places, is an
+error that names the break: the code has changed, so write the break anew in `MUTATIONS`. Leaves with 1 where a break
+survives or could not be tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One break.
+
+    Args:
+        name: In one word.
+        breaks: What is wrong afterwards.
+        where: The file, or a folder in which one Python file holds the text: code that moves is found again.
+        old: The text, which stands there exactly once.
+        new: What it becomes.
+        tests: The nearest tests, files or cases: one of them must fail.
+    """
+
+    name: str
+    breaks: str
+    where: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTATIONS = [
+    Mutation(
+        "sign",
+        "an advantage has the opposite sign",
+        "lit_rl/ops",
+        "divide(groups.deviation, groups.std(), eps).to(rewards.dtype)",
+        "divide(-groups.deviation, groups.std(), eps).to(rewards.dtype)",
+        "tests/ops/test_ops_advantages.py",
+    ),
+    Mutation(
+        "mask",
+        "what stands after the end of a response counts as response",
+        "lit_rl/generation",
+        "self.mask[position, self.rows] = alive",
+        "self.mask[position, self.rows] = True",
+        "tests/generation/test_contract.py::test_eos_stays_in_the_mask_and_every_eos_id_ends",
+    ),
+    Mutation(
+        "denominator",
+        "the mean over tokens divides by the rows",
+        "lit_rl/ops",
+        "masked_sum(per_token, mask) / _at_least_one(totals.tokens)",
+        "masked_sum(per_token, mask) / _at_least_one(totals.sequences)",
+        "tests/ops/test_ops_reductions.py",
+    ),
+    Mutation(
+        "clip",
+        "the clipped loss clips the other side",
+        "lit_rl/ops",
+        "loss = -torch.minimum(capped * terms.advantages, clipped * terms.advantages)",
+        "loss = -torch.maximum(capped * terms.advantages, clipped * terms.advantages)",
+        "tests/ops/test_ops_losses.py tests/ops/test_ops_losses_by_hand.py",
+    ),
+    Mutation(
+        "kl",
+        "k3 is that of the reference against the policy",
+        "lit_rl/ops",
+        "log_ratio = ref_logprobs - logprobs",
+        "log_ratio = logprobs - ref_logprobs",
+        "tests/ops/test_ops_kl.py",
+    ),
+    Mutation(
+        "weight",
+        "the weight against the engine is its own inverse",
+        "lit_rl/ops",
+        "difference = (old_logprobs - sampler_logprobs).detach().float()",
+        "difference = (sampler_logprobs - old_logprobs).detach().float()",
+        "tests/ops/test_ops_mismatch.py",
+    ),
+    Mutation(
+        "selection",
+        "the tokens of low entropy are learned from",
+        "lit_rl/ops",
+        "mask & (entropy.detach().float() >= _quantile(everything, 1 - share))",
+        "mask & (entropy.detach().float() <= _quantile(everything, 1 - share))",
+        "tests/ops/test_ops_selection.py",
+    ),
+    Mutation(
+        "truncation",
+        "mask_truncated leaves out the completions that ended",
+        "lit_rl/algorithms",
+        "mask & completions.ended[:, None]",
+        "mask & ~completions.ended[:, None]",
+        "tests/algorithms/test_credit.py",
+    ),
+    Mutation(
+        "gather",
+        "the rows of all ranks come in the wrong order of ranks",
+        "lit_rl/algorithms",
+        "all_gather(column).flatten(0, 1)",
+        "all_gather(column).flip(0).flatten(0, 1)",
+        "tests/algorithms/test_over_ranks.py",
+    ),
+    Mutation(
+        "resume",
+        "a resumed run begins its epoch anew",
+        "lit_rl/data",
+        'self._position, self._epoch, self._continues = state["position"], state["epoch"], True',
+        'self._position, self._epoch, self._continues = 0, state["epoch"], True',
+        "tests/data/test_data_loader.py",
+    ),
+    Mutation(
+        "state",
+        "a resumed run forgets what a term had learned: the running norm of rewards",
+        "lit_rl/algorithms",
+        'int(saved["count"]), saved["mean"], saved["squares"]',
+        "0, 0.0, 0.0",
+        "tests/algorithms/test_running_norm.py",
+    ),
+]
+
+
+def holder(root: Path, mutation: Mutation) -> Path:
+    """The one file that holds the text.
+
+    Raises:
+        LookupError: none does, or it stands in several places.
+    """
+    where = root / mutation.where
+    files = [where] if where.is_file() else sorted(where.rglob("*.py"))
+    found = [path for path in files for _ in range(path.read_text().count(mutation.old))]
+    if len(found) == 1:
+        return found[0]
+    places = "nowhere" if not found else "in " + ", ".join(str(path.relative_to(root)) for path in found)
+    raise LookupError(
+        f"{mutation.name}: the text to break stands {places} under {mutation.where}, and it must stand there once:\n"
+        f"    {mutation.old}\nWrite this mutation anew, in MUTATIONS of scripts/mutations.py."
+    )
+
+
+def copied(target: Path) -> Path:
+    """A copy of the checkout as it is now, with its environment linked in."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
+    if (ROOT / ".venv").exists():
+        (target / ".venv").symlink_to(ROOT / ".venv")
+    return target
+
+
+def commands_of_make_test(root: Path) -> list[list[str]]:
+    """What `make test` calls pytest with, stopped at the first failure."""
+    made = subprocess.run(["make", "-n", "test", "args=-x"], cwd=root, check=True, capture_output=True, text=True)
+    return [shlex.split(line) for line in made.stdout.splitlines() if re.search(r"-m pytest\b", line)]
+
+
+def passes(root: Path, commands: list[list[str]], log: Path) -> bool:
+    """Whether every test passes.
+
+    Raises:
+        LookupError: pytest found no such tests, or could not begin.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    for command in commands:
+        with log.open("a") as file:
+            code = subprocess.run(command, cwd=root, env=environment, stdout=file, stderr=file).returncode
+        if code == 1:
+            return False
+        if code:
+            tail = "\n".join(log.read_text().splitlines()[-5:])
+            raise LookupError(f"pytest left with {code}: {shlex.join(command)}\n{tail}")
+    return True
+
+
+def nearest(*tests: str) -> list[list[str]]:
+    names = dict.fromkeys(name for each in tests for name in each.split())
+    return [[sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *names]]
+
+
+def first_failure(log: Path) -> str:
+    found = re.findall(r"^(?:FAILED|ERROR) (\S+)", log.read_text(), re.MULTILINE)
+    return found[0] if found else ""
+
+
+def tried(root: Path, mutation: Mutation, whole: bool, log: Path) -> bool:
+    """Break the copy, test it, mend it. Returns whether a test failed."""
+    path = holder(root, mutation)
+    text = path.read_text()
+    path.write_text(text.replace(mutation.old, mutation.new))
+    try:
+        return not passes(root, commands_of_make_test(root) if whole else nearest(mutation.tests), log)
+    finally:
+        path.write_text(text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--whole", action="store_true", help="everything that `make test` runs, for each break")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[each.name for each in MUTATIONS])
+    parser.add_argument("--check", action="store_true", help="only look for the texts")
+    given = parser.parse_args()
+    chosen = [each for each in MUTATIONS if not given.only or each.name in given.only]
+
+    missing = []
+    for mutation in chosen:
+        try:
+            holder(ROOT, mutation)
+        except LookupError as error:
+            missing.append(str(error))
+    if missing or given.check:
+        print("\n\n".join(missing) or f"{len(chosen)} mutations, each text stands where it must.")
+        return int(bool(missing))
+
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        root, width = copied(Path(folder, "copy").absolute()), max(len(each.breaks) for each in chosen)
+        before = Path(folder, "before.log")
+        if not given.whole and not passes(root, nearest(*(each.tests for each in chosen)), before):
+            print(f"A test fails without any break: {first_failure(before)}")
+            return 1
+        for mutation in chosen:
+            log, started = Path(folder, f"{mutation.name}.log"), time.monotonic()
+            try:
+                caught = tried(root, mutation, given.whole, log)
+                outcome = f"caught: {first_failure(log)}" if caught else "SURVIVED"
+            except LookupError as error:
+                outcome = f"not tried: {error}"
+            failed += not outcome.startswith("caught")
+            seconds = time.monotonic() - started
+            print(f"{mutation.name:11}  {mutation.breaks:{width}}  {seconds:5.0f} s  {outcome}", flush=True)
+    print(f"\n{len(chosen) - failed} of {len(chosen)} breaks were caught.")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
