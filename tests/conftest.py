@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +14,21 @@ from hypothesis import settings
 import lit_rl
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 settings.register_profile("lit_rl", deadline=None, derandomize=True)
 settings.load_profile("lit_rl")
 
 ROOT = Path(lit_rl.__file__).parents[1]
+
+SHARED = {"dist": "ranks", "faults": "kills", "chain": "chain"}
+"""Tests with these markers share what one of them started: of two workers (`--dist loadgroup`) one takes them all."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, group in SHARED.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

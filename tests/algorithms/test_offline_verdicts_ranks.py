@@ -14,7 +14,7 @@ from offline_verdict_ranks import RUNS
 
 from lit_rl.models import LanguageModel
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import dist_offline
 import pytest
 from dist_equal import Ones, in_processes, left
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import dist_precomputed
 import pytest
 from dist_equal import Ones, assert_equal_runs, in_processes, left
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from lit_rl.models import LanguageModel
 from lit_rl.models.shipping import weight_shapes, whole_weights
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")

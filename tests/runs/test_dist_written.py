@@ -15,7 +15,7 @@ from dist_equal import Ones, in_processes, left
 
 from lit_rl.algorithms.gkd_parts import writer_of
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")

@@ -227,6 +227,7 @@ def test_a_resumed_runs_files_are_the_same_and_they_load(train, tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.all
 def test_the_rows_of_two_processes_are_those_of_one(process, train, tmp_path):
     overrides = [*SMALL, "callbacks=preference_sets", "trainer.accelerator=cpu", "trainer.max_steps=1"]
     assert train(*overrides, f"run_dir={tmp_path / 'one'}") == 0
