@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from composed_configs import tree_of
 from offline_cuts import PAIRS, data_of, micro_batches, step_by_parts, whole_of
 from small_rollouts import trainer
 
 from lit_rl.algorithms import DPO, AdamW, Constant
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.models.moving_reference import Mixing
@@ -30,18 +27,9 @@ PRESETS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def composed() -> Iterator[Any]:
-    schemas.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        yield lambda *changes: plain(compose("config", list(changes)))
-    GlobalHydra.instance().clear()
-
-
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_learns_a_batch(name: str, composed: Any) -> None:
-    module = build(composed(f"algo={name}")["algo"])
+def test_every_preset_learns_a_batch(name: str) -> None:
+    module = build(tree_of(f"algo={name}")["algo"])
     assert type(module) is DPO
     module.configure_model()
     optimizer = torch.optim.Adam(module.policy.parameters(), lr=1e-4)

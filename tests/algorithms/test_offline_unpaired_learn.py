@@ -6,11 +6,9 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from composed_configs import tree_of
 
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build
 
 SETTINGS = [
     "data.task.max_operand=29",
@@ -28,11 +26,7 @@ STEPS = 40
 
 def run(name: str, folder: Path, rate: float) -> tuple[dict[str, float], dict[str, float]]:
     """What is measured on held-out rows before and after."""
-    schemas.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        tree = plain(compose("config", [f"algo={name}", f"optimizer.lr={rate}", *SETTINGS]))
-    GlobalHydra.instance().clear()
+    tree = tree_of(f"algo={name}", f"optimizer.lr={rate}", *SETTINGS)
     module, data = build(tree["algo"]), build(tree["data"])
     trainer = L.Trainer(
         accelerator="cpu",

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 from cli_helpers import Command, metrics, write_jsonl
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from composed_configs import tree_of
 from small_models import save_model, save_tokenizer
 
 import lit_rl
 from lit_rl.algorithms import GRPO, RLOO
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build
 from lit_rl.constraints import Structured
 from lit_rl.errors import BackendError
 from lit_rl.models import LanguageModel
@@ -80,13 +78,9 @@ Tree = dict[str, Any]
 
 
 @pytest.fixture
-def composed() -> Iterator[Callable[..., Tree]]:
+def composed() -> Callable[..., Tree]:
     """`composed("algo=rloo")` is the resolved config of `train.py algo=rloo`."""
-    schemas.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        yield lambda *overrides: plain(compose("config", ["run_dir=run", "trainer.accelerator=cpu", *overrides]))
-    GlobalHydra.instance().clear()
+    return lambda *overrides: tree_of("run_dir=run", "trainer.accelerator=cpu", *overrides)
 
 
 def parts(tree: Tree) -> list[Any]:

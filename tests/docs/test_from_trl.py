@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from composed_configs import tree_of
 from doc_blocks import blocks, table_rows
 from doc_runs import left_as_found
-from hydra import compose, initialize_config_module
 
 from lit_rl.algorithms.batching import BatchPlan
-from lit_rl.cli import schemas
-from lit_rl.cli.build import plain
 
 BOTH, INHERITED = "Fields of both trainers", "Fields inherited from transformers.TrainingArguments"
 ALGO = {"GRPOConfig": "algo=grpo", "RLOOConfig": "algo=rloo"}
@@ -133,17 +131,9 @@ def line_of(row: list[str], trainer: str) -> Line:
 
 @pytest.fixture(scope="module")
 def composed() -> Iterator[Any]:
-    """The resolved config of a command; each is composed once."""
-    known: dict[tuple[str, ...], Tree] = {}
-
-    def of(*overrides: str) -> Tree:
-        if overrides not in known:
-            known[overrides] = plain(compose("config", [*USUAL, *data_of(overrides), *overrides]))
-        return known[overrides]
-
-    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
-        schemas.register()
-        yield of
+    """The resolved config of a command."""
+    with left_as_found():
+        yield lambda *overrides: tree_of(*USUAL, *data_of(overrides), *overrides)
 
 
 def data_of(overrides: tuple[str, ...]) -> list[str]:

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from composed_configs import config_of
 from doc_blocks import blocks, table_rows
 from doc_runs import left_as_found
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_rl.cli import schemas
 from lit_rl.cli.build import plain
 
 
@@ -39,9 +38,8 @@ def speed(root: Path) -> ModuleType:
 
 
 def composed(*overrides: str) -> dict:
-    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
-        schemas.register()
-        config = compose("config", overrides=list(overrides))
+    with left_as_found():
+        config = config_of(*overrides)
         plain(config)
         return OmegaConf.to_container(config, resolve=False)  # pyright: ignore
 
