@@ -22,6 +22,8 @@ from lit_rl.cli.build import build
 ROOT = Path(lit_rl.__file__).parents[1]
 PAGES, IMAGES = ROOT / "docs" / "algorithms", ROOT / "docs" / "images" / "algorithms"
 PRESETS = sorted(path.stem for path in (ROOT / "conf" / "algo").glob("*.yaml"))
+pytestmark = [pytest.mark.all, pytest.mark.xdist_group("algorithm pages")]
+
 HEADINGS = ["Usage", "Formula", "Options", "Metrics", "What differs from the paper", "Learning curve"]
 
 

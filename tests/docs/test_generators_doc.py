@@ -44,6 +44,7 @@ def composed(*overrides: str) -> dict:
         return OmegaConf.to_container(config, resolve=False)  # pyright: ignore
 
 
+@pytest.mark.all
 def test_every_command_composes(page: Path) -> None:
     found = [words for block in blocks(page) for words in block.commands]
     assert len(found) >= 6
@@ -83,6 +84,7 @@ def test_the_speeds_are_tables_of_every_generator(page: Path, speed: ModuleType)
             assert float(row[3]) == pytest.approx(median / native, abs=0.02), row
 
 
+@pytest.mark.all
 def test_the_script_measures(speed: ModuleType) -> None:
     case = replace(speed.CASES["tiny"], prompts=2, completions=2, prompt_tokens=5, new_tokens=4, rounds=2)
     names = ["native", "hf"] + ([] if importlib.util.find_spec("vllm") else ["vllm"])

@@ -17,6 +17,7 @@ ROOT = Path(lit_rl.__file__).parents[1]
 ROWS = table_rows(ROOT / "docs" / "papers.md")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_the_command_of_a_paper_composes_and_builds(row: list[str]) -> None:
     words = row[1].strip("`").split()

@@ -65,10 +65,24 @@ def composes(overrides: list[str]) -> None:
         tree_of(*overrides)
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/configuration.md"])
+def test_the_commands_of_a_document_compose(name: str, root: Path, cwd: Path) -> None:
+    """`make test` composes them; `make test-all` runs them."""
+    prepare(cwd, blocks(root / name), root)
+    commands = [
+        words for block in blocks(root / name) for words in block.commands if words[:2] == ["python", "train.py"]
+    ]
+    plain_ones = [words[2:] for words in commands if not any(word.startswith("-") for word in words)]
+    assert plain_ones
+    for overrides in plain_ones:
+        composes(overrides)
+
+
 RUN = ["README.md", "docs/rewards.md", "docs/data.md", "docs/datasets.md", "docs/configuration.md"]
 """Documents whose commands are run."""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", RUN)
 def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train: Train) -> None:
     found = blocks(root / name)
@@ -91,6 +105,7 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
     assert ran > 0
 
 
+@pytest.mark.all
 def test_the_python_of_the_readme_runs(root: Path, cwd: Path) -> None:
     scripts = [block.text for block in blocks(root / "README.md") if block.language == "python" and not block.file]
     assert scripts
