@@ -197,6 +197,7 @@ RUN = [
 """Eight optimizer steps on four rollouts: odd ones end inside a rollout."""
 
 
+@pytest.mark.all
 def test_a_resumed_runs_files_are_the_same_and_they_load(train, tmp_path):
     whole = tmp_path / "whole"
     assert train(*RUN, f"run_dir={whole}") == 0

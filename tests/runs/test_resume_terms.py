@@ -127,6 +127,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("first", "second", "words"), OTHERS.values(), ids=OTHERS)
 def test_a_checkpoint_of_other_terms_is_refused(first, second, words, train, tmp_path, capsys):
     run_dir = f"run_dir={tmp_path / 'run'}"
