@@ -11,7 +11,7 @@ NOTEBOOKS := tests/doors/test_notebook.py
 
 # Two workers; tests that share what one of them started (two ranks, a run, the chain) stay on one worker.
 PYTEST := $(BIN)/python -m pytest
-TWO := -n 2 --dist loadgroup
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
 ALL := not exhaustive and not slow
 

@@ -29,6 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, group in SHARED.items():
             if marker in item.keywords:
                 item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # what takes long begins first
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 import dist_equal
 import dist_written
 import pytest
-from dist_equal import Ones, in_processes, left
+from dist_equal import Ones, left
 
 from lit_rl.algorithms.gkd_parts import writer_of
 
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
+def two(two_ranks: Path) -> Path:
     """What two processes left behind."""
-    return in_processes(dist_written.__file__, tmp_path_factory.mktemp("two"))
+    return two_ranks / "written"
 
 
 @pytest.fixture(scope="module")
