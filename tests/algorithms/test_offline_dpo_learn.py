@@ -11,6 +11,7 @@ import torch
 from composed_configs import tree_of
 from offline_cuts import PAIRS, data_of, micro_batches, step_by_parts, whole_of
 from small_rollouts import trainer
+from tiers import quick
 
 from lit_rl.algorithms import DPO, AdamW, Constant
 from lit_rl.cli.build import build
@@ -27,7 +28,7 @@ PRESETS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", quick(PRESETS, {"dpo", "mpo", "tr_dpo"}))
 def test_every_preset_learns_a_batch(name: str) -> None:
     module = build(tree_of(f"algo={name}")["algo"])
     assert type(module) is DPO
@@ -76,6 +77,7 @@ def test_overfit_batches_learns_the_same_pairs_again_and_again(tmp_path: Path) -
     assert float(runner.callback_metrics["train/rewards/accuracies"]) > 0.8
 
 
+@pytest.mark.all
 def test_rpo_teaches_the_shipped_policy_to_add(tmp_path: Path) -> None:
     """DPO alone tells right sums from wrong ones, and writes right ones less often while it learns to: both fall."""
     module = DPO(
