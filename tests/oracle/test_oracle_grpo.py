@@ -119,10 +119,10 @@ PAIRS = [
 """The two left out differ by design: see `test_the_router_is_balanced_over_truncated_completions_too`."""
 
 
-def compared(loss_type: str, level: str, pair: tuple[str, str]) -> bool:
-    """Whether `make test` compares the pair: with one clipped loss of tokens and one weighted loss of sequences.
+def in_test_all(loss_type: Any, level: Any, pair: Any) -> bool:
+    """Whether `make test-all` compares the pair: with one clipped loss of tokens, and one weighted loss of sequences.
 
-    What only some losses have comes with one of those. `make test-exhaustive` has the whole product.
+    What only some losses have comes with those. `make test-exhaustive` has the whole product.
     """
     of_one_loss = "shape" in pair and level == "token"
     return (loss_type, level) in (("dapo", "token"), ("cispo", "sequence")) or of_one_loss
@@ -130,7 +130,7 @@ def compared(loss_type: str, level: str, pair: tuple[str, str]) -> bool:
 
 @pytest.mark.parametrize(
     ("loss_type", "level", "pair"),
-    all_but_exhaustive(PAIRS, {str(param.id) for param in PAIRS if compared(*param.values)}),
+    all_but_exhaustive(PAIRS, {str(param.id) for param in PAIRS if in_test_all(*param.values)}),
 )
 def test_pairs_of_options(grpo: Oracle, loss_type: str, level: str, pair: tuple[str, str]) -> None:
     found = options(loss_type, level)
