@@ -16,6 +16,7 @@ import yaml
 from composed_configs import tree_of
 from doc_blocks import blocks, table_rows
 from doc_runs import left_as_found
+from tiers import quick
 
 from lit_rl.algorithms.batching import BatchPlan
 
@@ -180,7 +181,7 @@ def together(found: list[Line], algo: str) -> Iterator[tuple[dict[str, str], lis
     yield from batches
 
 
-@pytest.mark.parametrize("trainer", ALL)
+@pytest.mark.parametrize("trainer", quick(ALL, {"GRPOConfig", "DPOConfig"}))
 def test_every_key_exists_and_has_that_default(page: Path, trainer: str, composed: Any) -> None:
     found = [line for line in lines(page) if line.trainer == trainer and line.mapped]
     plain_keys = [line for line in found if not line.choices]
