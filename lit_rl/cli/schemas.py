@@ -7,6 +7,7 @@ choice is then refused with the key's name before anything runs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import types
@@ -146,8 +147,9 @@ def functions() -> dict[str, str]:
 _PLAIN = (int, float, bool, str)
 
 
+@functools.cache
 def register() -> None:
-    """Put every schema into Hydra's store, in the group `schemas`. Imports the classes."""
+    """Put every schema into Hydra's store, in the group `schemas`, once a process. Imports the classes."""
     store = ConfigStore.instance()
     for name, path in TARGETS.items():
         store.store(group="schemas", name=name, node=schema(name, path, _load(path)))

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from composed_configs import tree_of
 from copied_engines import CopiedPolicyGenerator
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Constant, Evaluation, Reinforce
-from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.cli.build import build
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
@@ -107,19 +107,7 @@ def test_the_automatic_one_is_truncated_importance_sampling_by_tokens():
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "rloo", "reinforce_pp", "vespo", "dapo", "gmpo"])
 def test_every_preset_takes_it_and_none_switches_it_off(name):
-    from hydra import compose, initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
-    schemas.register()
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_module("lit_rl.conf", version_base="1.3"):
-            tree, off = (
-                plain(compose("config", ["run_dir=run", f"algo={name}", *more]))["algo"]
-                for more in ([], ["algo/correction=none"])
-            )
-    finally:
-        GlobalHydra.instance().clear()
+    tree, off = (tree_of("run_dir=run", f"algo={name}", *more)["algo"] for more in ([], ["algo/correction=none"]))
     assert tree["correction"]["_target_"] == "lit_rl.ops.correction.auto_correction"  # so config.yaml says it
     assert off["correction"] is None
     settings = {key: value for key, value in tree.items() if key != "generator"}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from composed_configs import tree_of
 from offline_cuts import PAIRS, data_of, micro_batches, step_by_parts, whole_of
 from small_rollouts import trainer
+from tiers import quick
 
 from lit_rl.algorithms import DPO, AdamW, Constant
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.data.tasks import AdditionPairs
 from lit_rl.models.reference.moving import Mixing
@@ -30,18 +28,9 @@ PRESETS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def composed() -> Iterator[Any]:
-    schemas.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        yield lambda *changes: plain(compose("config", list(changes)))
-    GlobalHydra.instance().clear()
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_learns_a_batch(name: str, composed: Any) -> None:
-    module = build(composed(f"algo={name}")["algo"])
+@pytest.mark.parametrize("name", quick(PRESETS, {"dpo", "mpo", "tr_dpo"}))
+def test_every_preset_learns_a_batch(name: str) -> None:
+    module = build(tree_of(f"algo={name}")["algo"])
     assert type(module) is DPO
     module.configure_model()
     optimizer = torch.optim.Adam(module.policy.parameters(), lr=1e-4)
@@ -88,6 +77,7 @@ def test_overfit_batches_learns_the_same_pairs_again_and_again(tmp_path: Path) -
     assert float(runner.callback_metrics["train/rewards/accuracies"]) > 0.8
 
 
+@pytest.mark.all
 def test_rpo_teaches_the_shipped_policy_to_add(tmp_path: Path) -> None:
     """DPO alone tells right sums from wrong ones, and writes right ones less often while it learns to: both fall."""
     module = DPO(

@@ -113,7 +113,7 @@ def test_what_follows_a_step_does_not_change_it(module: ProcessRewardModeling) -
     assert isinstance(batch.totals, Totals)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(r=2)])
+@pytest.mark.parametrize("lora", [None, pytest.param(Lora(r=2), marks=pytest.mark.all)])
 def test_it_learns_and_its_export_scores_steps_as_trained(tmp_path: Path, lora: Lora | None) -> None:
     """Wrong steps say `?` here: a rule that a small model finds in a test's time, at the place of each step."""
 

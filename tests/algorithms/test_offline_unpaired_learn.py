@@ -6,11 +6,10 @@ from pathlib import Path
 
 import lightning as L
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from composed_configs import tree_of
+from tiers import quick
 
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build
 
 SETTINGS = [
     "data.task.max_operand=29",
@@ -28,11 +27,7 @@ STEPS = 40
 
 def run(name: str, folder: Path, rate: float) -> tuple[dict[str, float], dict[str, float]]:
     """What is measured on held-out rows before and after."""
-    schemas.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        tree = plain(compose("config", [f"algo={name}", f"optimizer.lr={rate}", *SETTINGS]))
-    GlobalHydra.instance().clear()
+    tree = tree_of(f"algo={name}", f"optimizer.lr={rate}", *SETTINGS)
     module, data = build(tree["algo"]), build(tree["data"])
     trainer = L.Trainer(
         accelerator="cpu",
@@ -58,7 +53,7 @@ def measured(trainer: L.Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired", "bco"])
+@pytest.mark.parametrize("name", quick(["kto", "apo_zero_unpaired", "bco"], {"kto"}))
 def test_verdicts_are_told_apart(name: str, tmp_path: Path) -> None:
     """At the reference every reward is 0. The learning rate is low: a larger one makes all completions unlikely first,
     right ones too, and neither objective minds while wrong ones fall further."""
@@ -68,6 +63,7 @@ def test_verdicts_are_told_apart(name: str, tmp_path: Path) -> None:
     assert after["val/loss"] < before["val/loss"] - 0.002
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["simpo", "alphapo"])
 def test_right_sums_become_likelier_than_wrong_ones(name: str, tmp_path: Path) -> None:
     before, after = run(name, tmp_path, 1e-4)
@@ -75,6 +71,7 @@ def test_right_sums_become_likelier_than_wrong_ones(name: str, tmp_path: Path) -
     assert after["val/rewards/accuracies"] > before["val/rewards/accuracies"] + 0.02
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["cpo", "cpo_simpo", "orpo"])
 def test_with_a_likelihood_more_sums_are_written_right(name: str, tmp_path: Path) -> None:
     before, after = run(name, tmp_path, 3e-4)

@@ -50,7 +50,7 @@ def small(**settings: Any) -> Any:
     return data(task=Task(), **settings)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, id="full"), pytest.param(True, id="lora", marks=pytest.mark.all)])
 @pytest.mark.parametrize("name", METHODS)
 def test_the_numbers_are_the_same(name: str, lora: bool, tmp_path: Path) -> None:
     """Over two epochs, whose steps pair other rows, and in validation before, while and after."""

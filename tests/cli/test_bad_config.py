@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import QUICK, Command, contents, refused
+from tiers import quick
 
 from lit_rl.cli import build
 from lit_rl.errors import ConfigError
@@ -122,7 +123,14 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments, code, words", [pytest.param(*row, id=name) for name, *row in ROWS])
+QUICK_ROWS = {"key", "key-elsewhere", "choice", "choice-nested", "type-int", "group_size1", "lr-nan", "clip-low"}
+QUICK_ROWS |= {"penalty", "endless", "no-path", "precision"}
+"""One of each way to be refused: by a schema, by a missing choice, by a constructor, by what the machine lacks."""
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words", quick([pytest.param(*row, id=name) for name, *row in ROWS], QUICK_ROWS)
+)
 def test_a_bad_setting_is_refused_and_nothing_is_written(step: Command, cwd, arguments, code, words):
     refused(step(*arguments), code, *words)
     assert contents(cwd) == []
@@ -147,17 +155,21 @@ LATER: list[tuple[str, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments, words", [pytest.param(*row, id=name) for name, *row in LATER])
+@pytest.mark.parametrize(
+    "arguments, words", quick([pytest.param(*row, id=name) for name, *row in LATER], {"indivisible"})
+)
 def test_a_setting_that_does_not_fit_the_others_is_refused(step: Command, cwd, arguments, words):
     refused(step(*arguments, "run_dir=run"), 2, *words)
 
 
+@pytest.mark.all
 def test_a_word_that_is_no_command(command: Command, cwd):
     refused(command("trian"), 2, "'trian'", "'train'", "key=value")
     refused(command("seed=1", "trian"), 2, "'trian'")
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 def test_the_three_nearest_batch_settings_work(step: Command):
     outcome = step("data.prompts_per_rollout=7", "algo.minibatches=2", "run_dir=run")
     advised = [line.split() for line in outcome.err.splitlines() if line.startswith("  data.prompts_per_rollout")]
@@ -166,6 +178,7 @@ def test_the_three_nearest_batch_settings_work(step: Command):
         assert step(*line, f"run_dir=run{number}").code == 0
 
 
+@pytest.mark.all
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="deepspeed is installed")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_that_is_not_installed(step: Command, cwd, stage):
@@ -173,12 +186,14 @@ def test_deepspeed_that_is_not_installed(step: Command, cwd, stage):
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_logger_that_is_not_installed(step: Command, cwd):
     refused(step("logger=wandb"), 8, "wandb")
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 class TestMonitor:
     EVERY_STEP = (
         "run_dir=run",
@@ -202,11 +217,13 @@ class TestMonitor:
 
 
 class TestRunDirectory:
+    @pytest.mark.all
     def test_that_is_a_file(self, step: Command, cwd: Path):
         (cwd / "taken").write_text("mine")
         refused(step("run_dir=taken"), 7, "run_dir=taken", "is a file")
         assert contents(cwd) == ["taken"] and (cwd / "taken").read_text() == "mine"
 
+    @pytest.mark.all
     def test_below_a_file(self, step: Command, cwd: Path):
         (cwd / "taken").write_text("mine")
         refused(step("run_dir=taken/run"), 7, "run_dir=taken/run")
@@ -225,6 +242,7 @@ class TestRunDirectory:
         (cwd / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
         refused(step("run_dir=run"), 2, "did not finish", "ckpt_path=last")
 
+    @pytest.mark.all
     @pytest.mark.parametrize("name", ["two words", "größe", "a=b", "it's", "x/../y"])
     def test_with_an_odd_name(self, step: Command, cwd: Path, name):
         quoted = name.replace("'", "\\'")
@@ -258,6 +276,7 @@ def experiment(tmp_path: Path, command: Command):
     return run
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("text, word", YAMLS.values(), ids=YAMLS)
 def test_a_file_that_is_not_plain_yaml(experiment, cwd, text, word):
     refused(experiment(text), 2, word)
@@ -300,13 +319,16 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("node, word", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize(
+    "node, word", quick([pytest.param(*row, id=name) for name, row in TARGETS.items()], {"os.system"})
+)
 def test_a_target_outside_the_list_is_refused_and_not_run(experiment, cwd, node, word):
     outcome = experiment(f"callbacks:\n  mine: {node}\n")
     refused(outcome, 2, word, "callbacks.mine")
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("group", ["algo.advantage", "data.map_row", "trainer.profiler", "reward.functions.x"])
 def test_a_target_is_checked_wherever_it_stands(step: Command, cwd, group):
     outcome = step(f"++{group}={{_target_: os.system}}")
@@ -314,6 +336,7 @@ def test_a_target_is_checked_wherever_it_stands(step: Command, cwd, group):
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 def test_a_package_that_the_user_allows_is_built(step: Command, cwd: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "my_package.py").write_text("from lightning import Callback\nclass Mine(Callback): pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -335,6 +358,7 @@ HYDRA_NODES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("node, word", HYDRA_NODES.values(), ids=HYDRA_NODES)
 def test_hydras_own_node_builds_nothing_of_a_users_file(experiment, cwd, node, word):
     refused(experiment(f"hydra:\n  {node}\n"), 2, word)

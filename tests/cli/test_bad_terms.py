@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import Command, contents, refused
+from tiers import quick
 
 ENGINE = """
 from lit_rl.generation.native import NativeGenerator
@@ -109,12 +110,16 @@ ROWS: list[tuple[str, list[str], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments, words", [pytest.param(*row, id=name) for name, *row in ROWS])
+@pytest.mark.parametrize(
+    "arguments, words",
+    quick([pytest.param(*row, id=name) for name, *row in ROWS], {"adaptive-kl", "word-loss", "ratio"}),
+)
 def test_a_bad_term_is_refused_and_nothing_is_written(step: Command, cwd, arguments, words):
     refused(step(*arguments), 2, *words)
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -139,6 +144,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "allow_targets=[my_terms]"
 
 
+@pytest.mark.all
 def test_an_engine_that_cannot_say_what_it_cut(step: Command, cwd, mine):
     engine = "generator={_target_: my_terms.Blind}"
     outcome = step("sampling.top_p=0.9", "~generator", f"+{engine}", mine)
@@ -146,6 +152,7 @@ def test_an_engine_that_cannot_say_what_it_cut(step: Command, cwd, mine):
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["short", "nan"])
 def test_a_score_of_ones_own_that_is_not_one_number_a_completion(step: Command, mine, name):
     score = f"algo.groups.score._target_=my_terms.{name}"
@@ -154,33 +161,39 @@ def test_a_score_of_ones_own_that_is_not_one_number_a_completion(step: Command, 
     )
 
 
+@pytest.mark.all
 def test_a_rows_advantage_is_whitened_over_tokens(step: Command):
     outcome = step("algo/whitening=tokens", "run_dir=run")
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.all
 def test_a_greedy_baseline_is_normalised_and_clipped(step: Command):
     outcome = step("algo=remax", "algo/reward_norm=running", "algo.reward_clip=[-2,2]", "run_dir=run")
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("key", ["algo/shaping=missing_eos", "algo/reward_norm=running", "algo.reward_clip=[-1,1]"])
 def test_what_changes_rewards_of_rows_does_not_go_with_spans(step: Command, mine, key):
     outcome = step("reward=function", "reward.fn=my_terms:spans", key, mine, "run_dir=run")
     refused(outcome, 2, key.partition("=")[0].replace("/", "."), "spans")
 
 
+@pytest.mark.all
 def test_a_score_of_ones_own_decides(step: Command, mine):
     score = "algo.groups.score._target_=my_terms.good"
     outcome = step("algo=gfpo", "algo.group_size=4", "algo.groups.keep=2", score, mine, "run_dir=run")
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.all
 def test_supervised_text_that_is_not_there(step: Command, cwd: Path):
     outcome = step("algo=ppo", "algo.ptx.path=gone.jsonl", "algo.ptx_coef=0.1", "run_dir=run")
     refused(outcome, 3, "gone.jsonl", "no such file", "algo.ptx")
 
 
+@pytest.mark.all
 def test_a_reference_that_nothing_needs_is_not_loaded_and_the_run_says_so(step: Command, cwd: Path):
     """One that would be refused if it were loaded: the policy has no adapters."""
     with pytest.warns(UserWarning, match="is not loaded") as caught:

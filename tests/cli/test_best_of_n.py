@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from cli_helpers import Command, Outcome, refused, write_jsonl
 
+pytestmark = pytest.mark.all
+
 SUMS = [{"prompt": f"{n}+{n + 3}=", "answer": str(2 * n + 3), "level": n} for n in range(1, 9)]
 
 

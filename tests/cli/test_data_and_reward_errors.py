@@ -16,6 +16,7 @@ import torch
 from cli_helpers import Command, Outcome, metrics, refused, write_jsonl
 from safetensors.torch import load_file
 from small_models import SPECIAL, save_model, save_tokenizer
+from tiers import quick
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
@@ -58,6 +59,7 @@ def report(step: Command, *overrides: str) -> dict[str, Any]:
     return json.loads(Path("counted/summary.json").read_text())["data"]
 
 
+@pytest.mark.all
 class TestTokenizer:
     def test_without_a_pad_token_one_is_chosen_and_exported(self, step: Command, cwd, tmp_path):
         folder = save_model(tmp_path / "model", pad=None)
@@ -142,7 +144,7 @@ SETTINGS = {"split-of-a-file", "source-key"}
 """Faults of the settings, not of the data: exit 2."""
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
+@pytest.mark.parametrize("case", quick(BAD_FILES, {"no-prompt-column", "broken-line"}))
 def test_a_bad_data_set_is_refused_before_any_weight_is_read(look: Trial, case):
     content, overrides, words = BAD_FILES[case]
     outcome = look(content, *overrides)
@@ -150,19 +152,23 @@ def test_a_bad_data_set_is_refused_before_any_weight_is_read(look: Trial, case):
     assert len(outcome.err) < 1500
 
 
+@pytest.mark.all
 def test_a_kind_of_file_that_is_not_read(look: Trial):
     refused(look(ROWS, name="mine.xls"), 3, "mine.xls", "'.xls'", ".jsonl", ".parquet")
 
 
+@pytest.mark.all
 def test_what_editors_and_spreadsheets_leave_in_a_file_is_read(look: Trial):
     lines = "\r\n\r\n".join(map(json.dumps, ROWS))
     reaches_the_weights(look(b"\xef\xbb\xbf" + lines.encode()))
 
 
+@pytest.mark.all
 def test_numbers_and_texts_in_one_column_become_texts(look: Trial):
     reaches_the_weights(look([*ROWS, {"prompt": "1+1=", "answer": 2}]))
 
 
+@pytest.mark.all
 class TestCounts:
     """Whatever is left out is in the summary."""
 
@@ -198,6 +204,7 @@ def score(cwd: Path, step: Command) -> Trial:
     return run
 
 
+@pytest.mark.all
 class TestSignature:
     @pytest.mark.parametrize(
         "signature, words",
@@ -240,6 +247,7 @@ class TestSignature:
         refused(outcome, 4, "my_reward.py", "SyntaxError")
 
 
+@pytest.mark.all
 class TestRewardModel:
     """One that is no reward model ends the run before the policy's weights are read."""
 
@@ -280,12 +288,13 @@ BAD_RETURNS = {
 }
 
 
-@pytest.mark.parametrize("case", BAD_RETURNS)
+@pytest.mark.parametrize("case", quick(BAD_RETURNS, {"one-too-few"}))
 def test_a_bad_return_value_is_refused(score: Trial, case):
     body, words = BAD_RETURNS[case]
     refused(score(body), 4, *words)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "body",
     [
@@ -313,6 +322,7 @@ def unchanged(run_dir: Path, model: Path) -> bool:
     return all(torch.equal(after[name], before[name]) for name in after)
 
 
+@pytest.mark.all
 class TestNothingToLearnFrom:
     def test_no_reward_for_the_whole_batch(self, score: Trial, cwd, tiny_dir):
         outcome = score("return [None for _ in completions]")

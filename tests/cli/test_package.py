@@ -64,6 +64,7 @@ def below(folder: Path, *suffixes: str) -> set[str]:
     }
 
 
+@pytest.mark.all
 def test_the_wheel_holds_everything_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     conf = {f"lit_rl/conf/{name}" for name in below(ROOT / "conf", ".yaml", ".py")}
@@ -74,6 +75,7 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     assert wheel.stat().st_size < 4_000_000
 
 
+@pytest.mark.all
 def test_the_wheel_alone_trains_from_another_directory(wheel, tmp_path):
     site, here = tmp_path / "site", tmp_path / "here"
     here.mkdir()
@@ -129,6 +131,7 @@ class TestConfigOnTheScreen:
         assert command("--cfg", "job", "algo.group_sise=5").code == 2
 
 
+@pytest.mark.all
 class TestSweep:
     def test_makes_one_folder_a_job_under_one_folder(self, command: Command, cwd):
         outcome = command("-m", *QUICK, "algo.group_size=8", "seed=1,2")

@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 from cli_helpers import Command, Outcome, metrics, refused, write_jsonl
 
+pytestmark = pytest.mark.all
+
 TEXT = [{"prompt": f"{n}+{n}=", "answer": str(2 * n), "note": "ä😀"} for n in range(1, 7)]
 CHAT = [
     {"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)}

@@ -10,12 +10,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from composed_configs import config_of
 from doc_blocks import blocks, table_rows
 from doc_runs import left_as_found
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_rl.cli import schemas
 from lit_rl.cli.build import plain
 
 
@@ -39,13 +38,13 @@ def speed(root: Path) -> ModuleType:
 
 
 def composed(*overrides: str) -> dict:
-    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
-        schemas.register()
-        config = compose("config", overrides=list(overrides))
+    with left_as_found():
+        config = config_of(*overrides)
         plain(config)
         return OmegaConf.to_container(config, resolve=False)  # pyright: ignore
 
 
+@pytest.mark.all
 def test_every_command_composes(page: Path) -> None:
     found = [words for block in blocks(page) for words in block.commands]
     assert len(found) >= 6
@@ -99,6 +98,7 @@ def test_the_speeds_are_tables_of_every_generator(page: Path, speed: ModuleType)
             assert float(row[3]) == pytest.approx(median / native, abs=0.02), row
 
 
+@pytest.mark.all
 def test_the_script_measures(speed: ModuleType) -> None:
     case = replace(speed.CASES["tiny"], prompts=2, completions=2, prompt_tokens=5, new_tokens=4, rounds=2)
     names = ["native", "hf"] + ([] if importlib.util.find_spec("vllm") else ["vllm"])

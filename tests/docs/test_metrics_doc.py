@@ -102,6 +102,7 @@ def names(train: Train, cwd: Path) -> set[str]:
     return {re.sub(r"^(val/easy|test)/", "val/", name) for name in found}
 
 
+@pytest.mark.all
 def test_every_name_is_documented_and_every_documented_name_is_logged(names: set[str], root: Path) -> None:
     patterns = documented(root)
     unknown = {name for name in names if not any(p.fullmatch(name) for p in patterns.values())}

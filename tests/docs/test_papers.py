@@ -6,30 +6,24 @@ import re
 from pathlib import Path
 
 import pytest
+from composed_configs import tree_of
 from doc_blocks import table_rows
 from doc_runs import left_as_found
-from hydra import compose, initialize_config_module
 
 import lit_rl
-from lit_rl.cli import schemas
-from lit_rl.cli.build import build, plain
+from lit_rl.cli.build import build
 
 ROOT = Path(lit_rl.__file__).parents[1]
 ROWS = table_rows(ROOT / "docs" / "papers.md")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def registered() -> None:
-    schemas.register()
-
-
+@pytest.mark.all
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_the_command_of_a_paper_composes_and_builds(row: list[str]) -> None:
     words = row[1].strip("`").split()
     assert words[:2] == ["python", "train.py"]
-    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
-        tree = plain(compose("config", overrides=words[2:]))
-    assert build(tree["algo"]) is not None
+    with left_as_found():
+        assert build(tree_of(*words[2:])["algo"]) is not None
 
 
 def test_every_paper_that_the_code_names_is_told() -> None:

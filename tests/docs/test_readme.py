@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from composed_configs import tree_of
 from doc_blocks import Block, blocks, table_rows
 from doc_runs import SMALL, left_as_found
-from hydra import compose, initialize_config_module
 
 from lit_rl import errors
-from lit_rl.cli import schemas
-from lit_rl.cli.build import plain
 
 Train = Callable[..., int]
 
@@ -63,15 +61,27 @@ def small(words: list[str], number: int) -> list[str]:
 
 def composes(overrides: list[str]) -> None:
     """The config is sound, as far as it can be known without a network or a second process."""
-    with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
-        schemas.register()
-        plain(compose("config", overrides=overrides))
+    with left_as_found():
+        tree_of(*overrides)
+
+
+def test_the_commands_of_the_readme_compose(root: Path, cwd: Path) -> None:
+    """`make test` composes them; `make test-all` runs them."""
+    prepare(cwd, blocks(root / "README.md"), root)
+    commands = [
+        words for block in blocks(root / "README.md") for words in block.commands if words[:2] == ["python", "train.py"]
+    ]
+    plain_ones = [words[2:] for words in commands if not any(word.startswith("-") for word in words)]
+    assert plain_ones
+    for overrides in plain_ones:
+        composes(overrides)
 
 
 RUN = ["README.md", "docs/rewards.md", "docs/data.md", "docs/datasets.md", "docs/configuration.md"]
 """Documents whose commands are run."""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", RUN)
 def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train: Train) -> None:
     found = blocks(root / name)
@@ -94,6 +104,7 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
     assert ran > 0
 
 
+@pytest.mark.all
 def test_the_python_of_the_readme_runs(root: Path, cwd: Path) -> None:
     scripts = [block.text for block in blocks(root / "README.md") if block.language == "python" and not block.file]
     assert scripts

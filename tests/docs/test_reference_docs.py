@@ -33,6 +33,7 @@ def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
     assert reference.DOCUMENT.read_text() == reference.document(), "run: python scripts/config_reference.py"
 
 
+@pytest.mark.all
 def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
     """The places of the classes are written by hand in the script: the composed configs must have these keys."""
     keys: set[str] = set()
@@ -87,6 +88,7 @@ def test_the_batch_arithmetic_is_right(root: Path) -> None:
     assert ran >= 7 and not failed
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("sampled", [True, False])
 def test_the_learning_curve_is_drawn(root: Path, tmp_path: Path, sampled: bool) -> None:
     """With and without a summary; the first validation at a step is the one that is drawn."""

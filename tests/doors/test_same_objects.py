@@ -243,7 +243,7 @@ REFUSED = {
         ["algo/prompt_weights=density_ratio", "reference=ema"],
         "BCO",
         "EMA",
-        ["--model.prompt_weights=lit_rl.algorithms.density_ratio.DensityRatio"],
+        ["--model.prompt_weights=lit_rl.algorithms.terms.density_ratio.DensityRatio"],
     ),
     "nash_md": (
         ["reference.device=cpu", "sampling.max_new_tokens=4"],

@@ -14,6 +14,7 @@ import torch
 from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, next_logits, responses, spell
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import quick
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation import logits_process as peer
@@ -47,12 +48,12 @@ def shared(kind: str) -> nn.Module:
     return _policies.setdefault(kind, build(kind))
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=quick(ENGINES, {"native", "hf", "hf_continuous"}))
 def engine(request: pytest.FixtureRequest) -> Any:
     return ENGINES[request.param]()
 
 
-@pytest.fixture(params=["qwen2", "llama", "gpt2", "mistral"])
+@pytest.fixture(params=quick(["qwen2", "llama", "gpt2", "mistral"], {"qwen2", "gpt2"}))
 def policy(request: pytest.FixtureRequest) -> nn.Module:
     return shared(request.param)
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.utils import instantiate
 
 from lit_rl.cli import schemas
@@ -19,10 +18,7 @@ OTHERS = {"divergence": {"reverse_kl", "forward_kl", "js", "alpha"}, "verdict": 
 
 @pytest.fixture(scope="module")
 def composed():
-    for name, path in schemas.functions().items():
-        if path.startswith("lit_rl.ops.preference."):
-            node = schemas.schema(name, path, getattr(preference, name), keywords_only=True)
-            ConfigStore.instance().store(group="schemas", name=name, node=node)
+    schemas.register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         yield lambda *overrides: compose(overrides=list(overrides)).algo
 

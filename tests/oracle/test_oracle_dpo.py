@@ -8,6 +8,7 @@ import pytest
 import torch
 from oracle_cases import assert_same_step
 from oracle_dpo import LOSSES, SMOOTHED, make_trainer, our_batch, our_module, ours, theirs
+from tiers import quick
 
 from lit_rl.algorithms import DPO
 from lit_rl.ops.masking import masked_sum
@@ -25,7 +26,7 @@ DIVERGENCES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
+@pytest.fixture(scope="module", params=quick(["full", "lora"], {"full"}))
 def trl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make_trainer(tmp_path_factory.mktemp(request.param), lora=request.param == "lora")
 

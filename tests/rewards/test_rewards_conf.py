@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
+from composed_configs import config_of
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from trl.rewards.format_rewards import think_format_reward
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
-from lit_rl.cli import schemas
 from lit_rl.cli.build import build, prune
 from lit_rl.errors import ConfigError
 from lit_rl.rewards import ProcessRewardModel, RegexFormat, RemoteReward, RewardModel, Rewards
@@ -49,18 +47,14 @@ COLUMNS = {"answer": ["42", "42"], "source": ["sums", "word_problems"], "tests":
 
 
 @pytest.fixture
-def reward() -> Iterator[Callable[..., Rewards]]:
+def reward() -> Callable[..., Rewards]:
     """`reward("math")` is what `train.py reward=math` builds."""
-    schemas.register()
-    GlobalHydra.instance().clear()
 
     def made(name: str, *overrides: str) -> Rewards:
-        config = compose("config", [f"reward={name}", "sampling.max_new_tokens=10", *overrides])
+        config = config_of(f"reward={name}", "sampling.max_new_tokens=10", *overrides)
         return build(OmegaConf.to_container(config.reward, resolve=True))
 
-    with initialize_config_module("lit_rl.conf", version_base="1.3"):
-        yield made
-    GlobalHydra.instance().clear()
+    return made
 
 
 @pytest.mark.filterwarnings("ignore:CodeExecution")

@@ -391,6 +391,7 @@ def training(folder):
 
 
 @pytest.mark.faults
+@pytest.mark.all
 def test_a_fork_starts_its_own_workers_and_at_their_end_none_is_left(training):
     process = training("forks")
     first, *others = map(int, process.communicate(timeout=120)[0].split())
@@ -399,7 +400,9 @@ def test_a_fork_starts_its_own_workers_and_at_their_end_none_is_left(training):
     assert gone(first) and all(map(gone, others))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=[pytest.mark.faults, pytest.mark.all])]
+)
 def test_a_training_that_is_killed_leaves_no_worker_even_inside_c_code(training, number):
     process = training("hangs")
     idle = int(process.stdout.readline())

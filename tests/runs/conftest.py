@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dist_equal import in_processes
 from hydra.core.global_hydra import GlobalHydra
 
 from lit_rl import cli
@@ -56,6 +57,16 @@ def _processes(root: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         if child.poll() is None:
             child.kill()
             child.wait()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left, in a folder for each list of `dist_jobs` that a test of this session reads."""
+    import dist_jobs  # not before: it imports every list
+
+    files = {item.path.stem for item in request.session.items}
+    wanted = [name for name in dist_jobs.LISTS if f"test_dist_{name}" in files]
+    return in_processes(dist_jobs.__file__, tmp_path_factory.mktemp("two_ranks"), *wanted)
 
 
 @pytest.fixture

@@ -65,14 +65,14 @@ def train_and_leave(module: Any, data: Any, runner: L.Trainer, path: Path, **bes
     runner.strategy.barrier()
 
 
-def in_processes(script: str, folder: Path) -> Path:
-    """Run `python script folder` to its end, in a session of its own, and return the folder. It starts the others."""
+def in_processes(script: str, folder: Path, *names: str) -> Path:
+    """Run `python script folder names` to its end, in a session of its own; return the folder. It starts others."""
     child = subprocess.Popen(
-        [sys.executable, script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        [sys.executable, script, str(folder), *names], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
-        output, _ = child.communicate(timeout=900)
+        output, _ = child.communicate(timeout=2400)
     finally:
         if child.poll() is None:
             os.killpg(child.pid, 9)

@@ -1,8 +1,7 @@
-"""Short runs of offline methods, in one process or in two: `python dist_offline.py FOLDER` runs all of them in two."""
+"""Short runs of offline methods, in one process or in two (`dist_jobs.py`)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,3 @@ def main(folder: Path) -> None:
     (folder / "fsdp").mkdir(exist_ok=True)
     for name in ("dpo", "aot"):
         run(name, folder / "fsdp", 2, accumulate=2, strategy=FSDP2Strategy())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

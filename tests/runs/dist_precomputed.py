@@ -1,8 +1,7 @@
-"""Short DPO runs, of losses over the step and a precomputed reference: `python dist_precomputed.py FOLDER`."""
+"""Short DPO runs, of losses over the step and a precomputed reference, in one process or in two (`dist_jobs.py`)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ def run(name: str, folder: Path, devices: int) -> None:
         torch.save({"weights": module.policy.state_dict(), "metrics": metrics}, folder / f"{name}.pt")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for each in RUNS:
-        run(each, Path(sys.argv[1]), 2)
+def main(folder: Path) -> None:
+    for name in RUNS:
+        run(name, folder, 2)

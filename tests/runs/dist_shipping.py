@@ -1,8 +1,7 @@
-"""Ships policies from two processes and leaves what each of them got: `python dist_shipping.py FOLDER`."""
+"""Ships policies from two processes and leaves what each of them got (`dist_jobs.py`)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +77,9 @@ class Ships(L.LightningModule):
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     rows = torch.utils.data.DataLoader(torch.arange(5, 37).view(2, 16), batch_size=1)  # pyright: ignore
     for name, strategy in STRATEGIES.items():
         (folder / name).mkdir(exist_ok=True)
         for kind in KINDS:
             made = strategy if isinstance(strategy, str) else strategy()
             dist_equal.trainer(folder, 2, strategy=made, max_steps=1).fit(Ships(kind, folder / name), rows)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

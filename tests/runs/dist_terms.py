@@ -1,7 +1,4 @@
-"""Short runs with one term each, in one process or in two: `python dist_terms.py FOLDER` runs all of them in two.
-
-The two are started once and take one run after another; what each run did is left in the folder.
-"""
+"""Short runs with one term each, in one process or in two (`dist_jobs.py`); what each run did is left in the folder."""
 
 from __future__ import annotations
 
@@ -114,12 +111,7 @@ def run(name: str, folder: Path, devices: int, **more: Any) -> None:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     for name in shapes():
         run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
     run("ppo", folder / "fsdp", 2, strategy=FSDP2Strategy())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,13 +1,11 @@
-"""Short runs of methods that write what they learn from, in one process or in two: `python dist_written.py FOLDER`."""
+"""Short runs of methods that write what they learn from, in one process or in two (`dist_jobs.py`)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import dist_equal
-import torch
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 
@@ -52,13 +50,8 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any)
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     for name in SHAPES:
         run(name, folder, 2, accumulate=2)
     (folder / "fsdp").mkdir(exist_ok=True)
     for name in SHARDED:
         run(name, folder / "fsdp", 2, strategy=FSDP2Strategy())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -37,6 +37,8 @@ from lit_rl.models.policy.text_forward import score_texts, text_logits
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd
 from lit_rl.rollout import Completions, Sampling
 
+pytestmark = [pytest.mark.all, pytest.mark.xdist_group("bf16")]
+
 STEPS = 8
 SAMPLING = Sampling(max_new_tokens=4)
 STUDENT = LanguageModel("tiny", init_kwargs={"num_hidden_layers": 1, "layer_types": ["full_attention"]})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
+from tiers import quick
 
 pytestmark = pytest.mark.dist
 
@@ -63,13 +64,14 @@ def _tiny(monkeypatch, tiny_dir):
     monkeypatch.setenv("LIT_RL_TINY", str(tiny_dir))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", quick(SHAPES, ["kl-and-accumulation"]))
 def test_ddp_equals_one_process(shape, process, train, tmp_path):
     assert train(*SMALL, *SGD, *SHAPES[shape], f"run_dir={tmp_path / 'one'}") == 0
     finished(process, tmp_path / "two", *SGD, *SHAPES[shape], "strategy=ddp", *TWO)
     assert_close_runs(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.all
 def test_fsdp_with_a_reference_matches_one_process_and_ddp_and_exports(process, train, tmp_path):
     shape = SHAPES["kl-and-accumulation"]
     assert train(*SMALL, *SGD, *shape, f"run_dir={tmp_path / 'one'}") == 0
@@ -82,6 +84,7 @@ def test_fsdp_with_a_reference_matches_one_process_and_ddp_and_exports(process, 
     assert "largest difference 0" in json.loads((two / "summary.json").read_text())["export"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_resume_exactly(strategy, process, tmp_path):
     overrides = [

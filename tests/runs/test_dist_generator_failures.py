@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from runs_helpers import SMALL, assert_same_run
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 RUN = [
     *(*SMALL, "trainer.accelerator=cpu", "trainer.devices=2", "trainer.max_steps=5"),

@@ -8,15 +8,15 @@ from pathlib import Path
 import dist_equal
 import dist_offline
 import pytest
-from dist_equal import Ones, in_processes, left
+from dist_equal import Ones, left
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
+def two(two_ranks: Path) -> Path:
     """What two processes left behind."""
-    return in_processes(dist_offline.__file__, tmp_path_factory.mktemp("two"))
+    return two_ranks / "offline"
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import dist_precomputed
 import pytest
-from dist_equal import Ones, assert_equal_runs, in_processes, left
+from dist_equal import Ones, assert_equal_runs, left
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(two_ranks: Path) -> Path:
     """What two processes left behind."""
-    return in_processes(dist_precomputed.__file__, tmp_path_factory.mktemp("two"))
+    return two_ranks / "precomputed"
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import dist_shipping
 import pytest
 import torch
-from dist_equal import in_processes
 from dist_shipping import KINDS, STRATEGIES, policy_of
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -16,13 +14,13 @@ from safetensors.torch import load_file
 from lit_rl.models import LanguageModel
 from lit_rl.models.export.shipping import weight_shapes, whole_weights
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
+def two(two_ranks: Path) -> Path:
     """What two processes left behind."""
-    return in_processes(dist_shipping.__file__, tmp_path_factory.mktemp("shipping"))
+    return two_ranks / "shipping"
 
 
 @pytest.fixture(params=STRATEGIES)

@@ -11,17 +11,17 @@ from pathlib import Path
 import dist_equal
 import dist_written
 import pytest
-from dist_equal import Ones, in_processes, left
+from dist_equal import Ones, left
 
 from lit_rl.algorithms.gkd import writer_of
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
+def two(two_ranks: Path) -> Path:
     """What two processes left behind."""
-    return in_processes(dist_written.__file__, tmp_path_factory.mktemp("two"))
+    return two_ranks / "written"
 
 
 @pytest.fixture(scope="module")

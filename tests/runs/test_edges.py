@@ -26,6 +26,7 @@ def nothing(tmp_path):
     return ["reward=function", f"reward.fn={tmp_path}/nothing.py:never"]
 
 
+@pytest.mark.all
 def test_rollouts_without_any_reward_move_no_weight_and_are_counted(nothing, train, tmp_path, tiny_dir):
     run = tmp_path / "run"
     assert train(*SMALL, *nothing, "trainer.max_steps=3", "optimizer.weight_decay=0.1", f"run_dir={run}") == 0
@@ -40,6 +41,7 @@ def test_many_rollouts_without_any_reward_end_the_run(nothing, train, tmp_path, 
     assert "never returned None for every completion of 8 rollouts" in capsys.readouterr().err
 
 
+@pytest.mark.all
 def test_a_checkpoint_of_another_run_is_never_mixed_into_a_finished_one(train, tmp_path, capsys):
     for name in ("a", "b"):
         assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / name}") == 0
@@ -53,12 +55,14 @@ def test_a_checkpoint_of_another_run_is_never_mixed_into_a_finished_one(train, t
     assert newest(tmp_path / "c")["global_step"] == 2 and (tmp_path / "a" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("task", ["eval", "test", "predict"])
 def test_last_without_a_checkpoint_is_no_evaluation_of_something_else(task, train, tmp_path, capsys):
     assert train(*SMALL, f"task={task}", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 7
     assert "no whole checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("task", ["eval", "test", "predict"])
 def test_tasks_write_beside_the_run_and_nothing_when_dry(task, train, tmp_path):
     run = tmp_path / "run"
@@ -86,6 +90,7 @@ def test_evaluation_lengths_are_checked_before_weights_are_loaded(train, tmp_pat
     assert "eval.max_new_tokens=100000" in error and "512" in error
 
 
+@pytest.mark.all
 def test_value_clipping_still_reports_the_norm(train, tmp_path):
     run = tmp_path / "run"
     clip = ["trainer.gradient_clip_algorithm=value", "trainer.gradient_clip_val=0.001", "algo.group_size=8"]
@@ -153,6 +158,7 @@ def test_tables_escape_what_a_model_wrote_and_live_with_unscored_rows(capsys):
     assert "[bold]" in capsys.readouterr().out and printable("a\x00b") == "a\\x00b"
 
 
+@pytest.mark.all
 def test_no_progress_bar_and_no_checkpoints_mean_what_they_say(train, tmp_path, capsys):
     run = tmp_path / "run"
     quiet = ["trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"]

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from lit_rl.callbacks import EMAWeights
 from lit_rl.errors import ConfigError
 
+pytestmark = pytest.mark.all
+
 RUN = [
     *SMALL,
     "callbacks=ema",

@@ -52,6 +52,7 @@ def finish(process, run_dir: Path) -> None:
     assert child.returncode == 0, output
 
 
+@pytest.mark.all
 def test_sigkill_between_any_two_moments(process, tmp_path, whole):
     run_dir = tmp_path / "run"
     for rollout in (2, 7, 16):
@@ -75,6 +76,7 @@ def test_sigkill_while_a_checkpoint_is_written(process, tmp_path, whole):
     assert not partial()  # what the killed process left is gone
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_outside_the_training_leaves_with_its_code_too(process, tmp_path, number, code):
     """In the first validation, made long: nothing is trained yet, and the next start begins anew."""
@@ -88,6 +90,7 @@ def test_a_signal_outside_the_training_leaves_with_its_code_too(process, tmp_pat
     assert "ckpt_path=last" in output and rollouts(run_dir) == 0
 
 
+@pytest.mark.all
 def test_a_second_signal_ends_at_once(process, tmp_path):
     run_dir = tmp_path / "run"
     slow = ["trainer.accumulate_grad_batches=32", "callbacks.samples.print=0", "eval.limit=2"]
@@ -100,6 +103,7 @@ def test_a_second_signal_ends_at_once(process, tmp_path):
     assert child.returncode == 130, output
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_and_leaves_with_its_code(process, tmp_path, whole, number, code):
     run_dir = tmp_path / "run"

@@ -35,6 +35,7 @@ def whole_runs(tmp_path_factory):
     return tmp_path_factory.mktemp("whole")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("shape", "step", "call", "saved"), CASES)
 def test_it_saves_where_it_stands_and_going_on_equals_the_whole_run(
     train, whole_runs, tmp_path, monkeypatch, capsys, shape, step, call, saved

@@ -197,6 +197,7 @@ RUN = [
 """Eight optimizer steps on four rollouts: odd ones end inside a rollout."""
 
 
+@pytest.mark.all
 def test_a_resumed_runs_files_are_the_same_and_they_load(train, tmp_path):
     whole = tmp_path / "whole"
     assert train(*RUN, f"run_dir={whole}") == 0
@@ -227,6 +228,7 @@ def test_a_resumed_runs_files_are_the_same_and_they_load(train, tmp_path):
 
 
 @pytest.mark.dist
+@pytest.mark.all
 def test_the_rows_of_two_processes_are_those_of_one(process, train, tmp_path):
     overrides = [*SMALL, "callbacks=preference_sets", "trainer.accelerator=cpu", "trainer.max_steps=1"]
     assert train(*overrides, f"run_dir={tmp_path / 'one'}") == 0

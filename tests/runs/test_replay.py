@@ -31,6 +31,8 @@ from lit_rl.ops.selection import top_entropy
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Rollout, Sampling
 
+pytestmark = [pytest.mark.all, pytest.mark.xdist_group("replay")]
+
 RUN = [
     *SMALL,
     "trainer.max_steps=6",

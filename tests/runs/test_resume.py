@@ -31,6 +31,7 @@ def whole_runs(tmp_path_factory):
     return {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("shape", SHAPES)
 def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_path):
     whole = tmp_path / "whole"
@@ -46,6 +47,7 @@ def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_pat
         assert_same_run(whole, again)
 
 
+@pytest.mark.all
 def test_the_comparison_can_fail(train, tmp_path):
     """Another seed is another run: weights and metrics differ."""
     overrides = [*SMALL, "trainer.max_steps=2"]
@@ -69,6 +71,7 @@ def test_last_without_a_checkpoint_starts_anew_and_says_so(train, tmp_path, caps
     assert "starting anew" in capsys.readouterr().out
 
 
+@pytest.mark.all
 def test_a_truncated_checkpoint_is_passed_over_for_the_one_before(train, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
     overrides = [*SMALL, *EVERY_STEP]
@@ -96,6 +99,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
     assert "not of this model" in capsys.readouterr().err
 
 
+@pytest.mark.all
 def test_a_checkpoint_holds_what_is_trained_and_no_reference(train, tmp_path):
     assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'full'}", "algo.beta=0.1") == 0
     assert all(name.startswith("policy.") for name in newest(tmp_path / "full")["state_dict"])
@@ -103,6 +107,7 @@ def test_a_checkpoint_holds_what_is_trained_and_no_reference(train, tmp_path):
     assert all("lora_" in name for name in newest(tmp_path / "lora")["state_dict"])
 
 
+@pytest.mark.all
 def test_metrics_are_one_row_a_rollout_and_one_a_validation(train, tmp_path):
     assert train(*SMALL, f"run_dir={tmp_path / 'run'}") == 0
     table = rows(tmp_path / "run")

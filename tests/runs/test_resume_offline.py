@@ -7,6 +7,8 @@ import json
 import pytest
 from runs_helpers import assert_same, assert_same_run, interrupted, newest, rows
 
+pytestmark = pytest.mark.all
+
 QUICK = [
     "data.task.max_operand=5",
     "data.task.val_rows=4",

@@ -74,6 +74,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_actor_and_a_critic_go_on_from_the_middle_of_a_rollout(shape, train, tmp_path):
     whole = assert_resumes(train, tmp_path, [*QUICK, *EVERY_STEP, *PPO, "trainer.max_steps=8", *SHAPES[shape]], (3,))
@@ -83,6 +84,7 @@ def test_an_actor_and_a_critic_go_on_from_the_middle_of_a_rollout(shape, train, 
         assert all("lora_" in name or "head" in name for name in names)
 
 
+@pytest.mark.all
 def test_supervised_text_goes_on_where_it_was(train, tmp_path):
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(7)))
@@ -98,6 +100,7 @@ OF_TWO = {
 
 
 @pytest.mark.dist
+@pytest.mark.all
 @pytest.mark.parametrize("overrides", OF_TWO.values(), ids=OF_TWO)
 def test_two_processes_go_on_from_the_middle_of_a_rollout(overrides, process, tmp_path):
     """Every rank has its own buffer, its own half-used rollout and its own noise."""
@@ -124,6 +127,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("first", "second", "words"), OTHERS.values(), ids=OTHERS)
 def test_a_checkpoint_of_other_terms_is_refused(first, second, words, train, tmp_path, capsys):
     run_dir = f"run_dir={tmp_path / 'run'}"

@@ -11,6 +11,8 @@ from runs_helpers import assert_same, assert_same_run, interrupted, newest, rows
 
 from lit_rl.models.policy.language_model import LanguageModel
 
+pytestmark = pytest.mark.all
+
 QUICK = [
     "trainer.max_steps=9",
     "trainer.accumulate_grad_batches=2",

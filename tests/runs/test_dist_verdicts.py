@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from offline_verdict_ranks import RUNS
+from dist_verdicts import RUNS, run
 
 from lit_rl.models import LanguageModel
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.all]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(two_ranks: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """What one process left, and what two did."""
-    made = []
-    for devices in (1, 2):
-        folder = tmp_path_factory.mktemp(f"devices{devices}")
-        command = [sys.executable, str(Path(__file__).with_name("offline_verdict_ranks.py")), str(folder), str(devices)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-        assert done.returncode == 0, done.stderr
-        made.append(folder)
-    return made
+    folder = tmp_path_factory.mktemp("one")
+    for name in RUNS:
+        run(name, folder, 1)
+    return [folder, two_ranks / "verdicts"]
 
 
 @pytest.mark.parametrize("name", RUNS)

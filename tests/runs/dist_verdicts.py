@@ -1,8 +1,7 @@
-"""Short runs of KTO and BCO with a precomputed reference: `python offline_verdict_ranks.py FOLDER DEVICES`."""
+"""Short runs of KTO and BCO with a precomputed reference, in one process or in two (`dist_jobs.py`)."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ def run(name: str, folder: Path, devices: int) -> None:
         torch.save({"weights": module.policy.state_dict(), "metrics": metrics}, folder / f"{name}.pt")
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for each in RUNS:
-        run(each, Path(sys.argv[1]), int(sys.argv[2]))
+def main(folder: Path) -> None:
+    for name in RUNS:
+        run(name, folder, 2)

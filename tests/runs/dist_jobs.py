@@ -1,0 +1,34 @@
+"""The lists of short runs over two processes: `python dist_jobs.py FOLDER NAME ...` starts the two once for all.
+
+What a list leaves is in a folder of its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import dist_offline
+import dist_precomputed
+import dist_shipping
+import dist_terms
+import dist_verdicts
+import dist_written
+import torch
+
+LISTS = {
+    "offline": dist_offline.main,
+    "precomputed": dist_precomputed.main,
+    "shipping": dist_shipping.main,
+    "terms": dist_terms.main,
+    "verdicts": dist_verdicts.main,
+    "written": dist_written.main,
+}
+"""By the name of the test file: `test_dist_NAME.py` reads what the list leaves."""
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    base, *names = sys.argv[1:]
+    for name in names:
+        (Path(base) / name).mkdir(exist_ok=True)
+        LISTS[name](Path(base) / name)
