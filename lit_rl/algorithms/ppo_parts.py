@@ -16,7 +16,7 @@ from lit_rl.ops.losses import MAX_LOG_RATIO
 from lit_rl.ops.masking import masked_moments, masked_sum
 from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.step import Metrics
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 if TYPE_CHECKING:

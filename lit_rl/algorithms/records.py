@@ -17,7 +17,7 @@ from lit_rl.errors import RewardError
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any, final
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.returns import reinforce_plus_plus
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 
 
 @final

@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 ONE = torch.device("cpu")

@@ -34,7 +34,7 @@ from lit_rl.errors import ConfigError, RewardError
 from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
 from lit_rl.ops import preference
 from lit_rl.rewards import exact_match
-from lit_rl.rewards.judges import RewardJudge
+from lit_rl.rewards.judges.base import RewardJudge
 from lit_rl.rollout import Sampling, select
 
 LOSSES = {

@@ -26,8 +26,8 @@ from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.rewards.base import Scores, TrainerState
-from lit_rl.rewards.judges import RewardJudge, checked
+from lit_rl.rewards.judges.base import RewardJudge, check_verdicts
+from lit_rl.rewards.sums.weighted import Scores, TrainerState
 from lit_rl.rollout import PromptBatch
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Opponent:
             trainer_state=TrainerState(module.step, trainer.max_steps, trainer.current_epoch) if trainer else None,
             **columns,
         )
-        verdicts = checked(type(judge).__name__, verdicts, len(texts))
+        verdicts = check_verdicts(type(judge).__name__, verdicts, len(texts))
         wins = [math.nan if v is None else 1 - v if turn else v for v, turn in zip(verdicts, turned)]
         return Duels(torch.tensor(wins, dtype=torch.float64), theirs)
 

@@ -22,8 +22,8 @@ from lit_rl.algorithms.records import Scored
 from lit_rl.algorithms.rollouts.micro_batches import step_counts
 from lit_rl.algorithms.rollouts.opponents import policys_own
 from lit_rl.generation.collect import as_reward_input, response_ids
-from lit_rl.rewards.base import Scores, TrainerState
-from lit_rl.rewards.judges import Judge, checked
+from lit_rl.rewards.judges.base import Judge, check_verdicts
+from lit_rl.rewards.sums.weighted import Scores, TrainerState
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 WIN_RATE = "judge/win_rate"
@@ -37,7 +37,7 @@ class OnlinePairs(OnPolicyModule, ABC):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function. What the default judge compares; None where the judge
             needs no rewards.
-        judge: Says which of two completions is better: a judge of `lit_rl.rewards.judges`, or a function. None compares
+        judge: Says which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
             the summed rewards. Of more than two completions a prompt it is asked about every pair. Win rates of
             validation (`eval.win_rate_against`) are by the same one.
         beta: Strength of the KL to the reference, above 0; or a list, one for each epoch, the last for all after it.
@@ -94,7 +94,7 @@ class OnlinePairs(OnPolicyModule, ABC):
             trainer_state=TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else None,
             **{name: [values[a] for a, _ in duels] for name, values in columns.items()},
         )
-        verdicts = checked(type(self.judge).__name__, verdicts, len(duels))
+        verdicts = check_verdicts(type(self.judge).__name__, verdicts, len(duels))
         wins = _win_rates(len(texts), duels, verdicts)
         logged["judge/failures"] = float(verdicts.count(None)), len(verdicts)  # pyright: ignore
         flat = [

@@ -21,7 +21,7 @@ from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, Rollout, select
 
 

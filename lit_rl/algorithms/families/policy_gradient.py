@@ -41,7 +41,7 @@ from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals, token_mean
 from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.base import Rewards, Scores
+from lit_rl.rewards.sums.weighted import Rewards, Scores
 from lit_rl.rollout import Completions, Rollout
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, select
 
 _PROMPT = ("prompt_ids", "prompt_mask")

@@ -9,7 +9,7 @@ import torch
 
 from lit_rl.algorithms.terms.groups import Selected
 from lit_rl.errors import ConfigError
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.kl import k1
 from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, Rollout
 
 if TYPE_CHECKING:
