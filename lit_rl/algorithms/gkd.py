@@ -34,7 +34,7 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.models.policy.text_forward import refuse_leaks, text_logits
 from lit_rl.models.reference.base import OnCPU, Scorer
-from lit_rl.models.reference.base.teacher import Teacher
+from lit_rl.models.reference.teacher import Teacher
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd

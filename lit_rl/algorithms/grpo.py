@@ -23,7 +23,7 @@ from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.reductions import token_mean
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 
 
 @final

@@ -29,8 +29,8 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens, mean_of
-from lit_rl.rewards.base import Rewards
-from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.judges.base import Judge
+from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select
 
 

@@ -24,8 +24,8 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.base import Rewards
-from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.judges.base import Judge
+from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Rollout
 
 

@@ -47,7 +47,7 @@ from lit_rl.ops.reductions import StepTotals, token_mean
 from lit_rl.ops.returns import gae
 from lit_rl.ops.step import Metrics, StepTokens, Summed
 from lit_rl.ops.values import clipped_value_loss, value_sums
-from lit_rl.rewards.base import Rewards, Scores
+from lit_rl.rewards.sums.weighted import Rewards, Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 

@@ -19,7 +19,7 @@ from lit_rl.examples import Totals
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Rollout
 
 MAX_UNSCORED = 8

@@ -21,7 +21,7 @@ from lit_rl.ops.kl import corrected_k3
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.reductions import token_mean
 from lit_rl.ops.returns import reinforce_plus_plus
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 
 
 @final

@@ -25,7 +25,7 @@ from lit_rl.ops.kl import corrected_k3
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.ratios import sequence_sum_ratio
 from lit_rl.ops.reductions import sequence_mean
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 
 SEQUENCE_CLIPPED = partial(clipped_policy_loss, ratio=sequence_sum_ratio)
 """The clipped surrogate with the ratio of the whole sequence."""

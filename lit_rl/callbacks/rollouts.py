@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.rollouts import state
 from lit_rl.errors import StorageError, in_range
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions
 
 STEP_FILES = f"step_{'[0-9]' * 8}.pt"

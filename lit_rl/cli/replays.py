@@ -20,7 +20,7 @@ from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
 from lit_rl.commands.replay import Replay, replay
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 
 KEYS = (
     "run_dir",

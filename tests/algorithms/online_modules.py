@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_rl.algorithms.families.judged import WIN_RATE
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 VOCABULARY = 12

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms import ranks as processes
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 ONE = torch.device("cpu")

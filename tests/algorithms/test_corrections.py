@@ -13,8 +13,8 @@ from copied_engines import CopiedPolicyGenerator
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, Constant, Evaluation, Reinforce
-from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.cli.build import build
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lit_rl.algorithms.terms.best_of_group import BestOfGroup
 from online_modules import (
     completions,
     exchanged,
@@ -26,7 +27,6 @@ from lit_rl.algorithms import Constant, OnlineDPO
 from lit_rl.algorithms.families.judged import WIN_RATE
 from lit_rl.algorithms.families.judged_pairs import best_and_worst, compared
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.algorithms.terms.best_of_group import BestOfGroup
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -34,7 +34,7 @@ from lit_rl.errors import ConfigError, RewardError
 from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
 from lit_rl.ops import preference
 from lit_rl.rewards import exact_match
-from lit_rl.rewards.judges import RewardJudge
+from lit_rl.rewards.judges.base import RewardJudge
 from lit_rl.rollout import Sampling, select
 
 LOSSES = {

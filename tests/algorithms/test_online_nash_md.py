@@ -18,7 +18,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.models.reference.base import FrozenCopy, ReferenceFree
 from lit_rl.rewards import exact_match
-from lit_rl.rewards.judges import RewardJudge
+from lit_rl.rewards.judges.base import RewardJudge
 from lit_rl.rollout import Completions, Sampling
 
 LENGTHS = (4, 2, 3, 5, 1, 4, 2, 2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.algorithms.ranks import Ranks
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 
 
 @given(n=st.integers(1, 7), data=st.data())

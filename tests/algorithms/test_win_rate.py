@@ -39,7 +39,7 @@ from lit_rl.errors import ConfigError, RewardError
 from lit_rl.generation.collect import collect
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
-from lit_rl.rewards.judges import RewardJudge
+from lit_rl.rewards.judges.base import RewardJudge
 from lit_rl.rollout import Sampling
 
 NAMES = ("win_rate", "win_rate_low", "win_rate_high", "win_rate_ties", "win_rate_unjudged")

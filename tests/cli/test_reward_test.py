@@ -68,7 +68,7 @@ def test_messages_own_completions_and_rows_that_no_function_applies_to(ask, tmp_
 @pytest.mark.parametrize(
     ("reward", "code", "told"),
     [
-        (["reward=function", "reward.fn=lit_rl.rewards.text:Length"], 4, "is a class"),
+        (["reward=function", "reward.fn=lit_rl.rewards.builtin.text:Length"], 4, "is a class"),
         (["reward=recipes", "reward.column=kind"], 4, "no column 'kind'"),
         (["reward=reward_model"], 2, "reward.functions.reward_model.name"),
         (["reward=code"], 2, "no sandbox"),

@@ -34,7 +34,7 @@ from lit_rl.models.reference.base import FrozenCopy
 from lit_rl.ops import advantages, kl, losses, mismatch, ratios, reductions, selection
 from lit_rl.ops.mismatch import effective_share
 from lit_rl.ops.step import Effective, Highest, Lowest, Metrics
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, Rollout, Sampling
 
 MODEL = LanguageModel("tiny")

@@ -16,7 +16,7 @@ from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.models import LanguageModel
 from lit_rl.models.reference.base import AdapterBase, FrozenCopy
 from lit_rl.ops import preference
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Sampling, select
 
 PROMPTS = ["ab", "cde", "f", "ghij"]

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lit_rl.errors import BackendError, ConfigError, DataError, RewardError, StorageError
-from lit_rl.rewards import Rewards, calls
-from lit_rl.rewards.cache import Cache, key_of
+from lit_rl.rewards import Rewards
+from lit_rl.rewards.execution import caller
+from lit_rl.rewards.execution.cache import Cache, key_of
 
 COMPLETIONS = ["1", "x", "3", "", "5"]
 
@@ -147,7 +148,7 @@ def test_after_so_many_hangs_the_rest_of_the_batch_is_not_tried(monkeypatch):
         tried.append(len(completions))
         await asyncio.sleep(600)
 
-    monkeypatch.setattr(calls, "MAX_HANGS", 2)
+    monkeypatch.setattr(caller, "MAX_HANGS", 2)
     with pytest.warns(UserWarning, match="TimeoutError"):
         scores = score(Rewards({"f": my_reward}, on_error=0.0, timeout=0.05, max_concurrent=1))
     assert tried == [5, 1, 1]

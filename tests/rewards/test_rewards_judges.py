@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.rewards.judge_api import TEMPLATE, LLMJudge, verdict_of
-from lit_rl.rewards.judge_functions import FunctionJudge, PairwiseJudge, as_judge
-from lit_rl.rewards.judges import Judge, RewardJudge, checked
+from lit_rl.rewards.judges.base import Judge, RewardJudge, check_verdicts
+from lit_rl.rewards.judges.functions import FunctionJudge, PairwiseJudge, as_judge
+from lit_rl.rewards.judges.language_model import TEMPLATE, LLMJudge, verdict_of
 
 REWARDS = {"first_rewards": [1.0, 0.0, 2.0, None], "second_rewards": [0.0, 3.0, 2.0, 1.0]}
 FOUR = (["p"] * 4, ["a", "bb", "c", "dd"], ["aa", "b", "d", "e"])
@@ -72,7 +72,7 @@ class TestFunctions:
         with pytest.raises(RewardError, match="list of 4"):
             FunctionJudge(lambda prompts, firsts, seconds: [0.5])(*FOUR)
         with pytest.raises(RewardError, match="list of 4"):
-            checked("j", [0.5], 4)
+            check_verdicts("j", [0.5], 4)
 
     def test_an_error_ends_the_run_or_is_a_pair_without_a_verdict(self) -> None:
         def judge(prompt, first, second):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from math_verify import parse, verify
 
 from lit_rl.rewards import Rewards, boxed, final_answer, math_answer
-from lit_rl.rewards.math import normalise, number, same_answer
+from lit_rl.rewards.builtin.math import normalise, number, same_answer
 
 BOXES = {
     r"so \boxed{5}.": "5",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lit_rl.generation.collect import as_reward_input
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch
 
 

@@ -12,7 +12,7 @@ import torch
 from lit_rl.algorithms.evaluation.statistics import mean_with_interval, pass_at_k
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.errors import in_range
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 

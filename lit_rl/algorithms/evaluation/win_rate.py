@@ -26,8 +26,8 @@ from lit_rl.generation.base import Generator
 from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.rewards.base import TrainerState
-from lit_rl.rewards.judges import Judge, checked
+from lit_rl.rewards.judges.base import Judge, check_verdicts
+from lit_rl.rewards.sums.weighted import TrainerState
 from lit_rl.rollout import PromptBatch, Sampling
 
 BASE = "base"
@@ -174,7 +174,7 @@ def compare(
         trainer_state=trainer_state,
         **columns,  # pyright: ignore[reportArgumentType]
     )
-    verdicts = checked(type(judge).__name__, verdicts, len(ours))
+    verdicts = check_verdicts(type(judge).__name__, verdicts, len(ours))
     wins = [math.nan if v is None else 1 - v if turn else v for v, turn in zip(verdicts, turned)]
     return torch.tensor(wins, dtype=torch.float64)
 

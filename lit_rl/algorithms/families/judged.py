@@ -21,8 +21,8 @@ from lit_rl.algorithms.preflight.sampling import sampling_teaches
 from lit_rl.algorithms.rollouts.opponents import policy_rows, without_opponent
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.generation.collect import as_reward_input, response_ids
-from lit_rl.rewards.base import Scores
-from lit_rl.rewards.judges import Judge, checked
+from lit_rl.rewards.judges.base import Judge, check_verdicts
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, Rollout, select
 
 WIN_RATE = "judge/win_rate"
@@ -36,7 +36,7 @@ class JudgedModule(OnPolicyModule, ABC):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function. What the default judge compares; None where the judge
             needs no rewards.
-        judge: Says which of two completions is better: a judge of `lit_rl.rewards.judges`, or a function. None compares
+        judge: Says which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
             the summed rewards. Of more than two completions a prompt it is asked about every pair. Win rates of
             validation (`eval.win_rate_against`) are by the same one.
         beta: Strength of the KL to the reference, above 0; or a list, one for each epoch, the last for all after it.
@@ -116,7 +116,7 @@ class JudgedModule(OnPolicyModule, ABC):
             trainer_state=self.trainer_state if self.trainer_or_none else None,
             **{name: [values[a] for a, _ in duels] for name, values in columns.items()},
         )
-        return list(checked(type(self.judge).__name__, verdicts, len(duels)))
+        return list(check_verdicts(type(self.judge).__name__, verdicts, len(duels)))
 
     def penalised(self, completions: Completions, scores: Scores) -> Tensor:
         """`(b,)`: the summed rewards, less the penalty where a completion did not end."""

@@ -47,7 +47,7 @@ from lit_rl.ops.kl import k1
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, Rollout
 
 

@@ -23,9 +23,9 @@ from lit_rl.generation.base import Generator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
-from lit_rl.rewards.base import Rewards, Scores, TrainerState
-from lit_rl.rewards.judge_functions import as_judge
-from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.judges.base import Judge
+from lit_rl.rewards.judges.functions import as_judge
+from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 
@@ -38,7 +38,7 @@ class GeneratingModule(PolicyModule):
         generator: Draws the completions. None is the in-process decode loop.
         sampling: How training completions are drawn.
         evaluation: How validation samples.
-        judge: Says which of two completions is better: a judge of `lit_rl.rewards.judges`, or a function. None compares
+        judge: Says which of two completions is better: a judge of `lit_rl.rewards`, or a function. None compares
             the summed rewards. Asked by `eval.win_rate_against`.
         shared: What every `PolicyModule` takes.
     """

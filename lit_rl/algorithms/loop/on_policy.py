@@ -29,7 +29,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import ForController, Metrics, StepTokens
-from lit_rl.rewards.base import Scores
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 

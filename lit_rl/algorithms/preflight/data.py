@@ -13,7 +13,7 @@ from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.generation.base import Generator
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.reference.base import Auto, Reference
-from lit_rl.rewards.base import Rewards
+from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Sampling
 
 

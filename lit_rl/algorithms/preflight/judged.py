@@ -11,7 +11,7 @@ from lit_rl.errors import ConfigError, in_range
 from lit_rl.generation.base import Generator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.reference.base import Reference, ReferenceFree
-from lit_rl.rewards.judges import Judge
+from lit_rl.rewards.judges.base import Judge
 
 
 def newest_policy(name: str, generator: Generator) -> None:

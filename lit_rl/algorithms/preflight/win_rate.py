@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.errors import ConfigError
-from lit_rl.rewards.judges import Judge, RewardJudge
+from lit_rl.rewards.judges.base import Judge, RewardJudge
 
 
 def can_be_compared(against: str, judge: Judge, rewards: Sequence[str], data: Any) -> None:

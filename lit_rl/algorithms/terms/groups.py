@@ -18,8 +18,8 @@ from lit_rl.errors import ConfigError, RewardError, in_range
 from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.step import Metrics
-from lit_rl.rewards.base import Scores
-from lit_rl.rewards.contract import keywords
+from lit_rl.rewards.functions.contract import keywords
+from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions
 
 

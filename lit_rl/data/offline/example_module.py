@@ -19,6 +19,7 @@ from lit_rl.data.offline.stream import Windows
 from lit_rl.data.offline.stream_loader import StreamLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sourced import SourcedDataModule
+from lit_rl.data.streams import RowStream
 from lit_rl.errors import ConfigError, in_range
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class ExampleDataModule(SourcedDataModule):
         )
         self.stream_buffer = stream_buffer
         if stream_buffer is not None:
-            streaming.check_settings(self, stream_buffer)
+            streaming.check_settings(self, stream_buffer, batch_size=batch_size, max_length=max_length)
         self._read_for: tuple[Any, Kind] | None = None
         self._windows: Windows | None = None
         self._corpus: ExampleCorpus | None = None
@@ -228,7 +229,10 @@ class ExampleDataModule(SourcedDataModule):
             )
         else:
             self._windows = None  # its rows go before others come
-            corpus, self._windows = streaming.begin(self, self.stream_buffer, val, tokenizer, kind)
+            sources, weights = [RowStream(source, self.on_bad_row) for source in self.sources], self.weights or (1.0,)
+            windows = Windows(sources, self.stream_buffer, weights, tokenizer, kind, self.options, self.batch_size)
+            corpus = streaming.corpus_beside(windows, val, tokenizer, self.options)
+            self._windows = windows
         for name, examples in corpus.val.items():
             if overlap := corpus.report[set_key(name)]["overlap"]:
                 rank_zero_warn(f"{overlap} of {len(examples)} rows of {set_key(name)} have a training prompt.")

@@ -10,52 +10,53 @@ import lightning as L
 
 from lit_rl.data.corpus import list_counts
 from lit_rl.data.offline.corpus import ExampleCorpus, streamed_corpus
-from lit_rl.data.offline.example import Kind
+from lit_rl.data.offline.read import ExampleOptions
 from lit_rl.data.offline.stream import Windows
+from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.sources import Rows
-from lit_rl.data.streams import RowStream
 from lit_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lit_rl.data.offline.example_module import ExampleDataModule
 
-
-def begin(
-    data: ExampleDataModule, size: int, val: Mapping[str, Rows], tokenizer: PreTrainedTokenizerBase, kind: Kind
-) -> tuple[ExampleCorpus, Windows]:
-    """The validation sets of a data module, without training rows, and the windows of its stream.
+def corpus_beside(
+    windows: Windows, val: Mapping[str, Rows], tokenizer: PreTrainedTokenizerBase, options: ExampleOptions
+) -> ExampleCorpus:
+    """The validation sets of a run whose training rows are a stream, and the report of the stream; no training rows.
 
     The first window is read, so that bad data shows at once.
 
     Args:
-        data: The data module.
-        size: Rows of a window.
-        val: The rows of its validation sets.
+        windows: The windows of the stream.
+        val: The rows of the validation sets, by name.
         tokenizer: The policy's.
-        kind: What the rows become.
+        options: How rows are read.
 
     Raises:
         DataError: a set cannot be used.
         ConfigError: a source cannot be read bit by bit.
         BackendError: the hub cannot be reached.
     """
-    sources = [RowStream(source, data.on_bad_row) for source in data.sources]
-    windows = Windows(sources, size, data.weights or (1.0,), tokenizer, kind, data.options, data.batch_size)
     first = windows.at(windows.start)
-    corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, tokenizer, data.options)
-    return replace(corpus, train=replace(first.data, examples=(), packs=None)), windows
+    corpus = streamed_corpus(first.data, first.sizes, windows.formats, val, tokenizer, options)
+    return replace(corpus, train=replace(first.data, examples=(), packs=None))
 
 
-def check_settings(data: ExampleDataModule, size: int) -> None:
+def check_settings(data: SourcedDataModule, size: int, *, batch_size: int, max_length: int | None) -> None:
     """
+    Args:
+        data: Where the rows come from.
+        size: `data.stream_buffer`, the rows of a window.
+        batch_size: Rows of one optimizer step.
+        max_length: Longest text, in tokens; None is no limit.
+
     Raises:
-        ConfigError: a setting of the data does not fit `stream_buffer`, which is `size`.
+        ConfigError: a setting of the data does not fit `stream_buffer`.
     """
-    if size < data.batch_size:
+    if size < batch_size:
         raise ConfigError(
-            f"data.stream_buffer={size} is below data.batch_size={data.batch_size}, the rows of one step: raise it; "
+            f"data.stream_buffer={size} is below data.batch_size={batch_size}, the rows of one step: raise it; "
             "some thousands are usual."
         )
     if not data.sources:
@@ -64,7 +65,7 @@ def check_settings(data: ExampleDataModule, size: int) -> None:
             f"data.stream_buffer={size} is for files and the hub; {key} is in memory whole: leave data.stream_buffer "
             "out, or write the rows to a .jsonl file and set data.path."
         )
-    if data.options.max_length is None:
+    if max_length is None:
         raise ConfigError(
             f"data.max_length=null with data.stream_buffer={size}: the longest row is not known before it is read, so "
             "whether it fits into the model is not either. Set data.max_length."

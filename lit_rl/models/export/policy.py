@@ -16,7 +16,6 @@ from lit_rl.models.export.card import model_card
 from lit_rl.models.export.checked_folder import ExportReport, write_checked
 from lit_rl.models.export.verify import verify
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loading import load_base
 from lit_rl.models.policy.trunk import base_of
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def _rebuild(description: LanguageModel, policy: nn.Module, state: Mapping[str, 
     config, generation_config = _configs(base_of(policy), description)
     if description.quantization is not None:
         # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
-        rebuilt: Any = load_base(unquantized(description))
+        rebuilt: Any = unquantized(description).load_base()
         rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id})
     else:
         rebuilt = _empty(config, description)

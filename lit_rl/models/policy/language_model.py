@@ -253,9 +253,44 @@ class LanguageModel:
             StorageError: weights are missing, damaged, of other shapes, or pickled.
             BackendError: the model cannot be reached, or a package is missing.
         """
-        from lit_rl.models.policy.loading import load
+        from lit_rl.models.policy import loading
 
-        return load(self)
+        loading.check_causal(self.name, self.config)
+        assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
+        base = self.load_base()
+        if self.disable_dropout:
+            loading.disable_dropout(base)
+        if self.lm_head_fp32:
+            loading.use_float32_head(base)
+        policy: PreTrainedModel | PeftModel = base
+        if self.lora is not None:
+            policy = self.lora.apply(base, new_tokens=self.new_tokens)
+        elif self.adapter is not None:
+            policy = loading.continue_adapter(base, self.adapter)
+        if self.gradient_checkpointing:
+            # The reentrant kind would give a LoRA policy no gradient: the embedding that feeds its layers is frozen.
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return policy.train()
+
+    def load_base(self) -> PreTrainedModel:
+        """The model without adapters, every weight checked to have come from the files.
+
+        Raises:
+            StorageError: weights are missing, damaged, of other shapes, or pickled.
+            BackendError: the model cannot be reached, or a package is missing.
+        """
+        from lit_rl.models.policy import loading
+
+        config, kwargs = self.config_and_kwargs
+        hub.refuse_pickle("model.name", self.path, "")
+        if self.attn_implementation is not None:
+            kwargs = {**kwargs, "attn_implementation": self.attn_implementation}
+        if self.quantization is not None:
+            kwargs = {**kwargs, "quantization_config": loading.quantization_config(self.quantization)}
+        base = loading.load_weights(self.name, self.path, config, dtype=self.dtype, **self._hub, **kwargs)
+        if self.chat_template is not None:
+            loading.add_embeddings(base, self.new_tokens)
+        return base
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

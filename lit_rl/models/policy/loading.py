@@ -1,4 +1,4 @@
-"""What `LanguageModel.load` does: weights in, a policy that is ready to train out."""
+"""The steps of `LanguageModel.load`: weights from files, new embeddings, dropout, the head, adapters."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from lit_rl.models.policy.language_model import LanguageModel
-
 
 class Float32Head(nn.Linear):
     """A language-model head that computes in float32, whatever the type of its weight and of autocast.
@@ -32,56 +30,32 @@ class Float32Head(nn.Linear):
             return F.linear(input.float(), self.weight.float(), bias)
 
 
-def load(model: LanguageModel) -> PreTrainedModel | PeftModel:
-    """See `LanguageModel.load`."""
-    check_causal(model.name, model.config)
-    assert model.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
-    base = load_base(model)
-    if model.disable_dropout:
-        disable_dropout(base)
-    if model.lm_head_fp32:
-        use_float32_head(base)
-    policy: PreTrainedModel | PeftModel = base
-    if model.lora is not None:
-        policy = model.lora.apply(base, new_tokens=model.new_tokens)
-    elif model.adapter is not None:
-        policy = continue_adapter(base, model.adapter)
-    if model.gradient_checkpointing:
-        # The reentrant kind would give a LoRA policy no gradient: the embedding that feeds its layers is frozen.
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return policy.train()
+def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
+    """A causal language model, every weight checked to have come from its files.
 
+    Args:
+        name: What the model is called in messages.
+        path: Its folder or hub id.
+        config: Its config.
+        settings: What `from_pretrained` takes beside these.
 
-def load_base(model: LanguageModel) -> PreTrainedModel:
-    """The model without adapters, every weight checked to have come from the files."""
+    Raises:
+        StorageError: weights are missing or damaged.
+        BackendError: the model cannot be reached.
+    """
     from transformers import AutoModelForCausalLM
 
-    config, kwargs = model.config_and_kwargs
-    hub.refuse_pickle("model.name", model.path, "")
-    if model.attn_implementation is not None:
-        kwargs = {**kwargs, "attn_implementation": model.attn_implementation}
-    if model.quantization is not None:
-        kwargs = {**kwargs, "quantization_config": quantization_config(model.quantization)}
-    with hub.reading("model.name", model.name, model.path):
+    with hub.reading("model.name", name, path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            model.path,
-            config=config,
-            dtype=model.dtype,
-            revision=model.revision,
-            trust_remote_code=model.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-            **kwargs,
+            path, config=config, use_safetensors=True, output_loading_info=True, **settings
         )
     base, info = loaded
     missing = sorted(info["missing_keys"])
     if missing:
         raise StorageError(
-            f"model.name={model.name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
+            f"model.name={name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
             "transformers filled with random numbers. Fetch the model again, or check that config.json belongs to it."
         )
-    if model.chat_template is not None:
-        add_embeddings(base, model.new_tokens)
     return base
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loading import Float32Head, check_causal, continue_adapter, load_base, use_float32_head
+from lit_rl.models.policy.loading import Float32Head, check_causal, continue_adapter, use_float32_head
 from lit_rl.models.policy.tokenizer import load_tokenizer
 from lit_rl.models.policy.trunk import without_adapters
 from lit_rl.models.reference.base import Fixed, Held, Scorer
@@ -81,7 +81,7 @@ class OtherModel(Held, Fixed):
             attn_implementation=policy.config._attn_implementation,
             **self._settings,
         )
-        base = load_base(alike)
+        base = alike.load_base()
         if isinstance(policy.get_output_embeddings(), Float32Head):
             use_float32_head(base)
         return base

@@ -1,0 +1,1 @@
+"""Reward functions that need no model: of text, of mathematics, of length, of code that is run."""

@@ -1,0 +1,114 @@
+"""Answers to mathematical questions, compared as exact numbers where both sides are numbers, else as tidied LaTeX."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from lit_rl.rewards.builtin.text import answer_text
+from lit_rl.rewards.completion import Completion, text_of
+
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+
+# The exponent is short on purpose: Fraction("1e999999999") would fill the memory.
+_UNSIGNED = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?"
+_RATIO = re.compile(rf"([-+]?{_UNSIGNED})(?:/({_UNSIGNED}))?")
+_FRAC = re.compile(rf"([-+]?)(\d*)\\frac\{{([-+]?{_UNSIGNED})\}}\{{([-+]?{_UNSIGNED})\}}")
+
+# In running text a minus after a word, a digit or a bracket is a dash or a subtraction; a final point ends a sentence.
+_IN_TEXT = re.compile(
+    r"(?:(?<![\w)\]}])[-−])?"
+    r"(?:\\[dt]?frac\{\d+\}\{\d+\}"
+    r"|\$?(?:\d+(?:,\d{3}(?!\d))*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3}(?!\d))?(?:/\d+)?)"
+)
+
+_TEXT = r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}"
+_RULES = [
+    (re.compile(r"\\[$%!,;: ]|\\(?:left|right)(?![a-zA-Z])|\^\{?\\circ\}?|[$%°~]"), ""),
+    (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
+    (re.compile(r"\\frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))"), r"\\frac{\1\2}{\3\4}"),
+    (re.compile("−"), "-"),
+    (re.compile(rf"(?<=\S)\s*{_TEXT}(?:\^\{{?\d\}}?)?[\s.]*$"), ""),  # a unit; an answer that is only a word stays
+    (re.compile(_TEXT), r"\1"),
+    (re.compile(r"\s"), ""),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"(?<=\d),(?=\d{3}(?!\d))"), ""),
+    (re.compile(r"^[a-zA-Z]=|\.$"), ""),
+]
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last complete ``\boxed{...}``, braces nested to any depth; None where there is none.
+
+    One pass, so a completion of ten thousand open boxes costs no more than any other.
+    """
+    last: tuple[int, int] | None = None
+    opened: list[int | None] = []  # where the content of an open box starts; None for any other brace
+    for match in _BRACES.finditer(text):
+        token = match.group()
+        if token.startswith("\\boxed"):
+            opened.append(match.end())
+        elif token == "{":
+            opened.append(None)
+        elif token == "}" and opened:
+            start = opened.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = start, match.start()
+    return None if last is None else text[slice(*last)]
+
+
+def final_answer(text: str) -> str | None:
+    """What a text ends up answering: its last box, else its last number, else None."""
+    box = boxed(text)
+    if box is not None:
+        return box
+    numbers = _IN_TEXT.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def normalise(text: str) -> str:
+    r"""One spelling for answers that differ in layout only: spaces, ``$``, ``%``, degrees, thousands separators,
+    ``\left``, ``\dfrac``, a trailing ``\text{unit}``, a leading ``x =``, a final point."""
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def number(text: str) -> Fraction | None:
+    r"""The exact value of a normalised integer, decimal, ratio, ``\frac`` or mixed number; None for anything else."""
+    try:
+        if match := _RATIO.fullmatch(text):
+            return Fraction(match[1]) / Fraction(match[2] or 1)
+        if match := _FRAC.fullmatch(text):
+            value = int(match[2] or 0) + Fraction(match[3]) / Fraction(match[4])
+            return -value if match[1] == "-" else value
+    except (ZeroDivisionError, ValueError):  # ValueError: more digits than Python converts
+        return None
+    return None
+
+
+def same_answer(given: str, gold: str) -> bool:
+    """Equal as exact numbers where both are numbers (``0.5`` is ``1/2``, ``0.333`` is not ``1/3``), else as normalised
+    text."""
+    given, gold = normalise(given), normalise(gold)
+    left, right = number(given), number(gold)
+    return given == gold if left is None or right is None else left == right
+
+
+def math_answer(
+    prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """1 where the final answer of the completion equals the `answer` column (its box, if it has one); else 0.
+
+    0 also where the completion has neither box nor number; None where the answer is None.
+    """
+    gold = [answer_text(value) for value in answer]
+    return [None if a is None else _score(text_of(c), a) for c, a in zip(completions, gold, strict=True)]
+
+
+def _score(text: str, gold: str) -> float:
+    given = final_answer(text)
+    box = boxed(gold)
+    return float(given is not None and same_answer(given, gold if box is None else box))

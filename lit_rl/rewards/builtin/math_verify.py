@@ -1,0 +1,129 @@
+"""Answers to mathematical questions, compared by the math-verify package: symbols, sets, intervals and matrices too."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import re
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from lit_rl.errors import BackendError, in_range
+from lit_rl.rewards.builtin.math import boxed, normalise
+from lit_rl.rewards.builtin.text import answer_text
+from lit_rl.rewards.completion import Completion, text_of
+
+_ANCHOR = re.compile(r"\$|\\boxed|\\\[|\\\(")
+_COMMAND = re.compile(r"\\(?:text[a-z]*|begin|end)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_WORD = re.compile(r"[A-Za-z]{3,}")
+
+
+class MathAccuracy:
+    """1 where the completion's answer equals the `answer` column as mathematics, by math-verify; else 0.
+
+    The completion's answer is its box (several boxes make one set), else the LaTeX that follows "the answer is"; a
+    number in plain text is no answer. An `answer` that is a word (three letters or more, no digit) is compared as text
+    with the last box. None where the `answer` is None or cannot be parsed.
+
+    The time limit is a signal, which only the main thread gets: in another thread there is none, and one warning.
+
+    Args:
+        timeout: Whole seconds that parsing or comparing one completion may take; beyond, it is worth 0.
+
+    Raises:
+        BackendError: math-verify is not installed.
+        ConfigError: ``timeout`` is below 1.
+    """
+
+    def __init__(self, timeout: int = 5) -> None:
+        in_range("timeout", timeout, low=1)
+        if importlib.util.find_spec("math_verify") is None:
+            raise BackendError(
+                "The reward MathAccuracy needs math-verify. Install it with: pip install 'lit-rl[math]'; or take "
+                "reward=math_answer, which compares numbers exactly and other answers as tidied LaTeX."
+            )
+        self.timeout = timeout
+        self._warned = False
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
+    ) -> list[float | None]:
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # a line for each answer that takes too long
+        limit = self._limit()
+        golds: dict[str, Any] = {}  # a group shares one answer
+        scores: list[float | None] = []
+        for completion, value in zip(completions, answer, strict=True):
+            gold = answer_text(value)
+            if gold is None:
+                scores.append(None)
+                continue
+            if gold not in golds:
+                golds[gold] = _gold(gold, limit)
+            scores.append(_compare(golds[gold], text_of(completion), limit))
+        return scores
+
+    def _limit(self) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            return self.timeout
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"MathAccuracy runs outside the main thread, where timeout={self.timeout} cannot be kept: an answer "
+                "such as a tower of powers may take forever.",
+                stacklevel=4,
+            )
+        return None
+
+
+def _gold(text: str, limit: Any) -> str | list[Any]:
+    """What a completion has to equal: a word, or what math-verify made of the answer (empty: nothing).
+
+    An answer without dollar signs or a box is taken as LaTeX as a whole: math-verify alone would look for a number in
+    it, and read 4 out of ``(3, 4)`` and 10 out of ``10^{20}``.
+    """
+    from math_verify import parse
+
+    inside = boxed(text)
+    if _is_word(text if inside is None else inside):
+        return normalise(text if inside is None else inside)
+    if not _ANCHOR.search(text) and not _WORD.search(_COMMAND.sub("", text)):
+        return parse(f"${text}$", parsing_timeout=limit) or parse(text, parsing_timeout=limit)
+    return parse(text, parsing_timeout=limit)
+
+
+def _is_word(text: str) -> bool:
+    rest = _COMMAND.sub("", text)
+    return not re.search(r"[\d$\\]", rest) and bool(_WORD.search(rest))
+
+
+def _compare(gold: str | list[Any], text: str, limit: Any) -> float | None:
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    if isinstance(gold, str):
+        box = boxed(text)
+        return float(box is not None and normalise(box) == gold)
+    if not gold:
+        return None
+    latex = LatexExtractionConfig(
+        normalization_config=NormalizationConfig(units=True),  # pyright: ignore[reportCallIssue]
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
+    )
+    given = parse(text, extraction_config=[latex], extraction_mode="first_match", parsing_timeout=limit)
+    return float(verify(gold, given, timeout_seconds=limit))
+
+
+@functools.cache
+def _shared() -> MathAccuracy:
+    return MathAccuracy()
+
+
+def math_accuracy(
+    prompts: Sequence[Any], completions: Sequence[Completion], answer: Sequence[Any], **_: Any
+) -> list[float | None]:
+    """`MathAccuracy` with its defaults, to be named by path: in a worker process, nothing can hold up the training."""
+    return _shared()(prompts, completions, answer)

@@ -1,0 +1,35 @@
+"""What a reward function sees of a completion, and the text of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lit_rl.errors import RewardError
+from lit_rl.rollout import Message
+
+Completion = str | Sequence[Message]
+"""What a reward function sees of one completion: text, or assistant messages where the prompt is a list of messages."""
+
+
+def text_of(completion: Completion) -> str:
+    """The text of a completion: itself, or the contents of its messages joined by newlines.
+
+    Raises:
+        RewardError: it is neither text nor messages with text (None counts as empty: a message that only calls a tool).
+    """
+    if isinstance(completion, str):
+        return completion
+    if not isinstance(completion, list | tuple):
+        raise RewardError(f"a completion is text or a list of messages, not {type(completion).__name__}.")
+    return "\n".join(_content(message) for message in completion)
+
+
+def _content(message: Message) -> str:
+    content = message.get("content", "") if isinstance(message, dict) else message
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part.get("type") == "text")
+    if isinstance(content, str) and isinstance(message, dict):
+        return content
+    raise RewardError(f"a message of a completion is {message!r:.80}; it needs a text under 'content'.")

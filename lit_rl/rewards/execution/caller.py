@@ -1,0 +1,248 @@
+"""How one reward function is called: where, with which limits, from which cache, and what a failure means."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lit_rl.errors import ConfigError
+from lit_rl.rewards.completion import Completion
+from lit_rl.rewards.execution.cache import Cache, key_of
+from lit_rl.rewards.execution.event_loops import FUNCTION_LOOP, WORKER_LOOP, run_without_loop
+from lit_rl.rewards.execution.failures import call_error, warn_of_failures
+from lit_rl.rewards.execution.result import FunctionScores
+from lit_rl.rewards.execution.settings import CallSettings
+from lit_rl.rewards.execution.worker_pool import WorkerPool
+from lit_rl.rewards.functions.by_path import FunctionFromPath, is_async
+from lit_rl.rewards.functions.contract import Function, argument_names, check_rows, check_value, is_per_sample, keywords
+from lit_rl.rewards.workers.job import (
+    SERVICES,
+    CallFailed,
+    Failure,
+    Job,
+    Outcome,
+    TrainerState,
+    n_completions,
+    run,
+    run_async,
+)
+
+MAX_HANGS = 8
+"""Completions of one batch that may each run into the limit alone; those after them are failures without a try."""
+
+GRACE = 5.0
+"""Seconds after its cancellation in which a coroutine that does not block is gone."""
+
+_PLURAL = {"prompt": "prompts", "completion": "completions"}
+
+
+class Caller:
+    """One reward function under its settings.
+
+    Args:
+        name: What it is called in messages and metrics.
+        function: Runs in a worker process if it is a `FunctionFromPath`, else in this process.
+        settings: Limits and failure policy.
+    """
+
+    def __init__(self, name: str, function: Function, settings: CallSettings) -> None:
+        self.name, self.function, self.settings = name, function, settings
+        self.pool: WorkerPool | None = None
+        if isinstance(function, FunctionFromPath) and settings.workers:
+            self.pool = WorkerPool(function, settings.workers, settings.memory_mb, settings.recycle_after)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._cache = Cache(self.settings.cache) if self.settings.cache else None
+        self._warned: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if not key.startswith("_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def bind(self, columns: Sequence[str]) -> list[str]:
+        """The arguments to call it with; see `contract.keywords`."""
+        wanted = keywords(self.name, self.function, columns)
+        if self._cache is not None and "trainer_state" in argument_names(self.name, self.function):
+            raise ConfigError(
+                f"reward.cache={self.settings.cache}: reward function {self.name!r} takes trainer_state, so its value "
+                "is not the same for the same completion. Set reward.cache=0."
+            )
+        return wanted
+
+    def job(self, inputs: Mapping[str, Sequence[Any] | None], rows: int, state: TrainerState) -> Job:
+        """What to call it with, out of all columns under their plural names."""
+        standard = ("prompts", "completions", "completion_ids")
+        wanted = self.bind([key for key in inputs if key not in standard])
+        per_sample = is_per_sample(self.name, self.function)
+        plural = _PLURAL if per_sample else {}
+        return Job(
+            numbers=range(rows),
+            inputs={key: inputs[plural.get(key, key)] for key in wanted if key not in SERVICES},
+            services=tuple(key for key in wanted if key in SERVICES),
+            trainer_state=state,
+            per_sample=per_sample,
+            catch=self.settings.on_error is not None,
+            max_concurrent=self.settings.max_concurrent,
+        )
+
+    def begin(self, job: Job, completions: Sequence[Completion]) -> Future[FunctionScores] | None:
+        """Start it in the background, if it runs on a loop there; else None, and `result` does the work.
+
+        `completions` are those of the whole batch, of which the job may have a part.
+        """
+        if self.pool is not None:
+            return WORKER_LOOP.submit(self._score(job, completions))
+        return FUNCTION_LOOP.submit(self._score(job, completions)) if is_async(self.function) else None
+
+    def result(
+        self, job: Job, completions: Sequence[Completion], begun: Future[FunctionScores] | None
+    ) -> FunctionScores:
+        """Wait for what was begun, or call the function on this thread."""
+        result = begun.result() if begun is not None else run_without_loop(self._score(job, completions))
+        seen = [completions[number] for number in job.numbers]
+        warn_of_failures(self.name, result.failures, seen, self.settings, self._warned)
+        return result
+
+    # ---------------------------------------------------------------- one batch; suspends only where it runs on a loop
+
+    async def _score(self, job: Job, completions: Sequence[Completion]) -> FunctionScores:
+        if self._cache is None:
+            return self._check(job, await self._run_in_parts(job, completions), completions)
+        keys = [key_of(job.row(i)) for i in range(job.rows)]
+        known = {key: self._cache.get(key) for key in keys}  # held here: new entries may push old ones out
+        first = {key: i for i, key in reversed(list(enumerate(keys))) if known[key] is None}
+        missing = sorted(first.values())
+        fresh = FunctionScores([], [], [])
+        if missing:
+            part = job.select(missing)
+            fresh = self._check(part, await self._run_in_parts(part, completions), completions)
+        for place, i in enumerate(missing):
+            known[keys[i]] = fresh.entry(place)
+            if fresh.failures[place] is None:
+                self._cache.put(keys[i], fresh.entry(place))
+        return FunctionScores.from_entries([known[key] for key in keys], fresh, cache_hits=job.rows - len(missing))
+
+    def _check(self, job: Job, outcome: Outcome, completions: Sequence[Completion]) -> FunctionScores:
+        """Values, spans and failures of an outcome whose rows are counted."""
+        result = FunctionScores([], [], [], outcome.metrics, outcome.extras, outcome.output)
+        for i, value in zip(job.numbers, outcome.returned, strict=True):
+            failure = value if isinstance(value, Failure) else None
+            score = self.settings.on_error if failure else value
+            number, spans = check_value(self.name, i, score, completions[i])
+            result.values.append(number)
+            result.spans.append(spans)
+            result.failures.append(failure)
+        return result
+
+    async def _run_in_parts(self, job: Job, completions: Sequence[Completion]) -> Outcome:
+        """The whole job; a per-sample one in as many parts as there are workers."""
+        parts = min(self.settings.workers, job.rows) if self.pool is not None and job.per_sample else 1
+        bounds = [job.rows * part // max(1, parts) for part in range(max(1, parts) + 1)]
+        slices = [job.select(range(start, end)) for start, end in itertools.pairwise(bounds)]
+        done = await _gather([partial(self._run_or_retry_rows, part, completions) for part in slices], len(slices))
+        return Outcome.concatenate(done, [part.rows for part in slices])
+
+    async def _run_or_retry_rows(self, job: Job, completions: Sequence[Completion]) -> Outcome:
+        """The job; where it fails and failures have a score, each completion alone, so that only some fail."""
+        try:
+            return await self._run(job)
+        except CallFailed as failed:
+            if self.settings.on_error is None or isinstance(failed.__cause__, ConfigError):  # wrong for every row
+                raise call_error(self.name, failed, job.rows, completions, self.settings) from failed.__cause__
+            if job.rows == 1:
+                return Outcome([failed.failure], output=failed.failure.output)
+        hangs = 0
+
+        async def alone(row: int) -> Outcome:
+            nonlocal hangs
+            if hangs >= MAX_HANGS:
+                text = f"not tried after {hangs} others of its batch had run into the limit"
+                return Outcome([Failure("TimeoutError", text, timed_out=True)])
+            try:
+                return await self._run(job.select([row]))
+            except CallFailed as failed:
+                hangs += failed.failure.timed_out
+                return Outcome([failed.failure], output=failed.failure.output)
+
+        done = await _gather([partial(alone, row) for row in range(job.rows)], self._concurrency)
+        return Outcome.concatenate(done, [1] * job.rows)
+
+    @property
+    def _concurrency(self) -> int:
+        if self.pool is not None:
+            return self.settings.workers
+        return self.settings.max_concurrent if is_async(self.function) else 1
+
+    async def _run(self, job: Job) -> Outcome:
+        """One call, within the limit where there can be one; its rows are counted."""
+        limit = self.settings.timeout
+        if self.pool is not None:
+            outcome = await self.pool.call(job, limit)
+        elif is_async(self.function):
+            outcome = await self._run_awaited(job, limit)
+        else:
+            with self._warn_when_late(limit):
+                outcome = run(self.function, job.copy(), FUNCTION_LOOP.wait)
+        check_rows(self.name, outcome.returned, job.rows)
+        return outcome
+
+    async def _run_awaited(self, job: Job, limit: float | None) -> Outcome:
+        with self._warn_when_late(None if limit is None else limit + GRACE):
+            try:
+                async with asyncio.timeout(limit):
+                    return await run_async(self.function, job.copy())
+            except TimeoutError:
+                text = f"more than {limit:g} seconds for {n_completions(job.rows)}"
+                raise CallFailed(Failure("TimeoutError", text, timed_out=True)) from None
+
+    @contextmanager
+    def _warn_when_late(self, seconds: float | None) -> Iterator[None]:
+        """Tell of a call in this process that takes longer; nothing can end it."""
+        if seconds is None:
+            yield
+            return
+
+        def warn() -> None:
+            warnings.warn(
+                f"reward function {self.name!r} has been running for more than timeout={self.settings.timeout:g} "
+                "seconds. It runs in the training process, where it cannot be stopped: name it by path "
+                "(reward=function reward.fn=./file.py:name) to have it killed at the limit.",
+                stacklevel=1,
+            )
+
+        timer = threading.Timer(seconds, warn)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+
+async def _gather(calls: Sequence[Callable[[], Coroutine[Any, Any, Outcome]]], at_once: int) -> list[Outcome]:
+    """Their results in order, so many of them at a time; one at a time needs no loop. The first error ends all."""
+    if at_once <= 1 or len(calls) == 1:
+        return [await call() for call in calls]
+    gate = asyncio.Semaphore(at_once)
+
+    async def gated(call: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
+        async with gate:
+            return await call()
+
+    tasks = [asyncio.ensure_future(gated(call)) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,85 @@
+"""Event loops in threads of their own, so that a notebook's running loop is in nobody's way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from lit_rl.errors import RewardError
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """An event loop in a daemon thread, started when first asked for, and anew in a forked process.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine on the loop.
+
+        Raises:
+            RewardError: asked from the loop's own thread, which would wait for itself.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RewardError("an async reward function scores other rewards and waits for them. Await them instead.")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._running())
+
+    def wait(self, awaitable: Awaitable[T]) -> T:
+        """Await it on the loop, and block this thread until then."""
+
+        async def awaited() -> T:
+            return await awaitable
+
+        future = self.submit(awaited())
+        try:
+            return future.result()
+        finally:
+            future.cancel()
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None or self._pid != os.getpid():
+                self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
+                self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self.name, daemon=True)
+                self._thread.start()
+            return self._loop
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        torch.set_grad_enabled(False)  # per thread; rewards in the training's own thread have none either
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+
+
+FUNCTION_LOOP = BackgroundLoop("lit_rl-async-rewards")
+"""Runs coroutines of users."""
+
+WORKER_LOOP = BackgroundLoop("lit_rl-reward-workers")
+"""Talks to worker processes. Apart from the other: a user's coroutine that blocks must not keep a limit from firing."""
+
+
+def run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never suspends, on this thread and without a loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    coroutine.close()
+    raise RuntimeError("the coroutine suspended; it needs a loop")

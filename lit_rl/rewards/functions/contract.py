@@ -1,0 +1,183 @@
+"""What a reward function may take and must return. Every breach is a RewardError that names the function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from lit_rl.errors import RewardError, did_you_mean
+from lit_rl.rewards.completion import Completion, text_of
+from lit_rl.rewards.workers.job import SERVICES
+from lit_rl.rewards.workers.plain_values import Opaque
+
+Function = Callable[..., Any]
+
+Span = tuple[int, int, float]
+"""``(start, end, value)``: characters ``start`` to ``end`` (exclusive) of the text of a completion earned ``value``."""
+
+ARGUMENTS = ("prompts", "completions", "completion_ids", *SERVICES)
+"""What a reward function may name besides the columns of the data."""
+
+SINGULAR = ("prompt", "completion", "completion_ids", *SERVICES)
+"""The same for a function that takes one completion at a time."""
+
+_LARGEST = float(torch.finfo(torch.float32).max)
+
+
+def name_of(function: Any) -> str:
+    """The name a function is logged under: its own, or its class's in snake case."""
+    if isinstance(function, functools.partial):
+        return name_of(function.func)
+    name = getattr(function, "__name__", None)
+    if name is None:
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(function).__name__).lower()
+    return name.strip("<>")
+
+
+def check_callable(name: str, function: Any) -> None:
+    """Refuse what cannot be called and give numbers back: objects, classes, PyTorch modules, async generators."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, torch.nn.Module):
+        raise RewardError(
+            f"reward function {name!r} is a PyTorch module ({type(function).__name__}), which takes tensors and no "
+            "texts. For a reward model in a folder or on the hub give lit_rl.rewards.RewardModel(folder_or_hub_id) (in "
+            "a config: reward=reward_model). For any other module write def f(prompts, completions, **columns), which "
+            "calls it and returns one number a completion."
+        )
+    if isinstance(function, type):
+        raise RewardError(
+            f"reward function {name!r} is a class. Give an object of it, made by {function.__name__}(...)."
+        )
+    if not callable(function):
+        raise RewardError(f"reward function {name!r} is {reprlib.repr(function)}, which cannot be called.")
+    for part in (function, type(function).__call__):  # an object's __call__ may be the async one
+        if inspect.isasyncgenfunction(part):
+            raise RewardError(f"reward function {name!r} is an async generator. Return a list; do not yield.")
+
+
+def argument_names(name: str, function: Function) -> set[str]:
+    """The names in a function's signature."""
+    return {parameter.name for parameter in _parameters(name, function)}
+
+
+def is_per_sample(name: str, function: Function) -> bool:
+    """Whether a function takes one completion at a time: it names `prompt` or `completion`, and neither plural."""
+    named = argument_names(name, function)
+    return bool(named & {"prompt", "completion"}) and not named & {"prompts", "completions"}
+
+
+def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]:
+    """Which arguments to call a function with: all on offer where it takes ``**kwargs``, else those it names.
+
+    Raises:
+        RewardError: it needs an argument that is no column, or a column has the name of a standard argument.
+    """
+    columns = list(columns)
+    standard = SINGULAR if is_per_sample(name, function) else ARGUMENTS
+    # `prompt` and `completion` are fine names for columns as long as no function means something else by them.
+    if taken := [column for column in columns if column in ARGUMENTS or column in standard]:
+        raise RewardError(
+            f"the data column {taken[0]!r} has the name of an argument that reward function {name!r} may take. "
+            f"Rename it: data.rename={{{taken[0]}: {taken[0]}_column}}."
+        )
+    offered = [*standard, *columns]
+    parameters = _parameters(name, function)
+    for parameter in parameters:
+        _check_parameter(name, parameter, standard, columns)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return offered
+    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    return [argument for argument in offered if argument in named]
+
+
+def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence[str], columns: Sequence[str]) -> None:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    if variadic or parameter.default is not parameter.empty:
+        return
+    if parameter.kind is parameter.POSITIONAL_ONLY:
+        raise RewardError(
+            f"reward function {name!r} takes {parameter.name!r} by position only; arguments come by keyword. "
+            "Remove the '/' from its signature."
+        )
+    if parameter.name not in standard and parameter.name not in columns:
+        raise RewardError(
+            f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
+            f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(standard)}."
+            f"{did_you_mean(parameter.name, [*standard, *columns])} Rename the argument, or the column with "
+            "data.rename."
+        )
+
+
+def _parameters(name: str, function: Function) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward function {name!r} has no readable signature. Wrap it in a def.") from error
+
+
+def check_rows(name: str, returned: Any, rows: int) -> None:
+    """Refuse what `to_plain` could not take for a list of one entry a completion.
+
+    Raises:
+        RewardError: what the function returned is no list, tuple or 1-D array, or not of this length.
+    """
+    if isinstance(returned, Opaque):
+        raise RewardError(
+            f"reward function {name!r} returned {returned.text}; expected a list of {rows} numbers or None, one a "
+            f"completion.{returned.hint}"
+        )
+
+
+def check_value(name: str, index: int, value: Any, completion: Completion) -> tuple[float, list[Span] | None]:
+    """One entry as a finite float, NaN standing for None, and the spans that it is the sum of, if it was spans.
+
+    Raises:
+        RewardError: it is neither a finite number, nor None, nor a list of spans inside the text of the completion.
+    """
+    if value is None:
+        return math.nan, None
+    spans = None
+    if isinstance(value, list):
+        spans = [_span(name, index, span, completion) for span in value]
+        value = math.fsum(span[2] for span in spans)
+    return _number(name, index, value, completion), spans
+
+
+def _number(name: str, index: int, value: Any, completion: Completion) -> float:
+    if isinstance(value, Opaque):
+        shown, fault = value.text, f"is a {value.kind}, not a number, None or a list of (start, end, value)"
+    elif isinstance(value, int | float):
+        try:
+            number = float(value)
+        except OverflowError:  # 10**400
+            number = math.inf
+        if abs(number) <= _LARGEST:
+            return number
+        shown, fault = reprlib.repr(value), "is not finite in float32; return None where the reward does not apply"
+    else:
+        shown, fault = reprlib.repr(value), f"is a {type(value).__name__}, not a number"
+    raise RewardError(
+        f"reward function {name!r} returned {shown} for completion {index}, which {fault}. "
+        f"The completion starts {text_of(completion)[:80]!r}."
+    )
+
+
+def _span(name: str, index: int, span: Any, completion: Completion) -> Span:
+    start, end, value = span
+    length = len(text_of(completion))
+    whole = isinstance(start, int) and isinstance(end, int)
+    if not whole or not 0 <= start < end <= length:
+        shown = tuple(part.text if isinstance(part, Opaque) else part for part in span)
+        raise RewardError(
+            f"reward function {name!r} returned the span {shown} for completion {index}, which has {length} "
+            "characters. A span is (start, end, value) with whole numbers 0 <= start < end <= length; end is exclusive."
+        )
+    return start, end, _number(name, index, value, completion)

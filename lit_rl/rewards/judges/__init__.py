@@ -1,0 +1,1 @@
+"""Judges, which say which of two completions of a prompt is better."""

@@ -1,0 +1,132 @@
+"""Judges: which of two completions of a prompt is better.
+
+A judge is ``judge(prompts, firsts, seconds, **columns) -> list[float | None]``: for each pair the probability in [0, 1]
+that its first completion is better. 0.5 is a tie; None is no verdict (the judge failed, or cannot tell): such a pair is
+counted and left out, it is never a tie. Beside the columns of the data, all of them one value a pair, a judge is given
+``first_rewards`` and ``second_rewards``: the summed rewards, None where none applies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from lit_rl.errors import RewardError
+from lit_rl.rewards.completion import Completion
+from lit_rl.rewards.workers.job import TrainerState
+from lit_rl.rollout import Prompt
+
+Verdict = float | None
+"""Probability that the first completion is better, or None."""
+
+LogMetric = Callable[[str, float], None]
+
+_RESERVED = ("firsts", "seconds", "first", "second", "first_rewards", "second_rewards")
+
+
+@runtime_checkable
+class Judge(Protocol):
+    """What a preference method asks. A plain function becomes one by `as_judge` of `judge_functions`."""
+
+    reads_rewards: bool
+    """Whether its verdict depends on ``first_rewards`` and ``second_rewards``."""
+
+    def bind(self, columns: Sequence[str]) -> None:
+        """Check against the columns of the data what can be checked, before anything expensive is loaded."""
+        ...
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        firsts: Sequence[Completion],
+        seconds: Sequence[Completion],
+        *,
+        log_metric: LogMetric | None = None,
+        trainer_state: TrainerState | None = None,
+        **columns: Sequence[Any],
+    ) -> list[Verdict]: ...
+
+
+class RewardJudge:
+    """The completion with the higher summed reward is better; equal rewards are a tie.
+
+    Args:
+        soft: Give ``sigma(first - second)``, the Bradley-Terry probability, instead of 1, 0.5 or 0. Only methods that
+            read a probability (Nash-MD) see a difference.
+    """
+
+    reads_rewards = True
+
+    def __init__(self, soft: bool = False) -> None:
+        self.soft = soft
+
+    def __repr__(self) -> str:
+        return f"RewardJudge(soft={self.soft})"
+
+    def bind(self, columns: Sequence[str]) -> None:
+        """Any columns do."""
+        check_columns(columns)
+
+    def __call__(
+        self,
+        prompts: Sequence[Prompt],
+        firsts: Sequence[Completion],
+        seconds: Sequence[Completion],
+        *,
+        first_rewards: Sequence[float | None],
+        second_rewards: Sequence[float | None],
+        **columns: Any,
+    ) -> list[Verdict]:
+        return [self._verdict(one, two) for one, two in zip(first_rewards, second_rewards, strict=True)]
+
+    def _verdict(self, first: float | None, second: float | None) -> Verdict:
+        if first is None or second is None:
+            return None
+        gap = first - second
+        if self.soft:
+            return 0.5 + 0.5 * math.tanh(gap / 2)
+        return 0.5 + 0.5 * ((gap > 0) - (gap < 0))
+
+
+def check_columns(columns: Sequence[str]) -> None:
+    """
+    Raises:
+        RewardError: a column of the data has the name of what a judge is given.
+    """
+    if taken := [column for column in columns if column in _RESERVED]:
+        raise RewardError(
+            f"the data column {taken[0]!r} has the name of an argument that a judge may take. Rename it: "
+            f"data.rename={{{taken[0]}: {taken[0]}_column}}."
+        )
+
+
+def check_verdicts(name: str, verdicts: Any, pairs: int) -> list[Verdict]:
+    """The verdicts as they came.
+
+    Raises:
+        RewardError: they are not one probability or None a pair.
+    """
+    if not isinstance(verdicts, list | tuple) or len(verdicts) != pairs:
+        raise RewardError(f"judge {name!r} returned {verdicts!r:.80}; expected a list of {pairs}, one entry a pair.")
+    for i, verdict in enumerate(verdicts):
+        number = isinstance(verdict, int | float) and 0 <= verdict <= 1
+        if verdict is not None and not number:
+            raise RewardError(
+                f"judge {name!r} returned {verdict!r:.80} for pair {i}; allowed are the probability that the first "
+                "completion is better, in [0, 1], and None where there is no verdict."
+            )
+    return [None if verdict is None else float(verdict) for verdict in verdicts]
+
+
+def swap_columns(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    """The columns of the same pairs in the other order."""
+    other = {"first_rewards": "second_rewards", "second_rewards": "first_rewards"}
+    return {name: columns.get(other.get(name, name), values) for name, values in columns.items()}
+
+
+def average_orders(forth: Sequence[Verdict], back: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of both orders as one: of the second order the first completion is the other one."""
+    return [
+        None if one is None or two is None else 0.5 * (one + 1.0 - two) for one, two in zip(forth, back, strict=True)
+    ]

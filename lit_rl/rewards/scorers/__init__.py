@@ -1,0 +1,1 @@
+"""Models that score: classifiers that are loaded here, and rewards from a server."""

@@ -1,0 +1,259 @@
+"""Rewards from a server: texts out, numbers back, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import os
+import random
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+
+from lit_rl.errors import ConfigError, RewardError, in_range
+from lit_rl.rewards.functions.contract import ARGUMENTS
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_REQUESTS_PER_SERVER = 4
+_LONGEST_WAIT = 30.0
+_LARGEST_ANSWER = 64 * 2**20
+_RETRIED_STATUSES = (408, 409, 425, 429)
+"""Statuses of the 400s that the same request may not get again: too slow, in conflict, too early, too many."""
+
+
+class RemoteReward:
+    """Asks servers for the rewards; several requests are under way at once.
+
+    One request is ``POST {"prompts": [...], "completions": [...], "columns": {name: [...]}}``, every list of the same
+    length, each entry as a reward function would get it. The answer is ``{"rewards": [...]}`` with as many finite
+    numbers or nulls (the reward does not apply). Requests go round-robin over the servers, up to four a server at once.
+    One that fails, for whatever reason, is sent to the next server; once all have failed it waits ``backoff`` seconds,
+    doubled every round up to 30 and shortened by up to half at random. After ``attempts`` rounds the run ends: no
+    reward is ever made up.
+
+    Args:
+        urls: The servers, as https:// addresses, or http:// ones of this machine.
+        allow_http: Send prompts and completions unencrypted to http:// addresses of other machines too.
+        columns: Columns of the data to send. None sends all of them.
+        batch_size: Completions of one request.
+        timeout: Seconds that one request may take.
+        attempts: Rounds over the servers before the run ends.
+        backoff: Seconds of the first wait between two rounds.
+        token_env: Environment variable whose value is sent as a bearer token. None sends none.
+
+    Raises:
+        ConfigError: an address that would send texts unencrypted over a network or holds a password, a setting out of
+            range, or an environment variable that is not set.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        allow_http: bool = False,
+        columns: Sequence[str] | None = None,
+        batch_size: int = 64,
+        timeout: float = 60.0,
+        attempts: int = 4,
+        backoff: float = 1.0,
+        token_env: str | None = None,
+    ) -> None:
+        self.urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self.urls:
+            raise ConfigError("urls is empty: give the address of at least one server.")
+        for url in self.urls:
+            _check(url, allow_http)
+        for key, value in {"batch_size": batch_size, "attempts": attempts}.items():
+            in_range(key, value, low=1)
+        in_range("timeout", timeout, low=0, open_low=True)
+        in_range("backoff", backoff, low=0)
+        if token_env is not None and not os.environ.get(token_env):
+            raise ConfigError(f"token_env={token_env!r}: there is no environment variable of this name. Set it first.")
+        self.columns = None if columns is None else list(columns)
+        self.batch_size = batch_size
+        self.timeout = timeout
+        self.attempts = attempts
+        self.backoff = backoff
+        self.token_env = token_env
+        self._sent = 0
+        if self.columns is not None:
+            self.__signature__ = _signature(self.columns)
+
+    def __repr__(self) -> str:
+        return f"RemoteReward({', '.join(self.urls)})"
+
+    async def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    ) -> list[float] | list[float | None]:
+        names = [name for name in columns if name not in ARGUMENTS] if self.columns is None else self.columns
+        sent = {name: columns[name] for name in names}
+        _check_columns(sent)
+        starts = range(0, len(completions), self.batch_size)
+        parts = [slice(start, start + self.batch_size) for start in starts]
+        bodies = [_body(prompts[part], completions[part], {k: v[part] for k, v in sent.items()}) for part in parts]
+        counts = [len(completions[part]) for part in parts]
+        try:
+            with concurrent_posts(self.post, _REQUESTS_PER_SERVER * len(self.urls)) as post:
+                async with asyncio.TaskGroup() as group:  # the first request to fail for good ends the others
+                    asked = [group.create_task(self._ask(*job, post)) for job in zip(bodies, counts)]
+        except* RewardError as errors:
+            raise errors.exceptions[0] from None
+        return [value for task in asked for value in task.result()]
+
+    async def _ask(self, body: bytes, count: int, post: Post) -> list[float | None]:
+        """One request, sent until a server answers it."""
+        first, failure = self._sent, ""
+        self._sent += 1
+        tries = self.attempts * len(self.urls)
+        for attempt in range(tries):
+            url = self.urls[(first + attempt) % len(self.urls)]
+            if attempt and attempt % len(self.urls) == 0:
+                rounds = attempt // len(self.urls) - 1
+                await asyncio.sleep(min(_LONGEST_WAIT, self.backoff * 2**rounds) * random.uniform(0.5, 1))
+            try:
+                return _rewards(await post(url, body), count)
+            except (OSError, HTTPException, ValueError, RequestRefused) as error:  # ValueError: no JSON, no UTF-8
+                kind = "" if isinstance(error, RequestRefused) else f"{type(error).__name__}: "
+                failure = f"{url}: {kind}{error}"
+        raise RewardError(
+            f"no server gave the rewards of {count} completions in {tries} attempts. The last one, {failure}. Servers: "
+            f"{', '.join(self.urls)}. Are they running? timeout={self.timeout:g} is the limit of one "
+            "request in seconds, attempts the number of rounds."
+        )
+
+    def post(self, url: str, body: bytes) -> bytes:
+        """The answer to a JSON body, read within the limits of this reward.
+
+        Raises:
+            RequestRefused: the server refuses, or answers too much.
+            OSError: it cannot be reached.
+        """
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if self.token_env is not None:
+            headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '').strip()}"
+        request = urllib.request.Request(url, body, headers, method="POST")
+        handlers: list[Any] = [_NoRedirect]
+        if urlsplit(url).hostname in _LOOPBACK:
+            handlers.append(urllib.request.ProxyHandler({}))
+        until = time.monotonic() + self.timeout
+        try:
+            response = urllib.request.build_opener(*handlers).open(request, timeout=self.timeout)
+        except HTTPError as error:
+            with error:
+                raise RequestRefused(
+                    f"answered {error.code} {error.reason} {error.read(200).decode(errors='replace')}",
+                    for_good=400 <= error.code < 500 and error.code not in _RETRIED_STATUSES,
+                ) from error
+        with response:
+            answer = bytearray()
+            while piece := response.read1(2**16):
+                answer += piece
+                if time.monotonic() > until:
+                    raise TimeoutError(f"the answer took longer than {self.timeout:g} seconds")
+                if len(answer) > _LARGEST_ANSWER:
+                    raise RequestRefused(f"the answer is larger than {_LARGEST_ANSWER >> 20} MiB")
+        return bytes(answer)
+
+
+Post = Callable[[str, bytes], Awaitable[bytes]]
+
+
+@contextmanager
+def concurrent_posts(post: Callable[[str, bytes], bytes], at_once: int) -> Iterator[Post]:
+    """`post` to be awaited, so many of its calls at once: each in a thread of its own.
+
+    The event loop's own threads would be another limit, of as many as the machine has processors and four more.
+    """
+    threads = ThreadPoolExecutor(at_once, "lit_rl-request")
+
+    async def posted(url: str, body: bytes) -> bytes:
+        return await asyncio.get_running_loop().run_in_executor(threads, post, url, body)
+
+    try:
+        yield posted
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+class RequestRefused(Exception):
+    """A server answered, and not with what it was asked for.
+
+    Args:
+        why: In words.
+        for_good: The same request would be answered the same again.
+    """
+
+    def __init__(self, why: str, *, for_good: bool = False) -> None:
+        super().__init__(why)
+        self.for_good = for_good
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect would turn the request into a GET, and send the token to whoever it names."""
+
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
+        return None
+
+
+def _check(url: str, allow_http: bool) -> None:
+    parts = urlsplit(str(url))
+    shown = str(url).replace(f"{parts.username}:{parts.password}@", "***@") if parts.password else url
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"urls: {shown!r} is no address of a server: it reads https://host:port/path.")
+    if parts.username or parts.password:
+        raise ConfigError(
+            f"urls: {shown!r} holds a user name: put a token into an environment variable, token_env=NAME."
+        )
+    if parts.scheme == "http" and not allow_http and parts.hostname not in _LOOPBACK:
+        raise ConfigError(
+            f"urls: {shown!r} would send prompts and completions unencrypted over the network. Use https, or say "
+            "that this network is yours: allow_http=true."
+        )
+
+
+def _signature(columns: Sequence[str]) -> inspect.Signature:
+    """What the server needs, so that a column that the data lacks is found before anything is loaded."""
+    names = dict.fromkeys(["prompts", "completions", *columns])
+    return inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names])
+
+
+def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
+    for name, values in columns.items():
+        try:
+            json.dumps(values, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"the column {name!r} cannot be sent as JSON: {error}. Leave it out: name the others in columns=."
+            ) from error
+
+
+def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> bytes:
+    return json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
+
+
+def _rewards(answer: bytes, count: int) -> list[float | None]:
+    """The rewards in an answer.
+
+    Raises:
+        RequestRefused: it holds anything but as many finite numbers or nulls as were asked for.
+    """
+    decoded = json.loads(answer)
+    rewards = decoded.get("rewards") if isinstance(decoded, dict) else None
+    if not isinstance(rewards, list):
+        raise RequestRefused(f'answered {answer[:120]!r}, expected {{"rewards": [...]}}')
+    if len(rewards) != count:
+        raise RequestRefused(f"gave {len(rewards)} rewards for {count} completions")
+    for index, value in enumerate(rewards):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and abs(value) < math.inf):
+            raise RequestRefused(
+                f"gave {value!r:.80} for completion {index}, which is neither a finite number nor null"
+            )
+    return rewards

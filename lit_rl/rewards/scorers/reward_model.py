@@ -1,0 +1,112 @@
+"""Reward models: sequence classifiers with one output, fed with text, so that their vocabulary may be any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from lit_rl.errors import ConfigError
+from lit_rl.rewards.completion import Completion, text_of
+from lit_rl.rewards.scorers.classifier import Classifier, logits_of
+from lit_rl.rollout import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class RewardModel(Classifier):
+    """The score ``logits[:, 0]`` that a sequence classifier gives to prompt and completion.
+
+    Where prompts are messages, the conversation goes through the chat template of the reward model's own tokenizer;
+    where they are texts, prompt and completion are put one after the other. Rows are padded on the right and masked, so
+    a score does not depend on the batch that its row is in. Each rank loads the model once, on first use or with
+    `load`; it runs without gradient and outside the Trainer's autocast.
+
+    Args:
+        name: A folder or a hub id.
+        revision: Branch, tag or commit of the hub repository.
+        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
+        device: Where the model runs, such as "cpu" or "cuda:1". None: the rank's own GPU, else the CPU.
+        batch_size: Rows of one forward pass.
+        max_length: Longest row in tokens. None: what the model's config allows.
+        overlong: What to do with a longer row: `error` ends the run, `truncate_left` keeps its last tokens, `skip`
+            gives it no score (None).
+        chat_template: A Jinja chat template in place of the tokenizer's.
+        append_eos: End a plain text with the EOS token, as reward models are trained on plain text (TRL's too).
+            Conversations end as their chat template says. None: what the model's config says under `ends_with_eos`,
+            which exports of `RewardModeling` do; no where it says nothing.
+
+    Raises:
+        ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
+    """
+
+    auto = "AutoModelForSequenceClassification"
+    labels = 1
+    allowed_overlong = ("error", "truncate_left", "skip")
+
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
+        self,
+        name: str,
+        revision: str | None = None,
+        dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
+        device: str | None = None,
+        batch_size: int = 16,
+        max_length: int | None = None,
+        overlong: Literal["error", "truncate_left", "skip"] = "error",
+        chat_template: str | None = None,
+        append_eos: bool | None = None,
+    ) -> None:
+        super().__init__(
+            name,
+            revision=revision,
+            dtype=dtype,
+            device=device,
+            batch_size=batch_size,
+            max_length=max_length,
+            overlong=overlong,
+            chat_template=chat_template,
+        )
+        self.append_eos = append_eos
+
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[Completion], **_: Any
+    ) -> list[float] | list[float | None]:
+        model, tokenizer = self.load()
+        rows = [self._ids(tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
+        limit = self.longest(rows)
+        scored = [i for i, row in enumerate(rows) if len(row) <= limit or self.overlong == "truncate_left"]
+        scores: list[float | None] = [None] * len(rows)
+        for batch in self.batches(rows, scored):
+            logits = logits_of(model, [rows[i][-limit:] for i in batch])[:, 0]
+            for i, score in zip(batch, logits.tolist(), strict=True):
+                scores[i] = score
+        return scores
+
+    def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion) -> list[int]:
+        if isinstance(prompt, str):
+            return self._ended(tokenizer, self._text_ids(tokenizer, prompt, text_of(completion)))
+        self.require_chat_template(tokenizer)
+        reply = completion if isinstance(completion, list | tuple) else [{"role": "assistant", "content": completion}]
+        text: Any = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
+
+    def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:
+        """As one text; with a model that was trained here as it was trained: a token over the border is two."""
+        begun = isinstance(tokenizer.bos_token, str) and prompt.startswith(tokenizer.bos_token)
+        texts: Any = (prompt + completion, prompt)
+        whole, begin = (list(tokenizer(text, add_special_tokens=not begun)["input_ids"]) for text in texts)
+        if begin[-1:] == [tokenizer.eos_token_id] and not prompt.endswith(str(tokenizer.eos_token)):
+            begin.pop()  # some tokenizers add it by themselves
+        if not getattr(self.load()[0].config, "prompt_apart", False) or whole[: len(begin)] == begin:
+            return whole
+        rest: Any = tokenizer(completion, add_special_tokens=False)["input_ids"]
+        return [*begin, *rest]
+
+    def _ended(self, tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+        model, end = self.load()[0], tokenizer.eos_token_id
+        wanted = getattr(model.config, "ends_with_eos", False) if self.append_eos is None else self.append_eos
+        if not wanted:
+            return ids
+        if not isinstance(end, int):
+            raise ConfigError(f"append_eos=true, and the tokenizer of the reward model {self.name!r} has no EOS token.")
+        return ids if ids[-1:] == [end] else [*ids, end]

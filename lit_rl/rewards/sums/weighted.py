@@ -1,0 +1,254 @@
+"""Several reward functions, their weights and their checked values."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import RewardError, in_range
+from lit_rl.rewards.completion import Completion
+from lit_rl.rewards.execution.caller import Caller
+from lit_rl.rewards.execution.result import FunctionScores
+from lit_rl.rewards.execution.settings import CallSettings
+from lit_rl.rewards.functions.contract import Span
+from lit_rl.rewards.scorers.classifier import Classifier
+from lit_rl.rewards.sums.by_name import functions_by_name, weights_by_name
+from lit_rl.rewards.sums.watch import ValueWatch
+from lit_rl.rewards.workers.job import TrainerState
+from lit_rl.rollout import Prompt
+
+__all__ = ["Rewards", "Scores", "TrainerState"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the reward functions said of ``b`` completions. Tensors are float32 on the CPU."""
+
+    names: tuple[str, ...]
+    """The ``k`` functions."""
+    values: Tensor
+    """``(b, k)``: NaN where a function does not apply; the sum of the spans where it gave spans."""
+    total: Tensor
+    """``(b,)``: weighted sum over the functions that apply; NaN where none does."""
+    weights: Tensor
+    """``(b, k)``: what each function counts in the row's sum; 0 where the row's recipe leaves it out."""
+    metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Sum and count of each metric: over the calls of ``log_metric``, or over completions."""
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    """From ``log_extra``: one value a completion."""
+    span_rewards: list[list[Span]] | None = None
+    """The part of ``total`` that was earned at known places: for each completion ``(start, end, weight * value)`` of
+    every function that gave spans, in characters of its text. None where no function gave any."""
+
+
+class Rewards:
+    """The weighted sum of named reward functions ``f(prompts, completions, **columns) -> list[float | None]``.
+
+    A function is called by keyword with what its signature names: ``prompts``, ``completions``, columns of the data,
+    ``completion_ids``, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``; with ``**kwargs``
+    it gets all of them. It returns one number a completion, or None where it does not apply: None is left out of the
+    sum and of every mean, it is never a zero. In the place of a number it may return a list of ``(start, end, value)``:
+    characters of the completion's text that earned a value; the completion's reward is their sum.
+
+    A function that names ``prompt`` or ``completion`` instead is called once a completion, with one value of each, and
+    returns one number. Both kinds may be ``async def``; these run at the same time as each other.
+
+    A function named by path (`FunctionFromPath`) runs in worker processes that are killed at their limits. Any other
+    callable runs in this process: sync ones one after another, with a warning at the limit; nothing can end them.
+
+    Args:
+        functions: Reward functions by name, or a list of them, or one; without names they go by their own. None: no
+            function, so every completion is unscored.
+        weights: Weight of each function by name (1 where not given), or in the order of the functions. None: all 1.
+        on_error: Score of a completion that a function raised on, hung on or ended its process on; None ends the run.
+        timeout: Seconds that one call of a function may take; None is no limit.
+        workers: Processes of each function named by path; several share the completions of a per-sample function, and 0
+            runs it in the training process.
+        memory_mb: Address space of each worker process in MiB, Linux only; None is no limit.
+        recycle_after: Calls after which a worker process is replaced; 0 is never.
+        max_concurrent: Completions that an async per-sample function is awaited on at once.
+        cache: Completions of each function whose values are kept in memory and not asked for again, for functions whose
+            value depends on the prompt, the completion and its columns alone; 0 is off. What such a function logs is
+            the mean over the completions that were not known, no longer over all.
+        constant_limit: Batches in a row of one and the same value after which a function ends the run; 0 is never.
+
+    Raises:
+        ConfigError: two functions share a name, a weight has no function or is not a finite number, or a setting is out
+            of range.
+        RewardError: a function cannot be called.
+    """
+
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
+        self,
+        functions: Mapping[str, Callable[..., Any]] | Sequence[Callable[..., Any]] | Callable[..., Any] | None,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        *,
+        on_error: float | None = None,
+        timeout: float | None = 600.0,
+        workers: int = 1,
+        memory_mb: int | None = None,
+        recycle_after: int = 1000,
+        max_concurrent: int = 32,
+        cache: int = 0,
+        constant_limit: int = 0,
+    ) -> None:
+        self.functions = {} if functions is None else functions_by_name(functions)
+        self.weights = weights_by_name(weights, list(self.functions))
+        in_range("reward.constant_limit", constant_limit, low=0)
+        self.constant_limit = constant_limit
+        settings = CallSettings(on_error, timeout, workers, memory_mb, recycle_after, max_concurrent, cache)
+        self.settings = settings
+        self._callers = {name: Caller(name, function, settings) for name, function in self.functions.items()}
+        self._watches = {name: ValueWatch(name, constant_limit) for name in self.functions}
+
+    def __repr__(self) -> str:
+        return f"Rewards({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.functions)
+
+    def bind(self, columns: Sequence[str]) -> None:
+        """Check every signature against the columns of the data, before anything expensive is loaded.
+
+        Raises:
+            RewardError: a function needs what is no column; names the function, the argument and the columns.
+        """
+        for caller in self._callers.values():
+            caller.bind(columns)
+
+    def load(self) -> None:
+        """Load the reward models now: a bad one ends the run before it begins. The first call would load them too.
+
+        Raises:
+            ConfigError, StorageError, BackendError: see `RewardModel.load`.
+        """
+        for function in self.functions.values():
+            if isinstance(function, Classifier):
+                function.load()
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        trainer_state: TrainerState | None = None,
+    ) -> Scores:
+        """Call every function on copies of the inputs, check what came back and sum it up.
+
+        Args:
+            prompts: One for each completion, so a prompt of a group stands there as often as it was answered.
+            completions: Texts, or lists of assistant messages where the prompts are messages.
+            columns: The other columns of the data, one value a completion.
+            completion_ids: Token ids of each completion; None where there are none, for functions that do not ask.
+            trainer_state: None is the state before the first step.
+
+        Raises:
+            RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
+                but one finite number, list of spans or None a completion.
+        """
+        inputs = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids, **columns}
+        for key, values in inputs.items():
+            if values is not None and len(values) != len(completions):
+                raise RewardError(f"{key} has {len(values)} values for {len(completions)} completions.")
+        results = self._results(inputs, completions, trainer_state or TrainerState())
+        for name, result in results.items():
+            _print_output(result.output)
+            self._watches[name].observe(result.values, completions)
+        weights = self._weights(inputs, len(completions))
+        by_function = torch.tensor([result.values for result in results.values()], dtype=torch.float32)
+        values = by_function.reshape(len(results), len(completions)).T.contiguous()
+        return Scores(
+            names=self.names,
+            values=values,
+            total=self._total(values, weights),
+            weights=weights.float(),
+            metrics=self._metrics(results),
+            extras=_merge_extras(results),
+            span_rewards=_span_rewards(results, weights),
+        )
+
+    def _results(
+        self, inputs: Mapping[str, Any], completions: Sequence[Completion], state: TrainerState
+    ) -> dict[str, FunctionScores]:
+        """What every function said. Those that run elsewhere run while the others do, one after another, here."""
+        jobs = {name: caller.job(inputs, len(completions), state) for name, caller in self._callers.items()}
+        begun: dict[str, Future[FunctionScores] | None] = {}
+        results: dict[str, FunctionScores] = {}
+        try:
+            for name, caller in self._callers.items():
+                begun[name] = caller.begin(jobs[name], completions)
+            for name, future in sorted(begun.items(), key=lambda item: item[1] is not None):
+                results[name] = self._callers[name].result(jobs[name], completions, future)
+        finally:
+            for future in begun.values():
+                if future is not None:
+                    future.cancel()
+        return {name: results[name] for name in self.names}
+
+    def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
+        """Float64 ``(b, k)``: the same for every row."""
+        return torch.tensor(list(self.weights.values()), dtype=torch.float64).repeat(rows, 1)
+
+    def _total(self, values: Tensor, weights: Tensor) -> Tensor:
+        total = (values.double() * weights).nansum(1).float()
+        if total.isinf().any():
+            raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
+        return total.masked_fill(values.isnan().all(1), math.nan)
+
+    def _metrics(self, results: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
+        """What was logged, and the shares of completions that failed, hung or were known."""
+        logged: dict[str, list[float]] = {}
+        for result in results.values():
+            for name, values in result.metrics.items():
+                logged.setdefault(name, []).extend(values)
+        # fsum: the order in which concurrent calls logged must not show
+        metrics = {name: (math.fsum(values), len(values)) for name, values in logged.items()}
+        for name, result in results.items():
+            rows = len(result.values)
+            if self.settings.on_error is not None:
+                failures = [failure for failure in result.failures if failure is not None]
+                metrics[f"rewards/{name}/failure_ratio"] = float(len(failures)), rows
+                metrics[f"rewards/{name}/timeout_ratio"] = float(sum(f.timed_out for f in failures)), rows
+            if self.settings.cache:
+                metrics[f"rewards/{name}/cache_hit_ratio"] = float(result.cache_hits), rows
+        return metrics
+
+
+def _span_rewards(results: Mapping[str, FunctionScores], weights: Tensor) -> list[list[Span]] | None:
+    if not any(spans is not None for result in results.values() for spans in result.spans):
+        return None
+    weighted: list[list[Span]] = [[] for _ in weights]
+    for result, of_function in zip(results.values(), weights.T.tolist(), strict=True):
+        for row, (spans, weight) in enumerate(zip(result.spans, of_function, strict=True)):
+            weighted[row] += [(start, end, weight * value) for start, end, value in spans or ()]
+    return weighted
+
+
+def _print_output(output: str) -> None:
+    """Print what a worker printed."""
+    with contextlib.suppress(OSError, ValueError):  # a closed output must not end a run
+        if output and sys.stdout is not None:
+            sys.stdout.write(output)
+
+
+def _merge_extras(results: Mapping[str, FunctionScores]) -> dict[str, list[Any]]:
+    extras: dict[str, list[Any]] = {}
+    for name, result in results.items():
+        for column, values in result.extras.items():
+            if column in extras:
+                raise RewardError(
+                    f"log_extra({column!r}, ...) was called by {name!r} and by a function before it. Use two names."
+                )
+            extras[column] = values
+    return extras

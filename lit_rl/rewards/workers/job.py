@@ -1,0 +1,246 @@
+"""One call of one reward function: what goes in, what it logs, what comes out or went wrong.
+
+Standard library only, and nothing that imports more: worker processes load this file without PyTorch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import reprlib
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+from lit_rl.errors import ConfigError, RewardError
+from lit_rl.rewards.workers.plain_values import describe, to_plain
+
+SERVICES = ("trainer_state", "log_metric", "log_extra")
+"""Arguments that are no data."""
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """Where training stands, for rewards that follow a schedule. Read-only."""
+
+    step: int = 0
+    """Optimizer steps taken."""
+    max_steps: int = -1
+    """Optimizer steps of the whole run; -1 where there is no limit."""
+    epoch: int = 0
+
+    @property
+    def global_step(self) -> int:
+        """``step`` under the name that it has in `transformers`."""
+        return self.step
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a function gave no value."""
+
+    kind: str
+    """Name of the exception's class."""
+    text: str
+    place: str = ""
+    """``line 3 of file.py``."""
+    trace: str = ""
+    row: int | None = None
+    """The completion of the batch that it happened on, where that is known."""
+    timed_out: bool = False
+    died: bool = False
+    """The worker process ended; `text` says how."""
+    output: str = ""
+    """What the worker process printed, shortened."""
+
+
+class CallFailed(Exception):
+    """A reward function did not return."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to call a function with, by the names of its own arguments."""
+
+    numbers: Sequence[int]
+    """The place of each completion in the whole batch."""
+    inputs: Mapping[str, Sequence[Any] | None]
+    """One value a completion; None for ``completion_ids`` where there are none."""
+    services: tuple[str, ...] = ()
+    trainer_state: TrainerState = field(default_factory=TrainerState)
+    per_sample: bool = False
+    catch: bool = False
+    """Per-sample functions: give a Failure in the place of a completion that it raised on, and go on."""
+    max_concurrent: int = 1
+    """Per-sample async functions: completions awaited at once."""
+
+    @property
+    def rows(self) -> int:
+        return len(self.numbers)
+
+    def select(self, rows: Sequence[int]) -> Job:
+        """The same job for some of its rows."""
+        inputs = {key: None if values is None else [values[i] for i in rows] for key, values in self.inputs.items()}
+        return replace(self, numbers=[self.numbers[i] for i in rows], inputs=inputs)
+
+    def row(self, i: int) -> dict[str, Any]:
+        """The inputs of one row."""
+        return {key: None if values is None else values[i] for key, values in self.inputs.items()}
+
+    def copy(self) -> Job:
+        """The same job with inputs that a function may change freely."""
+        return replace(self, inputs={key: _copy(key, values) for key, values in self.inputs.items()})
+
+    def arguments(self, log: Log, row: int | None) -> dict[str, Any]:
+        """Keyword arguments of the call for all rows (None) or one."""
+        services = {"trainer_state": self.trainer_state, "log_metric": log.metric, "log_extra": log.extra}
+        if row is None:
+            values = dict(self.inputs)
+        else:
+            values = self.row(row)
+            services["log_extra"] = lambda column, value: log.row_extra(row, column, value)
+        return {**values, **{name: services[name] for name in self.services}}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call gave."""
+
+    returned: Any
+    """A list of numbers, None, spans, `Opaque` and `Failure`; or one `Opaque` where the function returned no list."""
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    output: str = ""
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Outcome], rows: Sequence[int]) -> Outcome:
+        """Parts of so many rows one after another; an extra column that a part lacks is None there."""
+        columns = dict.fromkeys(column for part in parts for column in part.extras)
+        names = dict.fromkeys(name for part in parts for name in part.metrics)
+        return cls(
+            [value for part in parts for value in part.returned],
+            {name: [value for part in parts for value in part.metrics.get(name, [])] for name in names},
+            {c: [v for part, n in zip(parts, rows) for v in part.extras.get(c, [None] * n)] for c in columns},
+            "".join(part.output for part in parts),
+        )
+
+
+class Log:
+    """Takes what a function logs during one call."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.metrics: dict[str, list[float]] = {}
+        self.extras: dict[str, list[Any]] = {}
+        self._given: set[tuple[str, int]] = set()
+
+    def metric(self, name: str, value: float) -> None:
+        """``log_metric``."""
+        number: Any = value.item() if getattr(value, "ndim", None) == 0 else value  # pyright: ignore
+        if not isinstance(number, Real) or not math.isfinite(number):
+            raise RewardError(f"log_metric({name!r}, ...) takes a finite number; it got {reprlib.repr(value)}.")
+        self.metrics.setdefault(name, []).append(float(number))
+
+    def extra(self, column: str, values: Any) -> None:
+        """``log_extra`` of a function that takes the batch."""
+        rows = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(rows, list | tuple) or len(rows) != self.rows:
+            raise RewardError(f"log_extra({column!r}, ...) takes a list of {self.rows}; it got {describe(values)}.")
+        if column in self.extras:
+            raise RewardError(f"log_extra({column!r}, ...) was called twice for one batch. Use two names.")
+        self.extras[column] = list(rows)
+
+    def row_extra(self, row: int, column: str, value: Any) -> None:
+        """``log_extra`` of a per-sample function."""
+        if (column, row) in self._given:
+            raise RewardError(f"log_extra({column!r}, ...) was called twice for one completion. Use two names.")
+        self._given.add((column, row))
+        self.extras.setdefault(column, [None] * self.rows)[row] = value
+
+
+def _copy(key: str, values: Sequence[Any] | None) -> list[Any] | None:
+    if values is None:
+        return None
+    if key == "completion_ids":  # plain integers, and too many for deepcopy, which visits each
+        return [list(row) for row in values]
+    return [copy.deepcopy(row) for row in values]
+
+
+def run(function: Callable[..., Any], job: Job, wait: Callable[[Awaitable[Any]], Any]) -> Outcome:
+    """Call a function on this thread, once or once a completion; `wait` is for one that returns a coroutine.
+
+    Raises:
+        CallFailed: it raised (for a per-sample function with ``job.catch``: never).
+    """
+    log = Log(job.rows)
+
+    def call(row: int | None) -> Any:
+        try:
+            value = function(**job.arguments(log, row))
+            return wait(value) if hasattr(value, "__await__") else value
+        except (Exception, SystemExit) as error:  # a reward that calls sys.exit() must not end training with status 0
+            return _failure_or_raise(error, job, row)
+
+    returned = [call(row) for row in range(job.rows)] if job.per_sample else call(None)
+    return Outcome(to_plain(returned, job.rows), log.metrics, log.extras)
+
+
+async def run_async(function: Callable[..., Any], job: Job) -> Outcome:
+    """Await a coroutine function, once or once a completion, then `job.max_concurrent` of them at a time.
+
+    Raises:
+        CallFailed: as `run`.
+    """
+    import asyncio  # half of a worker's start, and few functions are async
+
+    log = Log(job.rows)
+    gate = asyncio.Semaphore(job.max_concurrent)
+
+    async def call(row: int | None) -> Any:
+        async with gate:
+            try:
+                value = function(**job.arguments(log, row))
+                return await value if hasattr(value, "__await__") else value
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # the last two would end the loop's thread
+                return _failure_or_raise(error, job, row)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+                return _failure_or_raise(error, job, row)  # the function cancelled itself; nobody cancelled us
+
+    if not job.per_sample:
+        return Outcome(to_plain(await call(None), job.rows), log.metrics, log.extras)
+    tasks = [asyncio.ensure_future(call(row)) for row in range(job.rows)]
+    try:
+        returned = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return Outcome(to_plain(returned, job.rows), log.metrics, log.extras)
+
+
+def _failure_or_raise(error: BaseException, job: Job, row: int | None) -> Failure:
+    failure = failure_of(error, None if row is None else job.numbers[row])
+    if job.catch and row is not None and not isinstance(error, ConfigError):  # that is wrong for every row
+        return failure
+    raise CallFailed(failure) from error
+
+
+def n_completions(rows: int) -> str:
+    """``1 completion``, ``2 completions``."""
+    return f"{rows} completion{'' if rows == 1 else 's'}"
+
+
+def failure_of(error: BaseException, row: int | None = None) -> Failure:
+    """An exception as text, which crosses any border."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
+    trace = "".join(traceback.format_exception(error))
+    return Failure(type(error).__name__, str(error)[:2000], place, trace[-8000:], row)

@@ -1,0 +1,75 @@
+"""Returned values as plain lists and numbers, whatever they came in.
+
+Standard library only: worker processes load this file without PyTorch and NumPy, and tell arrays by what they can do.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Stands for a returned value that is no number, no None and no list of spans: enough to describe it."""
+
+    kind: str
+    text: str
+    hint: str = ""
+
+
+def to_plain(returned: Any, rows: int) -> Any:
+    """A list of `rows` plain values, whatever list, tuple or 1-D array they came in; anything else as `Opaque`."""
+    if _is_array(returned):
+        if tuple(returned.shape) == (rows,):
+            return [_element(value) for value in returned.tolist()]
+        hint = " Flatten it: .reshape(-1)." if returned.ndim == 2 and 1 in returned.shape else ""
+        return Opaque(type(returned).__name__, describe(returned), hint)
+    if isinstance(returned, list | tuple) and len(returned) == rows:
+        return [_element(value) for value in returned]
+    hint = ""
+    if type(returned).__name__ == "generator":
+        hint = " Wrap the generator in list(...)."
+    elif isinstance(returned, dict):
+        hint = " Name each part as a function of its own, or use log_extra."
+    return Opaque(type(returned).__name__, describe(returned), hint)
+
+
+def _element(value: Any) -> Any:
+    if value is None or type(value).__name__ == "Failure":
+        return value
+    if _is_array(value) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, int | float):
+        return value
+    if isinstance(value, Real):
+        return _float(value)
+    if isinstance(value, list | tuple) and all(isinstance(span, list | tuple) and len(span) == 3 for span in value):
+        return [tuple(_element(part) for part in span) for span in value]
+    return Opaque(type(value).__name__, reprlib.repr(value))
+
+
+def _float(value: Real) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # Fraction(10**400)
+        return math.inf
+
+
+def _is_array(value: Any) -> bool:
+    """A NumPy array or scalar, or a tensor: told by what it can do, for neither package is imported here."""
+    return hasattr(value, "ndim") and hasattr(value, "shape") and hasattr(value, "tolist")
+
+
+def describe(returned: Any) -> str:
+    """What a value is: its type, its shape or length, its first three items."""
+    kind = type(returned).__name__
+    if _is_array(returned):
+        first = returned[:3].tolist() if returned.ndim else returned.item()
+        return f"a {kind} of shape {tuple(returned.shape)} starting with {reprlib.repr(first)}"
+    if isinstance(returned, list | tuple):
+        return f"a {kind} of {len(returned)} values starting with {reprlib.repr(list(returned[:3]))}"
+    return f"{reprlib.repr(returned)} ({kind})"
