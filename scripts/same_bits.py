@@ -409,7 +409,7 @@ def main() -> int:
 
     checkout = given.checkout.resolve()
     own = checkout / ".venv" / "bin" / "python"
-    python = given.python or (own if own.exists() else Path(sys.executable))
+    python = given.python.absolute() if given.python else (own if own.exists() else Path(sys.executable))
 
     def now(wanted: Callable[[str], bool]) -> dict[str, Any]:
         chosen = [run for run in runs(given.quick) if wanted(run.name) and (not given.only or run.name in given.only)]
