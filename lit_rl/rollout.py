@@ -7,12 +7,14 @@ A row of a rollout is one completion; rows of a group are neighbours, but statis
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_rl.constraints import LogitBias, Structured
 from lit_rl.errors import ConfigError, in_range
@@ -23,6 +25,30 @@ Message = dict[str, Any]
 
 Prompt = str | list[Message]
 """A prompt as the data set has it: plain text, or a list of chat messages."""
+
+
+class Width(Enum):
+    """What the second dimension of a column counts. It decides how rows are trimmed and joined."""
+
+    NONE = "one value a row"
+    PROMPT = "prompt tokens: padded on the left"
+    RESPONSE = "response tokens: padded on the right"
+
+
+PER_ROW, PER_PROMPT_TOKEN, PER_RESPONSE_TOKEN = ({"width": width} for width in Width)
+"""The metadata of a field that holds a tensor of rows, or None."""
+
+
+def columns_of(item: Any) -> Iterator[tuple[str, Width, Tensor | None]]:
+    """Name, width and value of each column of a `Completions` or a `Rollout`.
+
+    A column that may have one value a row or one a token says the wider of the two, and its tensor which it is.
+    """
+    for each in dataclasses.fields(item):
+        if "width" in each.metadata:
+            value = getattr(item, each.name)
+            width = Width.NONE if value is not None and value.ndim == 1 else each.metadata["width"]
+            yield each.name, width, value
 
 
 @dataclass(frozen=True)
@@ -152,30 +178,30 @@ class Prompts:
 class Completions:
     """What came out of a generator. Rows ``i * group_size ... (i + 1) * group_size - 1`` belong to prompt ``i``."""
 
-    prompt_ids: Tensor
+    prompt_ids: Tensor = field(metadata=PER_PROMPT_TOKEN)
     """Long ``(b, p)``, padded on the left."""
-    prompt_mask: Tensor
+    prompt_mask: Tensor = field(metadata=PER_PROMPT_TOKEN)
     """Bool ``(b, p)``: True on the prompt's tokens."""
-    response_ids: Tensor
+    response_ids: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Long ``(b, t)``, padded on the right."""
-    response_mask: Tensor
+    response_mask: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Bool ``(b, t)``: True on tokens that the policy sampled, EOS included. Made where the tokens are made, never
     derived from ``ids == pad``."""
-    sampler_logprobs: Tensor
+    sampler_logprobs: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: what the engine reports of the distribution it drew from, 0 outside ``response_mask``."""
-    ended: Tensor
+    ended: Tensor = field(metadata=PER_ROW)
     """Bool ``(b,)``: the response ended by EOS or a stop string; False where ``max_new_tokens`` cut it."""
-    group_id: Tensor
+    group_id: Tensor = field(metadata=PER_ROW)
     """Long ``(b,)``: equal for completions of one prompt."""
     version: int = 0
     """The policy version that the generator was synced to."""
-    attended: Tensor | None = None
+    attended: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Bool ``(b, t)``, a superset of ``response_mask``: also tokens that a tool or an environment wrote between turns.
     None where the policy wrote every token."""
-    kept_logmass: Tensor | None = None
+    kept_logmass: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: log of the probability that top-k, top-p and min-p left when the token was drawn; 0 where
     they cut nothing, and outside ``response_mask``. None where none of them is in force, or the engine cannot tell."""
-    turn: Tensor | None = None
+    turn: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-row extra inputs of the forward pass, ``(b, ...)`` (pixels of a vision model). Empty for text."""
@@ -200,30 +226,31 @@ class Rollout:
     """Scored completions: all that a policy-gradient loss needs, and only tensors (so a checkpoint can hold it)."""
 
     completions: Completions
-    rewards: Tensor
+    rewards: Tensor = field(metadata=PER_ROW)
     """Float32 ``(b,)``: weighted sum over functions; NaN where no function applied."""
-    advantages: Tensor
-    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ."""
-    loss_mask: Tensor
+    advantages: Tensor | None = field(metadata=PER_RESPONSE_TOKEN)
+    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where none is estimated, and verdicts are learned."""
+    loss_mask: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Bool ``(b, t)``: the tokens of the loss, a subset of ``response_mask`` (masked truncated rows are all False)."""
-    old_logprobs: Tensor | None = None
+    verdicts: Tensor | None = field(default=None, metadata=PER_ROW)
+    """Float32 ``(b,)``: what a judge found. Of pairs: 1 the better completion of a prompt, -1 the worse one, 0 neither;
+    of duels: the probability to win less one half. None where nothing was judged."""
+    old_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the policy when the rollout was taken. None where the ratio is 1 by construction."""
-    ref_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the reference. None where no term needs it."""
-    weights: Tensor | None = None
+    weights: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: what each token's loss is multiplied by, for an engine that samples from a slightly other
     policy. None where nothing is corrected."""
-    old_values: Tensor | None = None
+    old_values: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the critic when the rollout was taken. None without a critic."""
-    returns: Tensor | None = None
+    returns: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: what the critic learns to predict. None without a critic."""
+    kl_factor: float = 1.0
+    """What the weight of the KL is multiplied by in the updates that are made with this rollout."""
 
     def __len__(self) -> int:
         return len(self.completions)
-
-
-PER_TOKEN = ("loss_mask", "old_logprobs", "ref_logprobs", "weights", "old_values", "returns", "advantages")
-"""Fields of a rollout that have a column for each response token (advantages: where they are two-dimensional)."""
 
 
 def select(item: Any, rows: Tensor) -> Any:
@@ -238,10 +265,77 @@ def select(item: Any, rows: Tensor) -> Any:
     return item
 
 
-def trim(completions: Completions) -> tuple[slice, slice]:
-    """Column slices ``(prompt, response)`` without the columns that are padding in every row: cheaper, same result."""
+def trim(completions: Completions) -> Completions:
+    """Without the columns that are padding in every row: cheaper, same result."""
+    return _cut(completions, used_columns(completions))
+
+
+def trim_rollout(rollout: Rollout) -> Rollout:
+    """The rollout without the columns that are padding in every row."""
+    used = used_columns(rollout.completions)
+    return dataclasses.replace(_cut(rollout, used), completions=_cut(rollout.completions, used))
+
+
+def used_columns(completions: Completions) -> dict[Width, slice]:
+    """The columns that hold a token in some row: the last of the prompt's, the first of the response's."""
     prompt = completions.prompt_mask.any(0).nonzero()
     response = completions.attention_mask[:, completions.prompt_mask.shape[1] :].any(0).nonzero()
     first = int(prompt[0]) if len(prompt) else completions.prompt_mask.shape[1]
     last = int(response[-1]) + 1 if len(response) else 1
-    return slice(first, None), slice(0, last)
+    return {Width.PROMPT: slice(first, None), Width.RESPONSE: slice(0, last)}
+
+
+def _cut(item: Any, used: Mapping[Width, slice]) -> Any:
+    cut = {
+        name: value[:, used[width]]
+        for name, width, value in columns_of(item)
+        if value is not None and width is not Width.NONE
+    }
+    return dataclasses.replace(item, **cut)
+
+
+def join_completions(first: Completions, second: Completions) -> Completions:
+    """Rows of both; `version` is the first's.
+
+    What one of them lacks is filled with what its absence means: all that was sampled was attended, in the first turn;
+    how much truncation left is known of all rows, or of none.
+    """
+    joined = _joined(_filled(first, second), _filled(second, first))
+    inputs = {key: torch.cat([value, second.model_inputs[key]]) for key, value in first.model_inputs.items()}
+    return dataclasses.replace(joined, model_inputs=inputs)
+
+
+def join_rollouts(first: Rollout, second: Rollout) -> Rollout:
+    """Rows of both, which have the same columns; what is no column is the first's."""
+    joined = _joined(first, second)
+    return dataclasses.replace(joined, completions=join_completions(first.completions, second.completions))
+
+
+def _filled(one: Completions, other: Completions) -> Completions:
+    changes: dict[str, Any] = {}
+    if one.attended is None and other.attended is not None:
+        changes["attended"] = one.response_mask
+    if one.turn is None and other.turn is not None:
+        changes["turn"] = torch.zeros_like(one.response_ids)
+    if other.kept_logmass is None:
+        changes["kept_logmass"] = None
+    return dataclasses.replace(one, **changes)
+
+
+def _joined(one: Any, two: Any) -> Any:
+    """Both as wide as the wider one; what stands outside the masks is 0, and never read."""
+    values: dict[str, Tensor] = {}
+    for (name, width, mine), (_, _, theirs) in zip(columns_of(one), columns_of(two)):
+        assert (mine is None) == (theirs is None), name
+        if mine is not None and theirs is not None:
+            values[name] = torch.cat(_padded(width, mine, theirs))
+    return dataclasses.replace(one, **values)
+
+
+def _padded(width: Width, one: Tensor, two: Tensor) -> list[Tensor]:
+    if width is Width.NONE:
+        return [one, two]
+    widest = max(one.shape[1], two.shape[1])
+    missing = [widest - part.shape[1] for part in (one, two)]
+    pads = [(count, 0) if width is Width.PROMPT else (0, count) for count in missing]
+    return [F.pad(part, pad) for part, pad in zip((one, two), pads)]

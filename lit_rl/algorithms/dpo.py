@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lit_rl.algorithms.families.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
 from lit_rl.algorithms.preflight import preferences as pair_checks
-from lit_rl.algorithms.ranks import inner
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
@@ -81,7 +80,7 @@ class DPO(PairModule):
 
     @property
     def needs_reference(self) -> bool:
-        read = not all(getattr(inner(function), "policy_only", False) for function in self.preference.values())
+        read = any(pair_checks.reads_reference(function) for function in self.preference.values())
         return read and not isinstance(self.reference, ReferenceFree)
 
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:

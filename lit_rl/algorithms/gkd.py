@@ -38,7 +38,7 @@ from lit_rl.models.reference.teacher import Teacher
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_over
 from lit_rl.ops.token_stats import token_stats
 from lit_rl.rollout import Completions, PromptBatch
 
@@ -200,9 +200,9 @@ class GKD(OfflineModule):
         loss = masked_sum(divergence, mask) / self.denominator(batch.totals)
         stats = token_stats(student.detach(), ids)
         metrics: Metrics = {
-            "entropy": mean_of(logprobs_and_entropy(student.detach(), ids)[1], mask),
-            "teacher/entropy": mean_of(logprobs_and_entropy(of_teacher, ids)[1], mask),
-            "mean_token_accuracy": mean_of(stats.correct, mask),
+            "entropy": mean_over(logprobs_and_entropy(student.detach(), ids)[1], mask),
+            "teacher/entropy": mean_over(logprobs_and_entropy(of_teacher, ids)[1], mask),
+            "mean_token_accuracy": mean_over(stats.correct, mask),
         }
         loss, aux = self.with_aux(loss, aux_loss, batch.totals)
         return loss, metrics | aux

@@ -13,11 +13,59 @@ further term, off by default, stands in `lit_rl.algorithms.families.policy_gradi
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.ops.advantages import group_normalized
+from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.kl import corrected_k3
+from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.reductions import token_mean
+from lit_rl.rewards.base import Rewards
 
 
 @final
 class GRPO(PolicyGradient):
-    """Group-relative policy optimisation: the defaults of every term are `PolicyGradient`'s."""
+    """Group-relative policy optimisation.
+
+    Args:
+        model: The policy: a description, or its name, folder or hub id.
+        reward: Reward functions and weights, or one function.
+        advantage: Estimator of advantages from rewards.
+        loss: The loss of each token.
+        kl: The estimator of the KL in the loss.
+        reduction: Which tokens and sequences the loss is averaged over.
+        correction: Weights against an engine that samples from a slightly other policy.
+        beta: Weight of the KL in the loss.
+        group_size: Completions a prompt; 2 or more where the advantage compares completions of one prompt.
+        terms: Everything else that a `PolicyGradient` takes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel | str,
+        reward: Rewards | Callable,
+        *,
+        advantage: Callable = group_normalized,
+        loss: Callable = clipped_policy_loss,
+        kl: Callable = corrected_k3,
+        reduction: Callable = token_mean,
+        correction: Callable | None = auto_correction,
+        beta: float = 0.0,
+        group_size: int = 8,
+        **terms: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            reward,
+            advantage=advantage,
+            loss=loss,
+            kl=kl,
+            reduction=reduction,
+            correction=correction,
+            beta=beta,
+            group_size=group_size,
+            **terms,
+        )

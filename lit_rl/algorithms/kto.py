@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.families.verdicts import VerdictModule
 from lit_rl.algorithms.preflight.settings import settings
-from lit_rl.algorithms.ranks import inner, setting
+from lit_rl.algorithms.signatures import setting, takes_positions
 from lit_rl.algorithms.terms.mismatched import RunLength, mismatched_texts
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example_set import ExampleSet
@@ -63,25 +63,25 @@ class KTO(VerdictModule):
     ) -> None:
         super().__init__(model, reward, beta=beta, **shared)
         zero = torch.zeros(1)
-        settings("verdict", partial(verdict, zero, zero > 0, zero[0], 0.1))
+        baseline = [zero[0]] if _reads_baseline(verdict) else []
+        settings("verdict", partial(verdict, zero, zero > 0, *baseline, 0.1))
         self.verdict = verdict
 
     @property
     def couples_rows(self) -> bool:
-        return not getattr(inner(self.verdict), "without_baseline", False)
+        return _reads_baseline(self.verdict)
 
     def look(self, batch: VerdictBatch) -> dict[str, Tensor]:
         return {"mismatched": self._mismatched(batch)}
 
     def loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         scores = self.text_scores(batch.tokens, stats=True)
-        ratios, found = self.ratios(batch, scores), {}
-        baseline = ratios.new_zeros(())
+        ratios, found, baseline = self.ratios(batch, scores), {}, []
         if self.couples_rows:
             others = self._mismatched(batch) if whole is None else whole.columns["mismatched"]
-            baseline = others.mean().clamp(min=0)
-            found = {"kl": (baseline, torch.ones_like(baseline))}
-        rows = self.verdict(ratios, batch.desirable, baseline, self.beta)
+            baseline = [others.mean().clamp(min=0)]
+            found = {"kl": (baseline[0], torch.ones_like(baseline[0]))}
+        rows = self.verdict(ratios, batch.desirable, *baseline, self.beta)
         loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), scores.aux_loss, batch.totals)
         return loss, self.verdict_metrics(batch, scores, ratios) | found | aux
 
@@ -139,3 +139,8 @@ class KTO(VerdictModule):
             f"algo.verdict.desirable_weight to {' to '.join(up)}, or algo.verdict.undesirable_weight to "
             f"{' to '.join(down)}."
         )
+
+
+def _reads_baseline(verdict: Callable) -> bool:
+    """Whether it is `verdict(ratio, desirable, baseline, beta)`, not `verdict(ratio, desirable, beta)`."""
+    return takes_positions(verdict, 4)

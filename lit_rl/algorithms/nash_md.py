@@ -19,21 +19,23 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged import OnlinePairs
-from lit_rl.algorithms.preflight import judged as online_checks
-from lit_rl.algorithms.rollouts.opponents import duels, firsts
+from lit_rl.algorithms.families.judged import JudgedModule
+from lit_rl.algorithms.preflight import judged as preflight
+from lit_rl.algorithms.rollouts.opponents import duels, policy_rows
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.generation.mixture import GeometricMixture
+from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_of
-from lit_rl.rewards.base import Rewards, Scores
+from lit_rl.ops.step import Metrics, StepTokens, mean_over
+from lit_rl.rewards.base import Rewards
 from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select
 
 
 @final
-class NashMD(OnlinePairs):
+class NashMD(JudgedModule):
     """Nash mirror descent. Of each prompt's two completions the second is the mixture's; the first is learned from.
 
     Args:
@@ -43,7 +45,7 @@ class NashMD(OnlinePairs):
             `RewardJudge(soft=True)` gives the Bradley-Terry probability.
         beta: Weight of the KL to the reference, above 0; or a list, one for each epoch.
         mixture_coef: `c`, in [0, 1]: 0 is the policy itself, 1 the reference; or a list, one for each epoch.
-        shared: What every `OnlinePairs` takes.
+        shared: What every `JudgedModule` takes.
     """
 
     needs_reference = True
@@ -61,9 +63,9 @@ class NashMD(OnlinePairs):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, **shared)
         self.mixture_coef = mixture_coef
-        online_checks.two_policies(self)
-        online_checks.native_generator(self.generator)
-        online_checks.for_each_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
+        preflight.two_policies(type(self).__name__, self.group_size, self.reference)
+        preflight.native_generator(self.generator)
+        preflight.for_each_epoch("algo.mixture_coef", mixture_coef, high=1, open_low=False)
 
     # ------------------------------------------------------------------ generate -> judge
 
@@ -74,49 +76,44 @@ class NashMD(OnlinePairs):
             return super().generate(batch, sampling, group_size)
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
-        return duels(self, batch, super().generate(batch, group_size=1), mixture)
+        own = super().generate(batch, group_size=1)
+        return duels(self.source, self.request(batch), own, mixture, self.reference_policy)
 
-    def advantages(
-        self,
-        completions: Completions,
-        scores: Scores,
-        *,
-        kept: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Rollout:
-        wins = self.wins(completions, scores, kept)[:, 0]
+    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+        wins = self.wins(scored)[:, 0]
         judged = ~wins.isnan()
-        chances = torch.stack([wins.nan_to_num(0.5) - 0.5, torch.zeros_like(wins)], 1).flatten()
         learned = torch.stack([judged, torch.zeros_like(judged)], 1).flatten()
-        rollout = self.rollout_of(
-            completions,
-            scores,
-            kept,
-            advantages=chances,
-            loss_mask=completions.response_mask & learned[:, None],
-            ref_logprobs=self.ref_of(completions, firsts(completions)),
+        rollout = self.as_rollout(
+            scored,
+            verdicts=torch.stack([wins.nan_to_num(0.5) - 0.5, torch.zeros_like(wins)], 1).flatten(),
+            loss_mask=scored.completions.response_mask & learned[:, None],
+            ref_logprobs=ref,
         )
-        self.record(_of_the_pairs(rollout, wins))
-        return rollout
+        return rollout, _of_duels(rollout, wins)
 
-    def replaced(self, rollout: Rollout) -> Rollout:
+    def reference_of(self, scored: Scored) -> Tensor:
+        return self.reference_in(policy_rows(scored.completions), scored.completions)
+
+    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """The policy's own completions: the opponent's are not learned from."""
-        return select(rollout, firsts(rollout.completions))
+        return select(rollout, policy_rows(rollout.completions)), {}
 
     # ------------------------------------------------------------------ loss
 
-    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
-        assert rollout.ref_logprobs is not None
-        scores, beta, mask = self.token_scores(rollout.completions), self.at_epoch(self.beta), rollout.loss_mask
+    def loss(
+        self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
+    ) -> tuple[Tensor, Metrics]:
+        assert rollout.ref_logprobs is not None and rollout.verdicts is not None
+        beta, mask = self.at_epoch(self.beta), rollout.loss_mask
         kl = scores.logprobs.detach() - rollout.ref_logprobs
         kl_part = masked_sum(beta * kl * scores.logprobs, mask, 1)
-        preference_part = rollout.advantages * masked_sum(scores.logprobs, mask, 1)
+        preference_part = rollout.verdicts * masked_sum(scores.logprobs, mask, 1)
         judged = torch.as_tensor(totals.unmasked_sequences, device=mask.device).clamp(min=1)
         loss = (kl_part - preference_part).sum() / judged
         return loss, self._metrics(rollout, scores.logprobs, kl, beta) | {
-            "loss/kl": mean_of(kl_part, mask.any(1)),
-            "loss/score": mean_of(-preference_part, mask.any(1)),
-            "entropy": mean_of(scores.entropy, rollout.completions.response_mask),
+            "loss/kl": mean_over(kl_part, mask.any(1)),
+            "loss/score": mean_over(-preference_part, mask.any(1)),
+            "entropy": mean_over(scores.entropy, rollout.completions.response_mask),
         }
 
     @torch.no_grad()
@@ -126,27 +123,27 @@ class NashMD(OnlinePairs):
         every, scored = torch.ones_like(rewards, dtype=torch.bool), ~rewards.isnan()
         kl_of_rows = masked_sum(kl, mask, 1)
         return {
-            "objective/kl": mean_of(kl_of_rows, every),
-            "objective/entropy": mean_of(-masked_sum(logprobs, mask, 1), every),
-            "objective/non_score_reward": mean_of(-beta * kl_of_rows, every),
-            "objective/rlhf_reward": mean_of(rewards - beta * kl_of_rows, scored),
+            "objective/kl": mean_over(kl_of_rows, every),
+            "objective/entropy": mean_over(-masked_sum(logprobs, mask, 1), every),
+            "objective/non_score_reward": mean_over(-beta * kl_of_rows, every),
+            "objective/rlhf_reward": mean_over(rewards - beta * kl_of_rows, scored),
         }
 
     def coefficients(self) -> dict[str, float]:
         return super().coefficients() | {"mixture_coef": self.at_epoch(self.mixture_coef)}
 
 
-def _of_the_pairs(rollout: Rollout, wins: Tensor) -> Metrics:
+def _of_duels(rollout: Rollout, wins: Tensor) -> Metrics:
     """What the judge and the rewards said of policy and opponent."""
     judged, ended = ~wins.isnan(), rollout.completions.ended.float()
     ours, theirs = rollout.rewards[0::2], rollout.rewards[1::2]
     every = torch.ones_like(judged)
     return {
-        "rewards/probabilities": mean_of(wins, judged),
-        "rewards/accuracies": mean_of((wins > 0.5).float(), judged),
-        "rewards/chosen": mean_of(ours, ~ours.isnan()),
-        "rewards/rejected": mean_of(theirs, ~theirs.isnan()),
-        "rewards/margins": mean_of(ours - theirs, ~(ours - theirs).isnan()),
-        "model_contain_eos_token": mean_of(ended[0::2], every),
-        "ref_contain_eos_token": mean_of(ended[1::2], every),
+        "rewards/probabilities": mean_over(wins, judged),
+        "rewards/accuracies": mean_over((wins > 0.5).float(), judged),
+        "rewards/chosen": mean_over(ours, ~ours.isnan()),
+        "rewards/rejected": mean_over(theirs, ~theirs.isnan()),
+        "rewards/margins": mean_over(ours - theirs, ~(ours - theirs).isnan()),
+        "model_contain_eos_token": mean_over(ended[0::2], every),
+        "ref_contain_eos_token": mean_over(ended[1::2], every),
     }

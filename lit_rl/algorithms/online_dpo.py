@@ -18,7 +18,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged_pairs import OnlinePreference
+from lit_rl.algorithms.families.judged_pairs import JudgedPairs
+from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
@@ -29,7 +30,7 @@ from lit_rl.rollout import Rollout
 
 
 @final
-class OnlineDPO(OnlinePreference):
+class OnlineDPO(JudgedPairs):
     """Online direct preference optimisation.
 
     Args:
@@ -39,7 +40,7 @@ class OnlineDPO(OnlinePreference):
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
         preference: The loss of a pair, or several by name, whose weighted sum is learned.
         group_size: Completions a prompt, 2 or more.
-        shared: What every `OnlinePreference` and `OnlinePairs` takes.
+        shared: What every `JudgedPairs` and `JudgedModule` takes.
     """
 
     def __init__(
@@ -55,5 +56,7 @@ class OnlineDPO(OnlinePreference):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, preference=preference, group_size=group_size, **shared)
 
-    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
-        return self.preference_loss(rollout, self.token_scores(rollout.completions), totals)
+    def loss(
+        self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
+    ) -> tuple[Tensor, Metrics]:
+        return self.preference_loss(rollout, scores, totals)

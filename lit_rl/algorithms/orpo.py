@@ -26,7 +26,7 @@ from lit_rl.examples import PairBatch, TokenBatch
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.preference.odds import odds_ratio
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_over
 
 
 @final
@@ -61,8 +61,8 @@ class ORPO(OfflineModule):
         every = torch.ones_like(losses, dtype=torch.bool)
         own: Metrics = {
             "nll_loss": (nll.detach(), chosen.sum()),
-            "log_odds_ratio": mean_of(-losses, every),
-            "log_odds_chosen": mean_of(log_odds, every),
+            "log_odds_ratio": mean_over(-losses, every),
+            "log_odds_chosen": mean_over(log_odds, every),
         }
         logps = Sides(*means.chunk(2))  # rewards and log-probs are means over tokens, as TRL logs them
         return loss, own | pair_metrics(Sides(*(self.beta * logp for logp in logps)), logps, batch, scores) | aux

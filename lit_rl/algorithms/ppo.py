@@ -21,32 +21,32 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from lit_rl.algorithms.families.objective import policy_objective
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.schedules import After, Schedule
-from lit_rl.algorithms.ppo_parts import (
-    frozen_values,
-    objective_metrics,
-    policy_metrics,
-    ptx_share,
-    ratio_moments,
-    with_values,
-)
-from lit_rl.algorithms.preflight import estimators as estimator_checks
-from lit_rl.algorithms.preflight import on_policy as checks
+from lit_rl.algorithms.preflight import estimators
+from lit_rl.algorithms.preflight.settings import settings
+from lit_rl.algorithms.rollouts.micro_batches import without_gradient
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import Credit
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.models.scoring.critic import Critic, SeparateCritic
 from lit_rl.models.scoring.reward_adapter import RewardAdapter
 from lit_rl.ops.advantages import whiten_tokens
-from lit_rl.ops.masking import variance
+from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.kl import corrected_k3
+from lit_rl.ops.losses import MAX_LOG_RATIO, clipped_policy_loss
+from lit_rl.ops.masking import masked_moments, masked_sum
+from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.reductions import StepTotals, token_mean
 from lit_rl.ops.returns import gae
-from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.ops.values import clipped_value_loss, explained_variance, value_sums
+from lit_rl.ops.step import Metrics, StepTokens, Summed
+from lit_rl.ops.values import clipped_value_loss, value_sums
 from lit_rl.rewards.base import Rewards, Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -63,6 +63,10 @@ class PPO(PolicyGradient):
         critic_scheduler: Schedule of the critic's learning rate. None: the policy's.
         critic_warmup: Optimizer steps in which only the critic learns.
         advantage: `(token_rewards, values, mask) -> (advantages, returns)`, all `(b, t)`.
+        loss: The loss of each token.
+        kl: The estimator of the KL in the loss, where `beta` is above 0.
+        reduction: Which tokens and sequences the loss is averaged over.
+        correction: Weights against an engine that samples from a slightly other policy.
         value_clip: How far a value may move from the rollout's in one step. None: as far as it likes.
         vf_coef: Weight of the critic's loss.
         ptx: Supervised text that is learned beside the rollouts. None: none.
@@ -87,6 +91,10 @@ class PPO(PolicyGradient):
         critic_warmup: int = 0,
         advantage: Callable = gae,
         whitening: Callable | None = whiten_tokens,
+        loss: Callable = clipped_policy_loss,
+        kl: Callable = corrected_k3,
+        reduction: Callable = token_mean,
+        correction: Callable | None = auto_correction,
         value_clip: float | None = 0.2,
         vf_coef: float = 0.1,
         ptx: SupervisedText | None = None,
@@ -100,53 +108,25 @@ class PPO(PolicyGradient):
         super().__init__(
             model,
             reward,
+            advantage=None,
+            whitening=whitening,
+            loss=loss,
+            kl=kl,
+            reduction=reduction,
+            correction=correction,
             reward_beta=reward_beta,
             group_size=group_size,
             iterations=iterations,
-            whitening=whitening,
             **terms,
         )
+        self.gae, self.value_clip, self.vf_coef = advantage, value_clip, vf_coef
         self.value_function: Critic = SeparateCritic() if critic is None else critic
-        self.value_function.check(self.model)
-        self.adapter = None if reward_adapter is None else RewardAdapter(reward_adapter)
-        if self.adapter is not None:
-            self.adapter.check(self.model)
-        self.reward_adapter: Any = None
         self.critic: Any = None
         self.critic_lr, self.critic_scheduler, self.critic_warmup = critic_lr, critic_scheduler, critic_warmup
-        self.gae = advantage
-        self.value_clip, self.vf_coef, self.ptx, self.ptx_coef = value_clip, vf_coef, ptx, ptx_coef
-        in_range("algo.critic_warmup", critic_warmup, low=0)
-        in_range("algo.vf_coef", vf_coef, low=0)
-        in_range("algo.ptx_coef", ptx_coef, low=0)
-        for key, value in {"critic_lr": critic_lr, "value_clip": value_clip}.items():
-            if value is not None:
-                in_range(f"algo.{key}", value, low=0, open_low=True)
-        estimator_checks.check_of_tokens(advantage, whitening)
-        row = torch.zeros(1, 2)
-        checks.settings("advantage", lambda: advantage(row, row, torch.ones(1, 2, dtype=torch.bool)))
-        if (ptx is None) != (ptx_coef == 0):
-            raise ConfigError(
-                f"algo.ptx_coef={ptx_coef} and algo.ptx.path={None if ptx is None else ptx.path}: supervised text is "
-                "learned only where both are set, the weight above 0."
-            )
-        self._value_sums = torch.zeros(5, dtype=torch.float64)
-        self._ratio_moments = torch.zeros(3, dtype=torch.float64)
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if self.ptx is not None and stage == "fit":
-            assert self.ptx.rows  # read now: a bad file ends the run before any weight is loaded
-
-    @property
-    def compares_completions(self) -> bool:
-        return False  # with the critic
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        return super().needs_old_logprobs or self.needs_reference  # objective/kl is between the two
-
-    trained_beside = ("critic",)
+        self.adapter = None if reward_adapter is None else RewardAdapter(reward_adapter)
+        self.reward_adapter: Any = None
+        self.ptx, self.ptx_coef = ptx, ptx_coef
+        self._check()
 
     # ------------------------------------------------------------------ advantages
 
@@ -154,50 +134,91 @@ class PPO(PolicyGradient):
         scores = super().reward(batch, completions)
         if self.adapter is None:
             return scores
-        return with_values(
-            scores, "reward_adapter", self.adapter.rewards(self.policy, self.reward_adapter, completions)
-        )
+        values = self.adapter.rewards(self.policy, self.reward_adapter, completions)
+        return with_function(scores, "reward_adapter", values)
 
-    def estimate(self, rollout: Rollout, scores: Scores, credit: Credit, greedy_rewards: Tensor | None) -> Rollout:
-        completions = rollout.completions
-        values = frozen_values(self, completions)
+    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+        completions = scored.completions
+        credit, metrics = self.assign_credit(scored, old, ref)
+        values = self.values(completions)
         mask = completions.response_mask & ~credit.rewards.isnan()[:, None]
         advantages, returns = self.gae(credit.token_rewards, values, mask)
-        self.record(objective_metrics(self, completions, scores, credit))
-        return replace(
-            rollout, advantages=advantages, old_values=values, returns=returns, loss_mask=rollout.loss_mask & mask
+        advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
+        rollout, weighing = self.as_rollout(
+            scored, credit, self.advantage_clip(advantages), old, ref, old_values=values, returns=returns, learned=mask
         )
+        return rollout, metrics | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
+
+    @torch.no_grad()
+    def values(self, completions: Completions) -> Tensor:
+        """`(b, t)`: the critic now, without gradient: to be asked when the rollout is taken."""
+
+        def of_rows(part: Completions) -> Tensor:
+            return self.value_function.values(self.policy, self.critic, part)
+
+        return without_gradient(self.policy, completions, of_rows, rows_at_once=self.rows_at_once(completions))
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return super().needs_old_logprobs or self.needs_reference  # objective/kl is between the two
 
     # ------------------------------------------------------------------ loss
 
-    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
-        assert rollout.old_values is not None and rollout.returns is not None
-        mask = rollout.loss_mask
+    def token_scores(self, completions: Completions) -> TokenScores:
         scores, values = self.value_function.scores_and_values(
-            self.policy, self.critic, rollout.completions, self.sampling, **self.score_terms
+            self.policy, self.critic, completions, self.sampling, **self.score_terms
         )
-        policy, metrics = policy_objective(self, rollout, scores, totals, step)
+        return replace(scores, values=values)
+
+    def loss(
+        self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
+    ) -> tuple[Tensor, Metrics]:
+        assert rollout.old_values is not None and rollout.returns is not None and scores.values is not None
+        mask = rollout.loss_mask
+        policy, metrics = super().loss(rollout, scores, totals, step)
         if self.step < self.critic_warmup:
             policy = policy * 0.0
-        per_token, value_metrics = clipped_value_loss(
-            values, rollout.old_values, rollout.returns, mask, clip=self.value_clip
+        per_token, of_values = clipped_value_loss(
+            scores.values, rollout.old_values, rollout.returns, mask, clip=self.value_clip
         )
         critic = token_mean(per_token, mask, totals)
-        self._value_sums = self._value_sums.to(values.device) + value_sums(values, rollout.returns, mask)
-        shares = torch.ones((), device=critic.device) / totals.micro_batches
-        self._ratio_moments = self._ratio_moments.to(values.device) + ratio_moments(scores.logprobs, rollout)
-        losses = {"loss/policy_avg": (policy.detach(), shares), "loss/value_avg": (critic.detach(), shares)}
-        return policy + self.vf_coef * critic, metrics | value_metrics | policy_metrics(metrics) | losses
+        share = torch.ones((), device=critic.device) / totals.micro_batches
+        sums = {
+            "value/explained_variance": Summed(value_sums(scores.values, rollout.returns, mask), "explained_variance"),
+            "value/ratio_var": Summed(_ratio_moments(scores.logprobs, rollout), "variance"),
+        }
+        losses = {"loss/policy_avg": (policy.detach(), share), "loss/value_avg": (critic.detach(), share)}
+        return policy + self.vf_coef * critic, metrics | of_values | _under_trls_names(metrics) | losses | sums
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if self.ptx is None or not self.ptx_coef:
             return loss
-        share, metrics = ptx_share(self, batch)
-        self.record(metrics)
+        share, metrics = self.supervised_share(batch.slot)
+        self._records.add(metrics)
         return loss + self.ptx_coef * share
 
+    def supervised_share(self, slot: int) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the cross-entropy of the step's supervised text, times the number of shares.
+
+        The text of an optimizer step is fixed by the step's number, and its rows are dealt out over micro-batches and
+        ranks, so the gradient does not depend on how the step is cut.
+        """
+        assert self.ptx is not None and self.plan is not None
+        shares = self.plan.accumulate * self.plan.world_size
+        part = slot % self.plan.accumulate * self.plan.world_size + self.global_rank
+        texts = self.ptx.batch(self.tokenizer, self.step, self.seed)
+        total = texts.learned.sum().clamp(min=1)
+        mine = texts.take(slice(part, None, shares)).to(self.device)
+        if not len(mine):
+            zero = torch.zeros((), device=self.device)
+            return zero, {"ptx_loss": (zero, zero)}
+        loss = -masked_sum(score_texts(self.policy, mine).logprobs, mine.learned)
+        return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), mine.learned.sum())}
+
     # ------------------------------------------------------------------ two parameter groups
+
+    trained_beside = ("critic",)
 
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
         critic = {"critic": self.value_function.module(policy)}
@@ -212,17 +233,76 @@ class PPO(PolicyGradient):
         critic = self.critic_scheduler or policy
         return [After(self.critic_warmup, policy) if self.critic_warmup else policy, critic]
 
-    def coefficients(self) -> dict[str, float]:
-        values, ratios = (self.everyones(mine[None]).sum(0) for mine in (self._value_sums, self._ratio_moments))
-        self._value_sums, self._ratio_moments = torch.zeros_like(self._value_sums), torch.zeros_like(ratios)
-        found = {"value/explained_variance": explained_variance(values), "value/ratio_var": variance(ratios)}
-        return super().coefficients() | {name: float(value) for name, value in found.items()}
+    # ------------------------------------------------------------------ what is refused
 
-    def rank_state(self) -> dict[str, Any]:
-        sums = {"value_sums": self._value_sums.cpu(), "ratio_moments": self._ratio_moments.cpu()}
-        return super().rank_state() | sums
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if self.ptx is not None and stage == "fit":
+            assert self.ptx.rows  # read now: a bad file ends the run before any weight is loaded
 
-    def load_rank_state(self, saved: dict[str, Any]) -> None:
-        super().load_rank_state(saved)
-        device = self.trainer.strategy.root_device
-        self._value_sums, self._ratio_moments = saved["value_sums"].to(device), saved["ratio_moments"].to(device)
+    def _check(self) -> None:
+        self.value_function.check(self.model)
+        if self.adapter is not None:
+            self.adapter.check(self.model)
+        for key in ("critic_warmup", "vf_coef", "ptx_coef"):
+            in_range(f"algo.{key}", getattr(self, key), low=0)
+        for key in ("critic_lr", "value_clip"):
+            if (value := getattr(self, key)) is not None:
+                in_range(f"algo.{key}", value, low=0, open_low=True)
+        estimators.check_of_tokens(self.gae, self.whitening)
+        row = torch.zeros(1, 2)
+        settings("advantage", lambda: self.gae(row, row, torch.ones(1, 2, dtype=torch.bool)))
+        if (self.ptx is None) != (self.ptx_coef == 0):
+            raise ConfigError(
+                f"algo.ptx_coef={self.ptx_coef} and algo.ptx.path={None if self.ptx is None else self.ptx.path}: "
+                "supervised text is learned only where both are set, the weight above 0."
+            )
+
+
+def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
+    """The scores with one more function of weight 1, which applies to every completion."""
+    column = values.detach().float().cpu()
+    return replace(
+        scores,
+        names=(*scores.names, name),
+        values=torch.cat([scores.values, column[:, None]], dim=1),
+        total=scores.total.nan_to_num(0.0) + column,
+        weights=F.pad(scores.weights, (0, 1), value=1.0),
+    )
+
+
+def _of_rollout(scored: Scored, credit: Credit, old: Tensor | None, ref: Tensor | None, world_size: int) -> Metrics:
+    """`objective/*` of the rollout: rows without a reward are left out, and what needs log-probs nobody took."""
+    device, mask = credit.rewards.device, scored.completions.response_mask
+    has_reward = ~credit.rewards.isnan()
+    count, total = has_reward.sum().double(), scored.scores.total.to(device)
+    per_row = {
+        "objective/scores": total,
+        "objective/rlhf_reward": credit.rewards,
+        "objective/non_score_reward": credit.rewards - total,
+    }
+    if old is not None:
+        per_row["objective/entropy"] = -masked_sum(old, mask, dim=1)
+        if ref is not None:
+            per_row["objective/kl"] = masked_sum(old - ref, mask, dim=1)
+    metrics: Metrics = {name: (masked_sum(values, has_reward).double(), count) for name, values in per_row.items()}
+    ended = scored.completions.ended.sum().double()
+    return metrics | {"value/num_eos_tokens": (ended, torch.ones_like(ended) / world_size)}
+
+
+def _ratio_moments(logprobs: Tensor, rollout: Rollout) -> Tensor:
+    """`masked_moments` of the ratios of this micro-batch's loss tokens to the policy that took the rollout."""
+    mask, now = rollout.loss_mask, logprobs.detach()
+    old = now if rollout.old_logprobs is None else rollout.old_logprobs
+    return masked_moments(token_ratio(now, old, mask).clamp(max=MAX_LOG_RATIO).exp(), mask)
+
+
+def _under_trls_names(metrics: Metrics) -> Metrics:
+    """The policy's metrics under the names of TRL's PPO."""
+    names = {
+        "policy/approxkl_avg": "approx_kl",
+        "policy/clipfrac_avg": "clip_ratio/region_mean",
+        "policy/entropy_avg": "entropy",
+        "value/ratio": "ratio_mean",
+    }
+    return {theirs: metrics[ours] for theirs, ours in names.items() if ours in metrics}

@@ -18,7 +18,7 @@ from lit_rl.examples import StepwiseBatch, Totals
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.scoring.model import TOKENS
 from lit_rl.ops.preference.rewards import steps
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_over
 
 
 @final
@@ -54,7 +54,7 @@ class ProcessRewardModeling(ScalarModule):
         found = (logits > 0) == (batch.labels > 0.5)
         total = steps(logits, batch.labels, mask).sum()
         loss, aux = self.with_aux(total / self.denominator(batch.totals), aux_loss, batch.totals)
-        return loss, {"accuracy": mean_of(found, mask)} | aux
+        return loss, {"accuracy": mean_over(found, mask)} | aux
 
     def scores(self, batch: StepwiseBatch) -> dict[str, list[Any]]:
         right = self.step_logits(batch).sigmoid()

@@ -1,10 +1,10 @@
-"""What a run writes down of a rollout and of the updates made with it. Nothing here feeds a gradient."""
+"""What a run writes down of rollouts and of optimizer steps. Nothing here feeds a gradient."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,33 +12,22 @@ from torch import Tensor
 from lit_rl.algorithms.evaluation.statistics import Averages, rollout_metrics
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import prefixed
-from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import RewardError
+from lit_rl.examples import Totals
 from lit_rl.generation.collect import response_ids
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.base import Scores
-from lit_rl.rollout import Completions, PromptBatch, Rollout
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.rollout import Rollout
 
 MAX_UNSCORED = 8
 """Rollouts in a row without any reward after which a run ends."""
 
 
-@dataclass(frozen=True)
-class Scored:
-    """What the advantages of a rollout were estimated from, for callbacks."""
-
-    batch: PromptBatch
-    completions: Completions
-    scores: Scores
-    greedy_rewards: Tensor | None
-
-
 class Records:
-    """The metrics of the rollout at hand: opened with it, added to at every micro-batch, logged after its last step."""
+    """The metrics of the rollout at hand: opened with it, added to at every micro-batch, closed after its last step."""
 
     def __init__(self) -> None:
         self.averages = Averages()
@@ -52,8 +41,22 @@ class Records:
         """Of a micro-batch, or of the rollout."""
         self.averages.add(metrics)
 
-    def open(self, module: OnPolicyModule, scored: Scored, rollout: Rollout) -> None:
-        """Take down what the rollout is like that was drawn, over all ranks."""
+    def open(
+        self, scored: Scored, rollout: Rollout, *, step: int, sampled_tokens: int, tokenizer: Any, ranks: Ranks
+    ) -> None:
+        """Take down what the rollout is like that was drawn, over all ranks.
+
+        Args:
+            scored: As it was drawn.
+            rollout: With its credit.
+            step: Optimizer steps taken.
+            sampled_tokens: Tokens that this rank has drawn for it, also those that nothing is learned from.
+            tokenizer: Of the policy.
+            ranks: A collective.
+
+        Raises:
+            RewardError: no reward applied to any completion, for too many rollouts in a row.
+        """
         completions, scores = scored.completions, scored.scores
         columns = {
             "values": scores.values,
@@ -62,99 +65,143 @@ class Records:
             "lengths": completions.lengths,
             "ended": completions.ended,
         }
-        everyone = {name: module.everyones(column) for name, column in columns.items()}
-        self._count_unscored(module, everyone["rewards"])
-        tokens = int(module.everyones(torch.tensor([module.sampled_tokens])).sum())
+        of_all = {name: ranks.gather(column) for name, column in columns.items()}
+        self._count_unscored(scores.names, of_all["rewards"])
+        tokens = sum(ranks.counts(sampled_tokens))
         self._tokens_seen += tokens
-        self._stats = rollout_metrics(scores.names, **everyone)
+        self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
-        self.averages.add(_logged_by_rewards(scores, module.device))
+        self.averages.add(_logged_by_rewards(scores, ranks))
         if completions.kept_logmass is not None:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)
             self.averages.add({"sampling/kept_mass": (kept, mask.sum())})
-        texts = module.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
-        advantages = rollout.advantages
-        if advantages.ndim == 2:  # a table has one number a row
-            advantages = (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
-        self.samples = sample_table(module.step, scored.batch, texts, completions, scores, advantages)
+        texts = tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
         self._opened = time.perf_counter()
 
-    def stepped(self, module: OnPolicyModule) -> None:
-        """Take down what an optimizer step was like."""
-        one, nothing = torch.ones_like(module.grad_norm), torch.zeros_like(module.grad_norm)
-        broken = module.broken_steps.last
-        norm = (nothing, nothing) if broken else (module.grad_norm, one)
-        self.averages.add({"grad_norm": norm, "skipped_steps": (one if broken else nothing, one)})
+    def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
+        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
+        self.averages.add(of_step(grad_norm, skipped=skipped))
 
-    def _count_unscored(self, module: OnPolicyModule, rewards: Tensor) -> None:
+    def _count_unscored(self, names: Sequence[str], rewards: Tensor) -> None:
         """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""
         self.unscored = self.unscored + 1 if bool(rewards.isnan().all()) else 0
         if self.unscored == MAX_UNSCORED:
-            names = ", ".join(module.reward_functions.names)
             raise RewardError(
-                f"{names} returned None for every completion of {MAX_UNSCORED} rollouts in a row, so there is nothing "
-                "to learn from. Look at samples/ and at the columns that the functions decide by."
+                f"{', '.join(names)} returned None for every completion of {MAX_UNSCORED} rollouts in a row, so there "
+                "is nothing to learn from. Look at samples/ and at the columns that the functions decide by."
             )
 
-    def close(self, module: OnPolicyModule, step: int, seconds: dict[str, float]) -> None:
-        """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
-        seconds = {**seconds, "update": time.perf_counter() - self._opened}
+    def close(
+        self,
+        ranks: Ranks,
+        *,
+        seconds: Mapping[str, float],
+        engine_seconds: Mapping[str, float],
+        coefficients: Mapping[str, float],
+    ) -> dict[str, float]:
+        """What the rollout and its updates were like, over all ranks.
+
+        Args:
+            ranks: A collective.
+            seconds: Of generation and of rewards.
+            engine_seconds: Parts of the time that generation took, as the engine says.
+            coefficients: Numbers in force that are no constants of the run.
+        """
+        phases = {**seconds, "update": time.perf_counter() - self._opened}
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
-        averages = self.averages.reduce(module.ranks)
-        groups = module.trainer.optimizers[0].param_groups
-        rates = {"lr": groups[0]["lr"]} | {f"lr_{group['name']}": group["lr"] for group in groups[1:]}
-        metrics = prefixed({**stats, **averages, **module.coefficients(), **rates}, "train")
-        of_engine = getattr(module.generator, "seconds", {})  # parts of the time that generation took
-        metrics |= {f"time/{phase}": value for phase, value in {**seconds, **of_engine}.items()}
-        metrics["tokens_per_second"] = tokens / max(1e-9, sum(seconds.values()))
-        trainer: Any = module.trainer
-        every = trainer.log_every_n_steps
-        if every and step // every > (step - module.minibatches * module.iterations) // every:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=step)
-        module.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
+        metrics = prefixed({**stats, **self.averages.reduce(ranks), **coefficients}, "train")
+        metrics |= {f"time/{phase}": value for phase, value in {**phases, **engine_seconds}.items()}
+        metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
+        return metrics
 
     def counts(self) -> dict[str, Any]:
         """What outlives a rollout, for a checkpoint."""
         return {"tokens_seen": self._tokens_seen, "unscored": self.unscored}
 
     def load_counts(self, saved: dict[str, Any]) -> None:
+        """The counterpart of `counts`."""
         self._tokens_seen, self.unscored = saved["tokens_seen"], saved["unscored"]
 
     def half_used(self) -> dict[str, Any]:
         """What belongs to the rollout at hand, for a checkpoint."""
-        return {
-            "averages": state.to_plain(self.averages.sums),
-            "extremes": state.to_plain(self.averages.highest),
-            "moments": state.to_plain(self.averages.moments),
-            "stats": dict(self._stats),
-        }
+        return {"averages": self.averages.state(), "stats": dict(self._stats)}
 
     def load_half_used(self, saved: dict[str, Any], device: torch.device) -> None:
-        self.averages.sums = state.to_device(saved["averages"], device)
-        self.averages.highest = state.to_device(saved["extremes"], device)
-        self.averages.moments = state.to_device(saved["moments"], device)
+        """The counterpart of `half_used`."""
+        self.averages.load_state(saved["averages"], device)
         self._stats = saved["stats"]
 
 
-def of_step(grad_norm: Tensor, *, left_out: bool) -> Metrics:
+class OfflineRecords:
+    """Averages over the optimizer steps since the last line of the log."""
+
+    def __init__(self) -> None:
+        self.averages = Averages()
+        self._tokens_seen = 0
+        self._tokens = 0
+        self._seconds = 0.0
+        self._opened = time.perf_counter()
+
+    def open(self, totals: Totals) -> None:
+        """An optimizer step begins."""
+        self._tokens += totals.attended
+        self._tokens_seen += totals.attended
+        self._opened = time.perf_counter()
+
+    def add(self, metrics: Metrics) -> None:
+        """Of a micro-batch."""
+        self.averages.add(metrics)
+
+    def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
+        """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
+        self.averages.add(of_step(grad_norm, skipped=skipped))
+        self._seconds += time.perf_counter() - self._opened
+
+    def line(self, ranks: Ranks, settings: Mapping[str, float], generated_in: float) -> dict[str, float]:
+        """The metrics of the steps since the last line, and a new beginning. A collective.
+
+        Args:
+            ranks: Whose steps they are.
+            settings: Numbers in force at the last step, such as the learning rate.
+            generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
+        """
+        metrics = prefixed({**self.averages.reduce(ranks), **settings, "num_tokens": float(self._tokens_seen)}, "train")
+        metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
+        metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
+        self._tokens, self._seconds = 0, 0.0
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, which is taken between two steps."""
+        return {"tokens_seen": self._tokens_seen, "averages": self.averages.state()}
+
+    def load_state(self, saved: dict[str, Any], device: torch.device) -> None:
+        """The counterpart of `state`. Speed is that of the tokens and seconds since the resume."""
+        self._tokens_seen = saved["tokens_seen"]
+        self.averages.load_state(saved["averages"], device)
+
+
+def of_step(grad_norm: Tensor, *, skipped: bool) -> Metrics:
     """The metrics of an optimizer step: the norm of its gradient, and the share of steps that were left out."""
     one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
-    norm = (nothing, nothing) if left_out else (grad_norm, one)
-    return {"grad_norm": norm, "skipped_steps": (one if left_out else nothing, one)}
+    norm = (nothing, nothing) if skipped else (grad_norm, one)
+    return {"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)}
 
 
-def learning_rates(optimizer: Any) -> dict[str, float]:
-    """Of the optimizer's parameter groups: `lr` of the first, `lr_<name>` of the others."""
-    first, *others = optimizer.param_groups
-    return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
+def _one_a_row(rollout: Rollout) -> Tensor | None:
+    """What a table shows as the advantage of a row: the mean of its loss tokens, or the judge's verdict."""
+    advantages = rollout.verdicts if rollout.advantages is None else rollout.advantages
+    if advantages is None or advantages.ndim == 1:
+        return advantages
+    return (advantages * rollout.loss_mask).sum(1) / rollout.loss_mask.sum(1).clamp(min=1)
 
 
-def _logged_by_rewards(scores: Scores, device: torch.device) -> Metrics:
+def _logged_by_rewards(scores: Scores, ranks: Ranks) -> Metrics:
     """What rewards gave to `log_metric`: a mean over everything logged on every rank."""
     return {
-        name: (torch.tensor(total, device=device), torch.tensor(float(count), device=device))
+        name: (torch.tensor(total, device=ranks.device), torch.tensor(float(count), device=ranks.device))
         for name, (total, count) in scores.metrics.items()
     }

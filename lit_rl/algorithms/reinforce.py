@@ -16,6 +16,10 @@ from typing import Any, final
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.kl import corrected_k3
+from lit_rl.ops.losses import clipped_policy_loss
+from lit_rl.ops.reductions import token_mean
 from lit_rl.ops.returns import reinforce_plus_plus
 from lit_rl.rewards.base import Rewards
 
@@ -28,6 +32,10 @@ class Reinforce(PolicyGradient):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
         advantage: Estimator of advantages from rewards.
+        loss: The loss of each token.
+        kl: The estimator of the KL in the loss, where `beta` is above 0.
+        reduction: Which tokens and sequences the loss is averaged over.
+        correction: Weights against an engine that samples from a slightly other policy.
         group_size: Completions a prompt, 1 or more.
         terms: Everything else that a `PolicyGradient` takes.
     """
@@ -38,7 +46,21 @@ class Reinforce(PolicyGradient):
         reward: Rewards | Callable,
         *,
         advantage: Callable = reinforce_plus_plus,
+        loss: Callable = clipped_policy_loss,
+        kl: Callable = corrected_k3,
+        reduction: Callable = token_mean,
+        correction: Callable | None = auto_correction,
         group_size: int = 1,
         **terms: Any,
     ) -> None:
-        super().__init__(model, reward, advantage=advantage, group_size=group_size, **terms)
+        super().__init__(
+            model,
+            reward,
+            advantage=advantage,
+            loss=loss,
+            kl=kl,
+            reduction=reduction,
+            correction=correction,
+            group_size=group_size,
+            **terms,
+        )

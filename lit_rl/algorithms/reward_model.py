@@ -21,7 +21,7 @@ from lit_rl.examples import PairBatch
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.scoring.model import SEQUENCES
 from lit_rl.ops.preference.rewards import bradley_terry
-from lit_rl.ops.step import Highest, Lowest, Metrics, mean_of
+from lit_rl.ops.step import Highest, Lowest, Metrics, mean_over
 
 
 @final
@@ -58,10 +58,10 @@ class RewardModeling(ScalarModule):
         every = torch.ones(len(batch), dtype=torch.bool, device=rows.device)
         both = torch.cat([chosen, rejected]).detach()
         metrics: Metrics = {
-            "accuracy": mean_of((chosen > rejected).float(), every),
-            "margin": mean_of(chosen - rejected, every),
+            "accuracy": mean_over((chosen > rejected).float(), every),
+            "margin": mean_over(chosen - rejected, every),
             "min_reward": Lowest(both.min()),
-            "mean_reward": mean_of(both, every.repeat(2)),
+            "mean_reward": mean_over(both, every.repeat(2)),
             "max_reward": Highest(both.max()),
         }
         loss, aux = self.with_aux(rows.sum() / self.denominator(batch.totals), aux_loss, batch.totals)

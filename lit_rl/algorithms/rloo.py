@@ -20,6 +20,8 @@ from typing import Any, final
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.advantages import leave_one_out
+from lit_rl.ops.correction import auto_correction
+from lit_rl.ops.kl import corrected_k3
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.ratios import sequence_sum_ratio
 from lit_rl.ops.reductions import sequence_mean
@@ -38,7 +40,9 @@ class RLOO(PolicyGradient):
         reward: Reward functions and weights, or one function.
         advantage: Estimator of advantages from rewards.
         loss: The loss of each token.
+        kl: The estimator of the KL in the loss, where `beta` is above 0.
         reduction: Which tokens and sequences the loss is averaged over.
+        correction: Weights against an engine that samples from a slightly other policy.
         reward_beta: Weight of the KL in the reward.
         group_size: Completions a prompt, 2 or more.
         terms: Everything else that a `PolicyGradient` takes.
@@ -51,7 +55,9 @@ class RLOO(PolicyGradient):
         *,
         advantage: Callable = leave_one_out,
         loss: Callable = SEQUENCE_CLIPPED,
+        kl: Callable = corrected_k3,
         reduction: Callable = sequence_mean,
+        correction: Callable | None = auto_correction,
         reward_beta: float = 0.05,
         group_size: int = 2,
         **terms: Any,
@@ -61,7 +67,9 @@ class RLOO(PolicyGradient):
             reward,
             advantage=advantage,
             loss=loss,
+            kl=kl,
             reduction=reduction,
+            correction=correction,
             reward_beta=reward_beta,
             group_size=group_size,
             **terms,

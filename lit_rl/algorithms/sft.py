@@ -24,7 +24,7 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.neftune import noisy_embeddings
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_over
 
 
 @final
@@ -68,8 +68,8 @@ class SFT(OfflineModule):
         loss = masked_sum(self.imitation(scores.logprobs), mask) / self.denominator(batch.totals)
         loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
         metrics = {
-            "entropy": mean_of(scores.entropy, mask),
-            "mean_token_accuracy": mean_of(scores.stats.correct, mask),
+            "entropy": mean_over(scores.entropy, mask),
+            "mean_token_accuracy": mean_over(scores.stats.correct, mask),
         }
         return loss, metrics | aux
 

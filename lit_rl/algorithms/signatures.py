@@ -1,14 +1,17 @@
 """What a function needs is what its signature says: the columns that it names, and the settings that it has.
 
 A function is given what it names of all that is offered. One with `**keywords` is given everything, as reward functions
-are.
+are. An annotation narrows what a function is given, or may be set to; one without any is given everything.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+from lit_rl.ops.step import WeightsInside
 
 
 def arguments_for(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,3 +51,42 @@ def setting(function: Callable[..., Any], name: str) -> Any:
 
 def _given(function: Callable[..., Any]) -> Mapping[str, Any]:
     return getattr(function, "keywords", {})
+
+
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotation of each parameter, in their order and with what `Annotated` adds; `Any` where there is none.
+
+    A function whose annotations cannot be resolved, such as one with a name that only a type checker imports, has none.
+    """
+    plain = unwrapped(function)
+    try:
+        hints = get_type_hints(plain if inspect.isroutine(plain) else type(plain).__call__, include_extras=True)
+    except (NameError, TypeError):
+        hints = {}
+    return {name: hints.get(name, Any) for name in inspect.signature(plain).parameters}
+
+
+def notes(annotation: Any) -> tuple[Any, ...]:
+    """What `Annotated` adds to an annotation, or to an option of a union."""
+    if get_origin(annotation) is Annotated:
+        return annotation.__metadata__
+    if get_origin(annotation) in (Union, UnionType):
+        return tuple(note for option in get_args(annotation) for note in notes(option))
+    return ()
+
+
+def takes_positions(function: Callable[..., Any], count: int) -> bool:
+    """Whether it can be called with this many arguments by position, and nothing by name."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
+
+
+def multiplies_weights(loss: Callable[..., Any]) -> bool:
+    """Whether a loss takes the weights against an engine in itself: it has a parameter of the type `WeightsInside`.
+
+    All other losses are multiplied by them.
+    """
+    return WeightsInside in annotations_of(loss).values()

@@ -17,21 +17,22 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged_pairs import OnlinePreference
-from lit_rl.algorithms.preflight import judged as online_checks
+from lit_rl.algorithms.families.judged_pairs import JudgedPairs, pairs_of
+from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.rollouts.opponents import duels
+from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_of
+from lit_rl.ops.step import Metrics, StepTokens, mean_over
 from lit_rl.rewards.base import Rewards
 from lit_rl.rewards.judges import Judge
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
 
 
 @final
-class XPO(OnlinePreference):
+class XPO(JudgedPairs):
     """Exploratory preference optimisation. Of each prompt's two completions the second is the reference's.
 
     Args:
@@ -41,7 +42,7 @@ class XPO(OnlinePreference):
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0; or a list, one for each epoch.
         alpha: Weight of the exploration bonus, at least 0; or a list, one for each epoch, the last for all after it.
         preference: The loss of a pair, or several by name, whose weighted sum is learned.
-        shared: What every `OnlinePreference` and `OnlinePairs` takes.
+        shared: What every `JudgedPairs` and `JudgedModule` takes.
     """
 
     opponent_writes = True
@@ -59,8 +60,8 @@ class XPO(OnlinePreference):
     ) -> None:
         super().__init__(model, reward, judge=judge, beta=beta, preference=preference, **shared)
         self.alpha = alpha
-        online_checks.two_policies(self)
-        online_checks.for_each_epoch("algo.alpha", alpha, open_low=False)
+        preflight.two_policies(type(self).__name__, self.group_size, self.reference)
+        preflight.for_each_epoch("algo.alpha", alpha, open_low=False)
 
     def generate(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
@@ -69,22 +70,24 @@ class XPO(OnlinePreference):
             return super().generate(batch, sampling, group_size)
         own = super().generate(batch, group_size=1)
         with self.reference.scoring(self.policy, self.reference_policy) as reference:
-            return duels(self, batch, own, reference)  # pyright: ignore
+            return duels(self.source, self.request(batch), own, reference, self.reference_policy)
 
-    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
-        scores = self.token_scores(rollout.completions)
+    def loss(
+        self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
+    ) -> tuple[Tensor, Metrics]:
         loss, metrics = self.preference_loss(rollout, scores, totals)
         of_reference = masked_sum(scores.logprobs, rollout.loss_mask, 1)[1::2]
         learned = rollout.loss_mask.any(1)[1::2]
+        pairs = pairs_of(totals).to(loss.device)
         bonus = self.at_epoch(self.alpha) * of_reference
         parts = {
-            "loss/dpo": (loss.detach() * self.pairs_of(totals), learned.sum().float()),
+            "loss/dpo": (loss.detach() * pairs, learned.sum().float()),
             "loss/xpo": (bonus.detach().sum(), learned.sum().float()),
         }
         policys, references = rollout.rewards[0::2], rollout.rewards[1::2]
-        parts["objective/model_scores"] = mean_of(policys, ~policys.isnan())
-        parts["objective/ref_scores"] = mean_of(references, ~references.isnan())
-        return loss + bonus.sum() / self.pairs_of(totals), metrics | parts
+        parts["objective/model_scores"] = mean_over(policys, ~policys.isnan())
+        parts["objective/ref_scores"] = mean_over(references, ~references.isnan())
+        return loss + bonus.sum() / pairs, metrics | parts
 
     def coefficients(self) -> dict[str, float]:
         return super().coefficients() | {"alpha": self.at_epoch(self.alpha)}

@@ -46,7 +46,7 @@ TARGETS = {
     "CPO": "lit_rl.algorithms.CPO",
     "ORPO": "lit_rl.algorithms.ORPO",
     "DynamicSampling": "lit_rl.algorithms.terms.groups.DynamicSampling",
-    "BestOfGroup": "lit_rl.algorithms.terms.best_of_group.BestOfGroup",
+    "BestOfGroup": "lit_rl.algorithms.terms.groups.BestOfGroup",
     "TopOfGroup": "lit_rl.algorithms.terms.groups.TopOfGroup",
     "GroupReplay": "lit_rl.algorithms.terms.replay.GroupReplay",
     "RunningNorm": "lit_rl.algorithms.terms.running_norm.RunningNorm",

@@ -17,7 +17,7 @@ from lit_rl.commands.doctor_advice import Compared, Findings, Planned, Sides, Up
 from lit_rl.commands.doctor_report import say, say_versions
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import GenerationError, NumericError, in_range
-from lit_rl.generation.base import is_exact, rollout_mode
+from lit_rl.generation.base import Generator, as_generator, rollout_mode
 from lit_rl.generation.collect import Vocabulary
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.vllm.generator import EngineGenerator
@@ -43,7 +43,7 @@ class Doctor:
     """What is looked at, and with how much."""
 
     model: LanguageModel
-    generator: Any
+    generator: Generator
     sampling: Sampling
     fabric: L.Fabric
     """Device and precision of the trainer."""
@@ -63,6 +63,7 @@ def doctor(job: Doctor) -> int:
         GenerationError: the engine does not hold the policy, or does not follow it.
         NumericError: the policy's log-probs are not finite.
     """
+    as_generator(job.generator)
     in_range("doctor.prompts", job.prompts, low=1)
     in_range("doctor.completions", job.completions, low=1)
     say_versions(job.model, job.generator, job.fabric.device)
@@ -70,8 +71,7 @@ def doctor(job: Doctor) -> int:
     try:
         findings = _examine(job, policy)
     finally:
-        if hasattr(job.generator, "close"):
-            job.generator.close()
+        job.generator.close()
     say(findings)
     return 0
 
@@ -84,11 +84,10 @@ def _load(job: Doctor) -> Any:
 
 
 def _examine(job: Doctor, policy: Any) -> Findings:
-    generator, engine = job.generator, isinstance(job.generator, EngineGenerator)
-    if engine:
+    generator = job.generator
+    if isinstance(generator, EngineGenerator):
         generator.probe = "every_sync"  # a run may leave it out; this is what it is looked at for
-    if hasattr(generator, "prepare"):
-        generator.prepare(job.model)
+    generator.prepare(job.model)
     prompts = _prompts(job)
     first = _sync(job, policy, 0)
     before = time.perf_counter()
@@ -104,8 +103,8 @@ def _examine(job: Doctor, policy: Any) -> Findings:
     _judge(job, after, sides, 1)
     return Findings(
         sides=sides,
-        exact=is_exact(generator),
-        engine=engine,
+        exact=generator.exact,
+        engine=isinstance(generator, EngineGenerator),
         sampling=job.sampling,
         compared=compared,
         moved=moved,
@@ -148,7 +147,8 @@ def _sync(job: Doctor, policy: nn.Module, version: int) -> Update:
 
 def _sides(job: Doctor, policy: nn.Module) -> Sides:
     """The types in which the two sides compute, and where."""
-    weight, facts = next(policy.parameters()), getattr(job.generator, "facts", None)
+    weight = next(policy.parameters())
+    facts = job.generator.facts if isinstance(job.generator, EngineGenerator) else None
     trainer, device = _computed_in(job, weight), weight.device.type
     return Sides(trainer, trainer if facts is None else facts.dtype, device if facts is None else facts.device)
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lit_rl.generation.vllm.probe import LIMITS, Gap
+from lit_rl.generation.base import Gap
+from lit_rl.generation.vllm.probe import LIMITS
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import Sampling
 

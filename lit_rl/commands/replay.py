@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.evaluation.statistics import Averages
-from lit_rl.algorithms.families.objective import policy_objective
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
-from lit_rl.algorithms.terms.engine_correction import corrected
-from lit_rl.algorithms.terms.look_ahead import look_ahead
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.callbacks.rollouts import SavedRollout
 from lit_rl.commands.replay_report import Outcome, Report, say, write
 from lit_rl.errors import StorageError
@@ -107,19 +104,13 @@ def _load(job: Replay) -> int:
         module.policy, module.reference_policy = host.policy, host.reference_policy
         module.fabric = job.fabric  # what asks for a world size and a device asks it here
         module.to(job.fabric.device)
-        _as_saved(module, job)
+        module.plan = _plan(module, job.rollout)
     return step
 
 
-def _as_saved(module: PolicyGradient, job: Replay) -> None:
-    """Log-probs that were taken with the rollout are never taken anew."""
-    rollout, device = job.rollout, job.fabric.device
-    old = _old_logprobs(rollout).to(device)
-    module.old_logprobs = lambda completions: old
-    if rollout.ref_logprobs is not None:
-        ref = rollout.ref_logprobs.to(device)
-        module.ref_logprobs = lambda completions: ref
-    module.plan = BatchPlan(
+def _plan(module: PolicyGradient, rollout: SavedRollout) -> BatchPlan:
+    """The whole rollout as one optimizer step, cut as the run cut it."""
+    return BatchPlan(
         prompts_per_rollout=len(rollout.rows),
         group_size=module.group_size,
         minibatches=1,
@@ -167,18 +158,18 @@ def _measure(name: str, module: PolicyGradient, job: Replay) -> tuple[Outcome, T
 
 
 def _credited(module: PolicyGradient, job: Replay) -> Rollout:
-    """The rollout with this objective's advantages."""
+    """The rollout with this objective's advantages. Log-probs that were saved with it are never taken anew."""
     saved, device = job.rollout, job.fabric.device
-    completions = state.to_device_dataclass(saved.completions, device)
-    scores, kept = saved.scores, None
-    if module.groups is not None:
-        texts = module.tokenizer.batch_decode([ids[mask].tolist() for ids, mask in _prompts(saved)])
-        rows = PromptBatch(texts, [], {}, saved.rows, [0] * len(saved.rows), rollout=saved.number)
-        _, completions, scores, kept = module.groups(module, rows, completions, scores)
     greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
-    rollout = module.advantages(completions, scores, kept=kept, greedy_rewards=greedy)
-    rollout = dataclasses.replace(rollout, old_logprobs=_old_logprobs(saved).to(device))
-    return rollout if module.needs_old_logprobs else corrected(module, rollout)
+    texts = module.tokenizer.batch_decode([ids[mask].tolist() for ids, mask in _prompts(saved)])
+    rows = PromptBatch(texts, [], {}, saved.rows, [0] * len(saved.rows), rollout=saved.number)
+    scored = Scored(rows, state.to_device_dataclass(saved.completions, device), saved.scores, greedy_rewards=greedy)
+    scored, _ = module.choose(scored)
+    ref = None if saved.ref_logprobs is None else saved.ref_logprobs.to(device)
+    if module.needs_reference and ref is None:
+        ref = module.ref_logprobs(scored.completions)
+    rollout, _ = module.advantages(scored, _old_logprobs(saved).to(device), ref)
+    return rollout
 
 
 def _prompts(saved: SavedRollout) -> list[tuple[Tensor, Tensor]]:
@@ -190,20 +181,17 @@ def _backward(name: str, module: PolicyGradient, rollout: Rollout, job: Replay) 
     plan, saved = module.plan, job.rollout
     assert plan is not None
     (counts,) = step_counts(rollout, plan, seed=module.seed, index=saved.number)
-    micros = [
-        module.of_step(micro_batch(rollout, plan, slot=slot, seed=module.seed, index=saved.number), counts)
-        for slot in range(plan.slots)
-    ]
+    micros = [micro_batch(rollout, plan, slot=slot, seed=module.seed, index=saved.number) for slot in range(plan.slots)]
     with job.fabric.autocast():
-        step = look_ahead(module, micros) if module.needs_step and len(micros) > 1 else None
+        step = module.look_ahead(micros) if module.needs_step and len(micros) > 1 else None
     parameters = _trained(module.policy)
     gradient = torch.zeros(sum(p.numel() for p in parameters))
     averages, total = Averages(), 0.0
     for micro in micros:
         with job.fabric.autocast():
-            scores = module.token_scores(micro.completions, **module.score_terms)
+            scores = module.token_scores(micro.completions)
             scores.logprobs.retain_grad()
-            loss, metrics = policy_objective(module, micro, scores, totals_of(counts, plan), step)
+            loss, metrics = module.loss(micro, scores, totals_of(counts, plan), step)
         loss.backward()
         total += float(loss.detach())
         _add_gradient(gradient, parameters)
@@ -215,6 +203,7 @@ def _backward(name: str, module: PolicyGradient, rollout: Rollout, job: Replay) 
 def _of_tokens(micro: Rollout, gradient: Tensor | None) -> Metrics:
     """The mean size of an advantage, and the share of loss tokens whose log-prob the objective does not move."""
     mask, advantages = micro.loss_mask, micro.advantages
+    assert advantages is not None
     per_token = advantages if advantages.ndim == 2 else advantages[:, None].expand(mask.shape)
     still = torch.ones_like(mask) if gradient is None else gradient == 0
     return {

@@ -106,12 +106,11 @@ class RolloutDataModule(SourcedDataModule):
 
     def train_dataloader(self) -> RolloutLoader:
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
-        lags = getattr(getattr(trainer.lightning_module, "generator", None), "lag", 0)
         return RolloutLoader(
             self._prepared().train,
             self._order(self.shuffles()),
             repeat=self.module_attribute("slots_per_rollout"),
-            run=self._length() if lags else None,
+            run=self._length() if self.module_attribute("generator").lag else None,
             rank=rank,
             world_size=world_size,
             epoch=trainer.current_epoch,

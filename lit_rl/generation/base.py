@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
 
 from lit_rl.errors import ConfigError, GenerationError, NumericError, in_range
 from lit_rl.generation.batches import DecodeBatch, Decoded, assemble, decode_batches
+from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 
-@runtime_checkable
-class Generator(Protocol):
-    """Prompt token ids to completions. Every implementation passes one contract test.
+@dataclass(frozen=True)
+class Gap:
+    """What a probe saw: absolute differences of log-probs, in nats, over every token of both requests."""
+
+    mean: float
+    max: float
+    tokens: int
+    dtype: str
+    """The coarser type of engine and trainer."""
+
+
+class Generator(ABC):
+    """Prompt token ids to completions. A subclass writes `sync` and `generate`; every other member has a default.
+
+    Every implementation passes one contract test:
 
     - Rows: completions of prompt ``i`` are rows ``i * group_size`` to ``(i + 1) * group_size - 1``, whatever the decode
       batches were.
@@ -34,18 +49,33 @@ class Generator(Protocol):
     - ``kept_logmass``: where top-k, top-p or min-p is in force, ``log softmax(logits / temperature)`` of a token, after
       repetition penalty, is ``sampler_logprobs + kept_logmass``. None from an engine that cannot tell.
     - ``version`` is the one of the last ``sync``.
-    - An engine with weights or kernels of its own says ``exact = False`` (see `is_exact`): its log-probs are then held
-      against the training's, and its samples weighted.
     """
 
-    reports_kept_mass: bool
-    """Whether ``Completions.kept_logmass`` is there wherever truncation is in force. Training needs it: without, nobody
-    sees whether engine and training cut the same tokens off."""
+    exact: bool = True
+    """Whether samples are drawn from the very policy that learns, by its own forward pass. An engine with weights or
+    kernels of its own says False: its log-probs are then held against the training's, and its samples weighted."""
 
+    lag: int = 0
+    """How many rollouts older than the policy the samples of a rollout are: 0, or 1. With 1 the generator runs
+    elsewhere: ``generate`` is called in a thread while the policy learns, on every rank by itself. It uses no
+    collective, no random generator of this process and nothing of the policy's."""
+
+    reports_kept_mass: bool = False
+    """Whether ``Completions.kept_logmass`` is there wherever truncation is in force. Without it, training with top-k,
+    top-p or min-p is refused unless samples are weighted: nobody sees whether engine and training cut the same tokens
+    off."""
+
+    gap: Gap | None = None
+    """What the probe of the last update saw; None where nothing was probed."""
+
+    seconds: Mapping[str, float] = MappingProxyType({})
+    """Parts of the time that the last update took, by name: logged as ``time/<name>``."""
+
+    @abstractmethod
     def sync(self, policy: nn.Module, version: int) -> None:
         """Take over the policy's weights as they are now. Always called before ``generate``."""
-        ...
 
+    @abstractmethod
     def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
         """Complete every prompt ``prompts.group_size`` times.
 
@@ -54,31 +84,51 @@ class Generator(Protocol):
             ConfigError: the lengths do not fit the model, or stop strings without ``prompts.decode``.
             NumericError: the policy's logits hold NaN.
         """
-        ...
+
+    def prepare(self, model: LanguageModel) -> None:  # noqa: B027 (optional)
+        """Told once, before the first sync, which model the policy is. Does nothing by default."""
+
+    def check(self, sampling: Sampling, longest: int) -> None:  # noqa: B027 (optional)
+        """Refuse, before the run begins, what `generate` would refuse in it. Refuses nothing by default.
+
+        Args:
+            sampling: How completions will be drawn.
+            longest: Tokens of the longest prompt.
+
+        Raises:
+            ConfigError: the settings or the lengths cannot be generated.
+        """
+
+    def rest(self) -> None:  # noqa: B027 (optional)
+        """Nothing is drawn until the next sync: memory may be given back. Does nothing by default."""
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """Stop what runs outside of the policy; the next sync starts it again. Does nothing by default."""
+
+
+def as_generator(generator: Any) -> Generator:
+    """The generator itself, if it is one.
+
+    Raises:
+        ConfigError: it does not subclass `Generator`.
+    """
+    if isinstance(generator, Generator):
+        return generator
+    came = f"the class {generator.__name__}" if isinstance(generator, type) else type(generator).__name__
+    fix = (
+        "pass an instance of it"
+        if isinstance(generator, type) and issubclass(generator, Generator)
+        else "subclass lit_rl.generation.Generator and write its two verbs, sync(policy, version) and "
+        "generate(prompts, sampling) -> Completions; the rest has defaults"
+    )
+    raise ConfigError(f"generator={came} is no generator: {fix} (docs/generators.md).")
 
 
 class EngineLost(GenerationError):
     """An engine died, hangs, or was restarted: it may be brought back, and synced again."""
 
 
-def is_exact(generator: Any) -> bool:
-    """Whether samples are drawn from the very policy that learns, by its own forward pass: the attribute ``exact``.
-
-    An engine with weights or kernels of its own sets it to False; a generator without the attribute is exact.
-    """
-    return getattr(generator, "exact", True)
-
-
-def lag_of(generator: Any) -> int:
-    """How many rollouts older than the policy a rollout's samples are: the attribute ``lag``, 0 without one.
-
-    A generator that sets it to 1 runs elsewhere: its ``generate`` is called in a thread while the policy learns, on
-    every rank by itself. It uses no collective, no random generator of this process and nothing of the policy's.
-    """
-    return getattr(generator, "lag", 0)
-
-
-class InProcessGenerator(ABC):
+class InProcessGenerator(Generator):
     """A generator that runs the policy itself, by reference: a sync copies nothing.
 
     The reference is dropped from copies and pickles, so that a callback that deep-copies the module does not drag a
@@ -89,7 +139,6 @@ class InProcessGenerator(ABC):
     """
 
     reports_kept_mass = True
-    exact = True
 
     def __init__(self, batch_size: int | None = None) -> None:
         if batch_size is not None:

@@ -73,9 +73,10 @@ def request(
 
 
 def response_ids(completions: Completions) -> list[list[int]]:
-    """The sampled tokens of each row, EOS included, padding left out."""
-    ids, lengths = completions.response_ids.tolist(), completions.lengths.tolist()
-    return [row[:length] for row, length in zip(ids, lengths, strict=True)]
+    """The sampled tokens of each row, EOS included; padding, and what an environment wrote between turns, left out."""
+    sampled = completions.response_ids[completions.response_mask].tolist()
+    ends = completions.lengths.cumsum(0).tolist()
+    return [sampled[start:end] for start, end in zip([0, *ends], ends)]
 
 
 def as_reward_input(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import InProcessGenerator, is_exact
+from lit_rl.generation.base import Generator, InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.rollout import Prompts, Sampling
@@ -159,10 +159,10 @@ def empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
     return cache
 
 
-def for_another_policy(generator: Any) -> Any:
+def for_another_policy(generator: Generator) -> Generator:
     """What draws for another model than the policy: a teacher, an opponent.
 
     An engine holds the policy and nothing else, so such completions are decoded in this process; a generator that
     decodes with whatever it is synced to serves as it is.
     """
-    return generator if is_exact(generator) else NativeGenerator()
+    return generator if generator.exact else NativeGenerator()

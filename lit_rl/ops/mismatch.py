@@ -5,6 +5,9 @@ engine's, NaN where it did not score a token; ``d`` is their difference. See :mo
 
 A correction is called as ``(old_logprobs, sampler_logprobs, mask, **own settings) -> weights (b, t)``. Weights are
 detached, 0 outside the loss mask, and multiply the loss of their token. :mod:`lit_rl.ops.rejection` changes the mask.
+
+The four corrections are two choices: the ratio ``exp(d)`` is a token's or, as ``exp(sum_t d)``, its row's; a ratio that
+leaves ``[low, high]`` is cut to the bound or becomes 0.
 """
 
 from __future__ import annotations
@@ -19,103 +22,69 @@ from lit_rl.ops.engine import engine_log_ratio, engine_ratios
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.step import Highest, Lowest, Metrics
 
+PerToken = Float[Tensor, "b t"]
+Mask = Bool[Tensor, "b t"]
+Bound = float | None
+
 
 def token_truncate(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
-    *,
-    low: float | None = None,
-    high: float | None = 3.0,
-) -> Float[Tensor, "b t"]:
+    old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
+) -> PerToken:
     """``clamp(exp(d), low, high)`` for each token: truncated importance sampling.
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         low: Lowest weight, at least 0. None: no bound.
         high: Highest weight. None: no bound.
 
     Raises:
         ValueError: both bounds are None, or low is not below high.
     """
-    _check_bounds(low, high)
-    return engine_ratios(old_logprobs, sampler_logprobs, mask)[0].clamp(low, high).masked_fill(~mask, 0.0)
+    return _clamped(engine_ratios(old_logprobs, sampler_logprobs, mask)[0], mask, low, high)
 
 
 def token_mask(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
-    *,
-    low: float | None = None,
-    high: float | None = 3.0,
-) -> Float[Tensor, "b t"]:
+    old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
+) -> PerToken:
     """``exp(d)`` for each token where it lies in ``[low, high]``, else 0 (IcePop).
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         low: A weight below it becomes 0. None: no bound.
         high: A weight above it becomes 0. None: no bound.
 
     Raises:
         ValueError: both bounds are None, or low is not below high.
     """
-    _check_bounds(low, high)
-    ratio = engine_ratios(old_logprobs, sampler_logprobs, mask)[0]
-    return ratio.masked_fill(~mask | _outside(ratio, low, high), 0.0)
+    return _zero_outside(engine_ratios(old_logprobs, sampler_logprobs, mask)[0], mask, low, high)
 
 
 def sequence_truncate(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
-    *,
-    low: float | None = None,
-    high: float | None = 3.0,
-) -> Float[Tensor, "b t"]:
+    old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
+) -> PerToken:
     """``clamp(exp(sum_t d), low, high)`` for each row, at all its tokens.
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         low: Lowest weight, at least 0. None: no bound.
         high: Highest weight. None: no bound.
 
     Raises:
         ValueError: both bounds are None, or low is not below high.
     """
-    _check_bounds(low, high)
-    return engine_ratios(old_logprobs, sampler_logprobs, mask)[1].clamp(low, high).masked_fill(~mask, 0.0)
+    return _clamped(engine_ratios(old_logprobs, sampler_logprobs, mask)[1], mask, low, high)
 
 
 def sequence_mask(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
-    *,
-    low: float | None = None,
-    high: float | None = 3.0,
-) -> Float[Tensor, "b t"]:
+    old_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask, *, low: Bound = None, high: Bound = 3.0
+) -> PerToken:
     """``exp(sum_t d)`` for each row, at all its tokens, where it lies in ``[low, high]``, else 0: TRL's default.
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         low: A weight below it becomes 0. None: no bound.
         high: A weight above it becomes 0. None: no bound.
 
     Raises:
         ValueError: both bounds are None, or low is not below high.
     """
-    _check_bounds(low, high)
-    ratio = engine_ratios(old_logprobs, sampler_logprobs, mask)[1]
-    return ratio.masked_fill(~mask | _outside(ratio, low, high), 0.0)
+    return _zero_outside(engine_ratios(old_logprobs, sampler_logprobs, mask)[1], mask, low, high)
 
 
 @dataclass(frozen=True)
@@ -237,20 +206,26 @@ def _weight_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
     }
 
 
-def _outside(ratio: Tensor, low: float | None, high: float | None) -> Tensor:
-    outside = torch.zeros(ratio.shape, dtype=torch.bool, device=ratio.device)
+def _clamped(ratio: Tensor, mask: Tensor, low: Bound, high: Bound) -> Tensor:
+    _check_bounds(low, high)
+    return ratio.clamp(low, high).masked_fill(~mask, 0.0)
+
+
+def _zero_outside(ratio: Tensor, mask: Tensor, low: Bound, high: Bound) -> Tensor:
+    _check_bounds(low, high)
+    outside = ~mask
     if low is not None:
         outside |= ratio < low
     if high is not None:
         outside |= ratio > high
-    return outside
+    return ratio.masked_fill(outside, 0.0)
 
 
 def _over_mean(weights: Tensor, total: Tensor, count: Tensor) -> Tensor:
     return torch.where(total > 0, weights * count / total.clamp(min=torch.finfo(weights.dtype).tiny), weights)
 
 
-def _check_bounds(low: float | None, high: float | None) -> None:
+def _check_bounds(low: Bound, high: Bound) -> None:
     if low is None and high is None:
         raise ValueError("low=None high=None bounds no weight: give one of them, or .inf for weights without a bound.")
     lowest, highest = 0.0 if low is None else low, float("inf") if high is None else high

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_mean, masked_sum
+from lit_rl.ops.mismatch import WeightTotals
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class StepTotals:
     """Rows with a loss token, as verl and OpenRLHF count them."""
     micro_batches: Tensor | int
     """Forward passes, on all ranks."""
+    weights: WeightTotals | None = None
+    """What the weights of an engine correction sum to. None: they are normalised over the micro-batch at hand."""
+    better_tokens: Tensor | int = 0
+    """Loss tokens of the rows that a judge found better."""
 
     @classmethod
     def of(cls, mask: Bool[Tensor, "b t"]) -> "StepTotals":

@@ -22,6 +22,10 @@ from lit_rl.ops.masking import masked_mean, masked_sum
 Statistic = Callable[[Tensor], Tensor]
 """From d to a distance, token by token."""
 
+Logprobs = Float[Tensor, "b t"]
+Mask = Bool[Tensor, "b t"]
+Low = float | None
+
 
 def k1_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """``-d``: of either sign, so it has two bounds. ``-log(high) <= d <= -log(low)`` in ratios."""
@@ -39,20 +43,17 @@ def k3_statistic(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
 
 
 def reject_tokens(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
+    old_logprobs: Logprobs,
+    sampler_logprobs: Logprobs,
+    mask: Mask,
     *,
     statistic: Statistic,
     high: float,
-    low: float | None = None,
-) -> Bool[Tensor, "b t"]:
+    low: Low = None,
+) -> Mask:
     """Tokens whose statistic lies within the bounds.
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         statistic: `d -> distance` of each token.
         high: Highest distance that is kept, in nats.
         low: Lowest distance that is kept, for a statistic of either sign only.
@@ -60,26 +61,22 @@ def reject_tokens(
     Raises:
         ValueError: the bounds do not fit the statistic.
     """
-    _check_rejection(statistic, low, high)
-    distance = statistic(engine_log_ratio(old_logprobs, sampler_logprobs, mask))
+    distance = _distance(old_logprobs, sampler_logprobs, mask, statistic, low, high)
     return mask & _within(distance, low, high)
 
 
 def reject_sequences_by_sum(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
+    old_logprobs: Logprobs,
+    sampler_logprobs: Logprobs,
+    mask: Mask,
     *,
     statistic: Statistic,
     high: float,
-    low: float | None = None,
-) -> Bool[Tensor, "b t"]:
+    low: Low = None,
+) -> Mask:
     """Rows for which the statistic, summed over the loss tokens, lies within the bounds.
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         statistic: `d -> distance` of each token.
         high: Highest sum that is kept, in nats.
         low: Lowest sum that is kept, for a statistic of either sign only.
@@ -87,26 +84,22 @@ def reject_sequences_by_sum(
     Raises:
         ValueError: the bounds do not fit the statistic.
     """
-    _check_rejection(statistic, low, high)
-    distance = statistic(engine_log_ratio(old_logprobs, sampler_logprobs, mask))
+    distance = _distance(old_logprobs, sampler_logprobs, mask, statistic, low, high)
     return mask & _within(masked_sum(distance, mask, dim=1), low, high).unsqueeze(1)
 
 
 def reject_sequences_by_mean(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
+    old_logprobs: Logprobs,
+    sampler_logprobs: Logprobs,
+    mask: Mask,
     *,
     statistic: Statistic,
     high: float,
-    low: float | None = None,
-) -> Bool[Tensor, "b t"]:
+    low: Low = None,
+) -> Mask:
     """Rows for which the mean of the statistic over the loss tokens lies within the bounds.
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         statistic: `d -> distance` of each token.
         high: Highest mean that is kept, in nats per token.
         low: Lowest mean that is kept, for a statistic of either sign only.
@@ -114,25 +107,16 @@ def reject_sequences_by_mean(
     Raises:
         ValueError: the bounds do not fit the statistic.
     """
-    _check_rejection(statistic, low, high)
-    distance = statistic(engine_log_ratio(old_logprobs, sampler_logprobs, mask))
+    distance = _distance(old_logprobs, sampler_logprobs, mask, statistic, low, high)
     return mask & _within(masked_mean(distance, mask, dim=1), low, high).unsqueeze(1)
 
 
 def reject_sequences_by_max(
-    old_logprobs: Float[Tensor, "b t"],
-    sampler_logprobs: Float[Tensor, "b t"],
-    mask: Bool[Tensor, "b t"],
-    *,
-    statistic: Statistic,
-    high: float,
-) -> Bool[Tensor, "b t"]:
+    old_logprobs: Logprobs, sampler_logprobs: Logprobs, mask: Mask, *, statistic: Statistic, high: float
+) -> Mask:
     """Rows of which no loss token has a statistic above the bound: one bad token rejects its row.
 
     Args:
-        old_logprobs: Of the training side.
-        sampler_logprobs: Of the engine.
-        mask: Loss mask.
         statistic: `d -> distance` of each token, never negative.
         high: Highest distance that is kept, in nats.
 
@@ -141,12 +125,19 @@ def reject_sequences_by_max(
     """
     if _either_sign(statistic):
         raise ValueError("the largest of a statistic of either sign says nothing about the smallest: take k2 or k3.")
-    _check_rejection(statistic, None, high)
-    distance = statistic(engine_log_ratio(old_logprobs, sampler_logprobs, mask))
+    distance = _distance(old_logprobs, sampler_logprobs, mask, statistic, None, high)
     return mask & ~(mask & (distance > high)).any(1, keepdim=True)
 
 
-def _within(distance: Tensor, low: float | None, high: float) -> Tensor:
+def _distance(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, statistic: Statistic, low: Low, high: float
+) -> Tensor:
+    """Of each token, ``(b, t)``; refuses bounds that do not fit the statistic."""
+    _check_rejection(statistic, low, high)
+    return statistic(engine_log_ratio(old_logprobs, sampler_logprobs, mask))
+
+
+def _within(distance: Tensor, low: Low, high: float) -> Tensor:
     return distance <= high if low is None else (distance >= low) & (distance <= high)
 
 
@@ -154,7 +145,7 @@ def _either_sign(statistic: Statistic) -> bool:
     return bool((statistic(torch.tensor([-1.0, 1.0])) < 0).any())
 
 
-def _check_rejection(statistic: Statistic, low: float | None, high: float) -> None:
+def _check_rejection(statistic: Statistic, low: Low, high: float) -> None:
     if _either_sign(statistic):
         if low is None or not low < high:
             raise ValueError(

@@ -7,9 +7,10 @@ its micro-batches on all ranks, so that no gradient depends on how a batch is cu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_sum
@@ -66,20 +67,34 @@ class Lowest:
 
 
 @dataclass(frozen=True)
-class Effective:
-    """A metric of weights: the effective share of all of a step's or a rollout's is reported, no mean of shares."""
+class Summed:
+    """A metric that is no mean: formed of sums over a whole step or rollout, never averaged over parts."""
 
-    moments: Float64[Tensor, "3"]
-    """:func:`~lit_rl.ops.masking.masked_moments` of the weights."""
+    sums: Float64[Tensor, " k"]
+    """What adds up over micro-batches and ranks."""
+    summary: Literal["effective_share", "variance", "explained_variance"]
+    """The function of `lit_rl.ops` that makes one number of the sums."""
 
 
-Metric = tuple[Tensor, Tensor] | Highest | Lowest | Effective
-"""A mean as numerator and denominator, an extreme, or an effective share. All but its moments are 0-dim tensors; an
-extreme of nothing is +-inf."""
+@dataclass(frozen=True)
+class ForController:
+    """What the controller of a term is told after the optimizer step, over all ranks. It is not logged."""
+
+    total: Tensor
+    count: Tensor
+
+
+Metric = tuple[Tensor, Tensor] | Highest | Lowest | Summed | ForController
+"""A mean as numerator and denominator, an extreme, a summary of sums, or what a controller is told. All but sums are
+0-dim tensors; an extreme of nothing is +-inf."""
 
 Metrics = dict[str, Metric]
 
+WeightsInside = Annotated[Float[Tensor, "b t"] | None, "the loss multiplies them in itself"]
+"""The type of a loss's parameter `weights` where it takes the weights against an engine in itself. Every other loss is
+multiplied by them."""
 
-def mean_of(values: Tensor, mask: Bool[Tensor, "..."]) -> tuple[Tensor, Tensor]:
+
+def mean_over(values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
     """A metric: the mean of `values` over the places where `mask` is True."""
     return masked_sum(values.detach().float(), mask), mask.sum().float()

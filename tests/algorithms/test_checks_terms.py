@@ -83,7 +83,7 @@ def test_a_setting_of_a_loss_out_of_range_is_refused_by_its_key(loss, name, valu
 
 
 def test_every_number_that_a_loss_takes_has_a_range():
-    """A loss that is added with a setting of another name is added to the table too."""
+    """A loss that is added with a setting of another name is given a range too, in its signature."""
     for name in losses.__all__:
         function = getattr(losses, name)
         if not callable(function):

@@ -59,6 +59,21 @@ def test_a_verdict_without_baseline_scores_no_mismatched_completions(module: KTO
     assert with_verdict(module, partial(kto)).couples_rows
 
 
+def test_a_verdict_of_ones_own_is_told_by_how_many_arguments_it_takes() -> None:
+    def with_baseline(r, good, z, b, *, weight=1.0):
+        return -weight * b * (r - z)
+
+    def without(r, good, b, *, weight=1.0):
+        return -weight * b * r
+
+    def everything(*given):
+        assert len(given) == 4
+        return -given[0]
+
+    needs = {with_baseline: True, without: False, everything: True, partial(without, weight=2.0): False}
+    assert {verdict: KTO(MODEL, verdict=verdict).couples_rows for verdict in needs} == needs
+
+
 def test_at_the_reference_the_loss_is_half_the_weights() -> None:
     still = loaded(KTO(MODEL, verdict=WEIGHTED), moved=0.0)
     step = step_of(still, data_of(VERDICTS, "verdicts"))

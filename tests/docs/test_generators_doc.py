@@ -54,6 +54,20 @@ def test_every_command_composes(page: Path) -> None:
         composed(*words[2:])
 
 
+def test_the_generator_of_your_own_is_one(page: Path) -> None:
+    (example,) = (block.text for block in blocks(page) if block.language == "python")
+    names: dict = {}
+    exec(example, names)  # a page of ours
+    assert names["module"].generator.exact is False
+
+
+def test_every_member_of_a_generator_is_in_its_table(page: Path) -> None:
+    from lit_rl.generation import Generator
+
+    told = " ".join(row[0] for row in table_rows(page, "Write your own"))
+    assert set(re.findall(r"`(\w+)", told)) == {name for name in vars(Generator) if not name.startswith("_")}
+
+
 def test_every_generator_is_in_the_first_table_and_every_key_is_one(page: Path, root: Path) -> None:
     choices = {path.stem for path in (root / "conf" / "generator").glob("*.yaml")}
     assert {

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.base import context_length, rollout_mode
+from lit_rl.generation import Generator
+from lit_rl.generation.base import as_generator, context_length, rollout_mode
 from lit_rl.generation.batches import decode_batches, left_pad
 from lit_rl.generation.hf import HFGenerator, blank_generation_config
 from lit_rl.generation.native import NativeGenerator
@@ -24,6 +25,73 @@ CPU = torch.device("cpu")
 def synced(engine: Any, policy: nn.Module) -> Any:
     engine.sync(policy, 0)
     return engine
+
+
+class TwoVerbs(Generator):
+    """The least that a generator is."""
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        pass
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Any:
+        raise NotImplementedError
+
+
+def test_a_generator_of_two_verbs_has_every_member_of_those_that_are_shipped() -> None:
+    """Whoever asks a generator finds the member, whatever generator it is; what is optional does nothing."""
+    from lit_rl.generation.continuous import HFContinuousGenerator
+    from lit_rl.generation.vllm.generator import EngineGenerator
+    from lit_rl.generation.vllm.in_process import VLLMGenerator
+    from lit_rl.generation.vllm.server import VLLMServerGenerator
+
+    shipped = NativeGenerator, HFGenerator, HFContinuousGenerator, EngineGenerator, VLLMGenerator, VLLMServerGenerator
+    assert all(issubclass(one, Generator) for one in shipped)
+    least: Any = TwoVerbs()
+    assert (least.exact, least.lag, least.reports_kept_mass, least.gap, dict(least.seconds)) == (
+        True,
+        0,
+        False,
+        None,
+        {},
+    )
+    for optional in (lambda: least.prepare(None), lambda: least.check(Sampling(), 5), least.rest, least.close):
+        assert optional() is None
+    least.seconds = {"sync": 1.0}  # an instance may have its own, and no other sees it
+    assert not TwoVerbs().seconds
+
+
+class Duck:
+    """Has both verbs and is no generator."""
+
+    sync, generate = TwoVerbs.sync, TwoVerbs.generate
+
+
+@pytest.mark.parametrize(
+    ("generator", "words"),
+    [
+        (Duck(), r"generator=Duck is no generator: subclass lit_rl\.generation\.Generator.*sync.*generate"),
+        (lambda prompts, sampling: None, r"generator=function is no generator"),
+        ("native", r"generator=str is no generator"),
+        (TwoVerbs, r"generator=the class TwoVerbs is no generator: pass an instance of it"),
+        (Duck, r"generator=the class Duck is no generator: subclass"),
+    ],
+    ids=["duck", "function", "name", "class", "other class"],
+)
+def test_what_is_no_generator_is_refused_with_what_to_do(generator: Any, words: str) -> None:
+    from lit_rl.algorithms import SFT
+
+    for refuse in (as_generator, lambda given: SFT("tiny", generator=given)):
+        with pytest.raises(ConfigError, match=words):
+            refuse(generator)
+
+
+def test_a_subclass_without_both_verbs_cannot_be_made() -> None:
+    class Half(Generator):
+        def sync(self, policy: nn.Module, version: int) -> None:
+            pass
+
+    with pytest.raises(TypeError, match="generate"):
+        Half()  # pyright: ignore[reportAbstractUsage]
 
 
 def test_left_pad() -> None:

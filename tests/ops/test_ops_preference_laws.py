@@ -3,10 +3,12 @@
 from dataclasses import replace
 from functools import partial
 from math import log
+from typing import Annotated
 
 import pytest
 import torch
 
+from lit_rl.algorithms.preflight.preferences import couples_pairs, reads_divergence, reads_reference
 from lit_rl.ops import preference
 from lit_rl.ops.preference import (
     Pairs,
@@ -32,7 +34,7 @@ from lit_rl.ops.preference import (
     simpo,
     sppo_hard,
 )
-from lit_rl.ops.preference.pairs import sums_of_pairs
+from lit_rl.ops.preference.pairs import OfStep, PolicyPairs, RatioPairs, sums_of_pairs
 
 OF_SCORES = [sigmoid, sigmoid_norm, hinge, ipo, exo_pair, robust, discopop]
 OF_RATIOS = [nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, aot, aot_unpaired]
@@ -135,13 +137,72 @@ def test_conservative_dpo_stops_at_its_own_margin():
 @pytest.mark.parametrize("loss", OF_RATIOS)
 def test_losses_of_ratios_say_so_and_read_no_divergence(loss):
     p = random_pairs()
-    assert loss.ratios_only and torch.equal(loss(p, 0.2), loss(replace(p, divergence=forward_kl), 0.2))
+    assert not reads_divergence(loss) and torch.equal(loss(p, 0.2), loss(replace(p, divergence=forward_kl), 0.2))
 
 
-def test_marks():
-    assert all(loss.ratios_only for loss in REFERENCE_FREE)
-    assert not any(hasattr(loss, "ratios_only") for loss in [*OF_SCORES, sft])
-    assert [loss for loss in ALL if getattr(loss, "over_step", False)] == [aot, aot_unpaired]
+def narrowed(p, kind):
+    """The pairs with nothing but what `kind` declares, so that to read anything else fails."""
+    narrow = kind()
+    for name in {name for base in kind.__mro__ for name in getattr(base, "__annotations__", {})}:
+        setattr(narrow, name, getattr(p, name))
+    return narrow
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"), [*((f, RatioPairs) for f in OF_RATIOS), *((f, PolicyPairs) for f in REFERENCE_FREE)]
+)
+def test_a_loss_reads_no_more_than_its_signature_says(loss, kind):
+    p = random_pairs()
+    assert torch.equal(loss(narrowed(p, kind), 0.2), loss(p, 0.2))
+
+
+def test_what_is_needed_is_what_signatures_say():
+    assert [loss for loss in ALL if not reads_reference(loss)] == REFERENCE_FREE
+    assert [loss for loss in ALL if reads_divergence(loss)] == [*OF_SCORES, sft]
+    assert [loss for loss in ALL if couples_pairs(loss)] == [aot, aot_unpaired]
+
+
+@pytest.mark.parametrize("loss", ALL)
+def test_a_loss_that_couples_no_pairs_gives_each_its_value_whatever_the_others_are(loss):
+    whole = replace(random_pairs(), nll_tokens=7, step_rows=5)
+    names = ("chosen", "rejected", "ref_chosen", "ref_rejected", "chosen_tokens", "rejected_tokens")
+    first = replace(whole, **{name: getattr(whole, name)[:2] for name in names})
+    alone = torch.allclose(loss(first, 0.2), loss(whole, 0.2)[:2], rtol=1e-6)
+    assert alone != couples_pairs(loss)
+
+
+def unannotated(pairs, beta):
+    return -beta * pairs.margin
+
+
+class Callable_:
+    def __call__(self, pairs: PolicyPairs, beta: float):
+        return -beta * pairs.chosen_mean
+
+
+def of_step(p: Annotated[Pairs, OfStep()], beta):
+    return -beta * p.margin
+
+
+def unresolved(pairs: "NotThere", beta):  # noqa: F821
+    return -beta * pairs.margin
+
+
+NEEDS = [
+    (unannotated, (True, True, False)),
+    (lambda p, b: p.chosen, (True, True, False)),
+    (unresolved, (True, True, False)),
+    (Callable_(), (False, False, False)),
+    (of_step, (True, True, True)),
+    (partial(simpo, gamma=0.1), (False, False, False)),
+    (partial(partial(aot, label_smoothing=0.1)), (True, False, True)),
+]
+
+
+@pytest.mark.parametrize(("loss", "needs"), NEEDS, ids=range(len(NEEDS)))
+def test_a_loss_without_annotations_is_given_everything(loss, needs):
+    """Of whatever name its arguments are; what settings were given changes nothing."""
+    assert (reads_reference(loss), reads_divergence(loss), couples_pairs(loss)) == needs
 
 
 def test_ipo_without_a_reference_is_that_of_cpo():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,74 +11,89 @@ from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.ops.advantages import group_std
+from lit_rl.ops.masking import variance
 from lit_rl.ops.mismatch import effective_share
-from lit_rl.ops.step import Effective, Highest, Lowest, Metric
+from lit_rl.ops.step import ForController, Highest, Lowest, Metric, Summed
+from lit_rl.ops.values import explained_variance
+
+SUMMARIES = {function.__name__: function for function in (effective_share, explained_variance, variance)}
+"""What makes one number of the sums of a `Summed` metric."""
 
 
 class Averages:
-    """Sums of numerators over sums of denominators, and extremes, kept on the device and reduced over ranks at once."""
+    """Sums of numerators over sums of denominators, extremes, and sums of other kinds; reduced over ranks at once."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.highest: dict[str, Tensor] = {}
-        """Extremes; a lowest value is kept as its negative, under a name that begins with a minus sign."""
-        self.moments: dict[str, Tensor] = {}
-        """Of weights whose effective share is reported."""
+        self._means: dict[str, Tensor] = {}
+        self._extremes: dict[str, Tensor] = {}
+        """A lowest value is kept as its negative, under a name that begins with a minus sign."""
+        self._sums: dict[str, Tensor] = {}
+        """Under `<summary>:<name>`."""
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Of a part. What a controller is told is not kept."""
         for name, metric in metrics.items():
             if isinstance(metric, Highest):
                 self._raise_to(name, metric.value.detach().double())
             elif isinstance(metric, Lowest):
                 self._raise_to(f"-{name}", -metric.value.detach().double())
-            elif isinstance(metric, Effective):
-                self._add_to(self.moments, name, metric.moments.detach())
-            else:
-                self._add_to(self.sums, name, torch.stack([part.detach().double() for part in metric]))
-
-    @staticmethod
-    def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
-        sums[name] = sums[name] + part if name in sums else part
+            elif isinstance(metric, Summed):
+                _add_to(self._sums, f"{metric.summary}:{name}", metric.sums.detach())
+            elif not isinstance(metric, ForController):
+                _add_to(self._means, name, torch.stack([part.detach().double() for part in metric]))
 
     def _raise_to(self, name: str, value: Tensor) -> None:
-        self.highest[name] = torch.maximum(self.highest[name], value) if name in self.highest else value
+        self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
 
-    def reduce(self, ranks: Ranks) -> dict[str, float]:
-        """The averages and extremes over everything added on every rank since the last call; NaN where of nothing."""
-        sums = _joint(self.sums, ranks, torch.zeros(2), Ranks.total)
-        highest = _joint(self.highest, ranks, torch.tensor(-math.inf), _highest)
-        moments = _joint(self.moments, ranks, torch.zeros(3), Ranks.total)
-        self.sums, self.highest, self.moments = {}, {}, {}
-        means = {name: (num / den if den else math.nan) for name, (num, den) in sums.items()}
-        finite = {name: value if math.isfinite(value) else math.nan for name, value in highest.items()}
-        extremes = {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
-        shares = {name: float(effective_share(torch.tensor(of, dtype=torch.float64))) for name, of in moments.items()}
-        return means | extremes | shares
+    def reduce(self, ranks: Ranks = Ranks()) -> dict[str, float]:  # noqa: B008 (frozen)
+        """Everything added on every rank since the last call, as numbers; NaN where of nothing. A collective."""
+        means = _over_ranks(self._means, ranks, "SUM")
+        extremes = _over_ranks(self._extremes, ranks, "MAX")
+        sums = {
+            name: total
+            for summary in SUMMARIES
+            for name, total in _over_ranks(
+                {name: value for name, value in self._sums.items() if name.startswith(f"{summary}:")}, ranks, "SUM"
+            ).items()
+        }
+        self._means, self._extremes, self._sums = {}, {}, {}
+        averages = {name: (num / den if den else math.nan) for name, (num, den) in means.items()}
+        finite = {name: value if math.isfinite(value) else math.nan for name, value in extremes.items()}
+        found = averages | {name.lstrip("-"): -value if name[0] == "-" else value for name, value in finite.items()}
+        return found | {name.partition(":")[2]: _summarised(name, total) for name, total in sums.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """For a checkpoint."""
-        parts = {"means": self.sums, "extremes": self.highest, "sums": self.moments}
+        parts = {"means": self._means, "extremes": self._extremes, "sums": self._sums}
         return {part: {name: value.cpu().clone() for name, value in values.items()} for part, values in parts.items()}
 
     def load_state(self, saved: Mapping[str, Mapping[str, Tensor]], device: torch.device) -> None:
         """The counterpart of `state`."""
         parts = ({name: value.to(device) for name, value in saved[p].items()} for p in ("means", "extremes", "sums"))
-        self.sums, self.highest, self.moments = parts
+        self._means, self._extremes, self._sums = parts
 
 
-def _joint(
-    values: Mapping[str, Tensor], ranks: Ranks, nothing: Tensor, join: Callable[[Ranks, Tensor], Tensor]
-) -> dict[str, Any]:
-    """The values that any rank has, by name, joined over the ranks; `nothing` stands for one that a rank lacks."""
-    names = ranks.names(values)
-    if not names:
+def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:
+    sums[name] = sums[name] + part if name in sums else part
+
+
+def _summarised(name: str, total: Sequence[float]) -> float:
+    return float(SUMMARIES[name.partition(":")[0]](torch.tensor(total, dtype=torch.float64)))
+
+
+def _over_ranks(values: Mapping[str, Tensor], ranks: Ranks, operation: str) -> dict[str, Any]:
+    """Sums, or highest values, of tensors of one shape by name; a rank may lack some of them."""
+    shapes = ranks.objects({name: tuple(value.shape) for name, value in values.items()})
+    known = {name: shape for theirs in shapes for name, shape in theirs.items()}
+    if not known:
         return {}
-    table = torch.stack([values.get(name, nothing).to(ranks.device, torch.float64) for name in names])
-    return dict(zip(names, join(ranks, table).tolist()))
-
-
-def _highest(ranks: Ranks, mine: Tensor) -> Tensor:
-    return ranks.gather(mine[None]).amax(0)
+    names, neutral = sorted(known), 0.0 if operation == "SUM" else -torch.inf
+    table = torch.stack(
+        [values.get(name, torch.full(known[name], neutral)).to(ranks.device, torch.float64) for name in names]
+    )
+    if ranks.world_size > 1:
+        torch.distributed.all_reduce(table, getattr(torch.distributed.ReduceOp, operation))
+    return dict(zip(names, table.tolist()))
 
 
 def rollout_metrics(

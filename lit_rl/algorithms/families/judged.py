@@ -6,7 +6,6 @@ generate -> reward -> judge -> which completions are learned from -> loss. No te
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,20 +16,20 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight import judged as online_checks
-from lit_rl.algorithms.records import Scored
-from lit_rl.algorithms.rollouts.micro_batches import step_counts
-from lit_rl.algorithms.rollouts.opponents import policys_own
+from lit_rl.algorithms.preflight import judged as preflight
+from lit_rl.algorithms.preflight.sampling import sampling_teaches
+from lit_rl.algorithms.rollouts.opponents import policy_rows, without_opponent
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.generation.collect import as_reward_input, response_ids
-from lit_rl.rewards.base import Scores, TrainerState
+from lit_rl.rewards.base import Scores
 from lit_rl.rewards.judges import Judge, checked
-from lit_rl.rollout import Completions, PromptBatch, Rollout, select
+from lit_rl.rollout import Completions, Rollout, select
 
 WIN_RATE = "judge/win_rate"
 """Column of a scored rollout: how often each completion wins against the others of its prompt, None where unjudged."""
 
 
-class OnlinePairs(OnPolicyModule, ABC):
+class JudgedModule(OnPolicyModule, ABC):
     """Abstract: subclasses say which completions are learned from, and how.
 
     Args:
@@ -60,7 +59,17 @@ class OnlinePairs(OnPolicyModule, ABC):
     ) -> None:
         super().__init__(model, reward, group_size=group_size, judge=judge, **shared)
         self.beta, self.missing_eos_penalty = beta, missing_eos_penalty
-        online_checks.terms(self)
+        name = type(self).__name__
+        sampling_teaches(self.sampling, self.generator, corrected=False)
+        preflight.newest_policy(name, self.generator)
+        preflight.groups_are_compared(name, group_size, self.split_groups, self.groups)
+        preflight.judge_has_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)
+        preflight.for_each_epoch("algo.beta", beta, open_low=True)
+
+    learns_by_judge = True
+
+    opponent_writes = False
+    """Whether the second completion of each prompt is an opponent's, and so no part of what `reward` is a mean of."""
 
     # ------------------------------------------------------------------ generate -> reward -> judge
 
@@ -69,21 +78,34 @@ class OnlinePairs(OnPolicyModule, ABC):
             self.judge.bind(getattr(data, "columns", []))
         super().setup(stage)
 
-    def judged(self, batch: PromptBatch, completions: Completions, scores: Scores) -> Scores:
+    def judged(self, scored: Scored) -> Scores:
         """The scores with the win rates that the judge gives the completions, and what it logged."""
-        started = time.perf_counter()
-        group = len(completions) // len(batch)
-        texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
-        prompts, answers, columns = as_reward_input(batch, texts, group)
-        rewards = [None if math.isnan(value) else value for value in self.penalised(completions, scores).tolist()]
-        duels = [(i + a, i + b) for i in range(0, len(texts), group) for a, b in combinations(range(group), 2)]
-        logged: dict[str, tuple[float, int]] = dict(scores.metrics)
+        with self.stopwatch.measure("reward"):
+            scores, group = scored.scores, scored.group_size
+            texts = self.tokenizer.batch_decode(response_ids(scored.completions), skip_special_tokens=True)
+            duels = [(i + a, i + b) for i in range(0, len(texts), group) for a, b in combinations(range(group), 2)]
+            logged: dict[str, tuple[float, int]] = dict(scores.metrics)
+            verdicts = self._ask(scored, texts, duels, logged)
+            wins = _win_rates(len(texts), duels, verdicts)
+            logged["judge/failures"] = float(verdicts.count(None)), len(verdicts)
+            logged["judge/ties"] = _ties(wins, group)
+            total = scores.total
+            if not self.reward_functions.names:  # what the log shows, and what counts as scored, is the judge's
+                total = _numbers(wins)
+            return replace(scores, total=total, metrics=logged, extras={**scores.extras, WIN_RATE: wins})
+
+    def _ask(
+        self, scored: Scored, texts: list[str], duels: Sequence[tuple[int, int]], logged: dict[str, tuple[float, int]]
+    ) -> list[float | None]:
+        """The judge's verdict on each duel. What it logs is added to `logged`."""
+        prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
+        penalised = self.penalised(scored.completions, scored.scores).tolist()
+        rewards = [None if math.isnan(value) else value for value in penalised]
 
         def log_metric(name: str, value: float) -> None:
             total, count = logged.get(name, (0.0, 0))
             logged[name] = total + float(value), count + 1
 
-        trainer = self.trainer_or_none
         verdicts = self.judge(
             [prompts[a] for a, _ in duels],
             [answers[a] for a, _ in duels],
@@ -91,35 +113,10 @@ class OnlinePairs(OnPolicyModule, ABC):
             first_rewards=[rewards[a] for a, _ in duels],
             second_rewards=[rewards[b] for _, b in duels],
             log_metric=log_metric,
-            trainer_state=TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else None,
+            trainer_state=self.trainer_state if self.trainer_or_none else None,
             **{name: [values[a] for a, _ in duels] for name, values in columns.items()},
         )
-        verdicts = checked(type(self.judge).__name__, verdicts, len(duels))
-        wins = _win_rates(len(texts), duels, verdicts)
-        logged["judge/failures"] = float(verdicts.count(None)), len(verdicts)  # pyright: ignore
-        flat = [
-            len({rate for rate in wins[i : i + group] if rate is not None}) == 1 for i in range(0, len(wins), group)
-        ]
-        logged["judge/ties"] = float(sum(flat)), len(flat)
-        total = scores.total
-        if not self.reward_functions.names:  # what the log shows, and what counts as scored, is the judge's
-            total = _numbers(wins)
-        self._seconds["reward"] += time.perf_counter() - started
-        return replace(scores, total=total, metrics=logged, extras={**scores.extras, WIN_RATE: wins})
-
-    learns_by_judge = True
-
-    opponent_writes = False
-    """Whether the second completion of each prompt is an opponent's, and so no part of what `reward` is a mean of."""
-
-    def _open(self, scored: Scored, drawn: Rollout) -> None:
-        if not self.opponent_writes:
-            super()._open(scored, drawn)
-            return
-        super()._open(*policys_own(self, scored, drawn))
-        assert self.plan is not None
-        self.rollout = self.replaced(drawn)
-        self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
+        return list(checked(type(self.judge).__name__, verdicts, len(duels)))
 
     def penalised(self, completions: Completions, scores: Scores) -> Tensor:
         """`(b,)`: the summed rewards, less the penalty where a completion did not end."""
@@ -128,14 +125,32 @@ class OnlinePairs(OnPolicyModule, ABC):
             return total
         return total - self.missing_eos_penalty * (~completions.ended).to(total)
 
-    def wins(self, completions: Completions, scores: Scores, kept: Tensor | None) -> Tensor:
-        """Float `(n, g)` of `n` prompts: win rates; NaN where a completion was not judged, or is left out."""
-        rates = _numbers(scores.extras[WIN_RATE]).to(completions.response_ids.device)
-        if kept is not None:
-            rates = rates.masked_fill(~kept, torch.nan)
-        return rates.view(-1, int((completions.group_id == completions.group_id[0]).sum()))
+    def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
+        if not self.opponent_writes:
+            return scored, rollout
+        return without_opponent(scored, self.tokenizer), select(rollout, policy_rows(scored.completions))
 
     # ------------------------------------------------------------------ what losses are made with
+
+    def wins(self, scored: Scored) -> Tensor:
+        """Float `(n, g)` of `n` prompts: win rates; NaN where a completion was not judged, or is left out."""
+        rates = _numbers(scored.scores.extras[WIN_RATE]).to(scored.completions.response_ids.device)
+        if scored.kept is not None:
+            rates = rates.masked_fill(~scored.kept, torch.nan)
+        return rates.view(-1, scored.group_size)
+
+    def as_rollout(self, scored: Scored, **columns: Tensor | None) -> Rollout:
+        """A rollout with the rewards that were judged."""
+        completions = scored.completions
+        rewards = self.penalised(completions, scored.scores).to(completions.response_ids.device)
+        rewards = rewards if scored.kept is None else rewards.masked_fill(~scored.kept, torch.nan)
+        return Rollout(completions, rewards, None, **columns)  # pyright: ignore[reportArgumentType]
+
+    def reference_in(self, rows: Tensor, completions: Completions) -> Tensor:
+        """`(b, t)`: log-probs under the reference in the given rows, and 0 in the others, which are not scored."""
+        out = torch.zeros(completions.response_ids.shape, device=completions.response_ids.device)
+        out[rows] = self.ref_logprobs(select(completions, rows))
+        return out
 
     def at_epoch(self, value: float | Sequence[float]) -> float:
         """A number, or that of the epoch."""
@@ -147,18 +162,6 @@ class OnlinePairs(OnPolicyModule, ABC):
     def coefficients(self) -> dict[str, float]:
         return super().coefficients() | {"beta": self.at_epoch(self.beta)}
 
-    def ref_of(self, completions: Completions, rows: Tensor) -> Tensor:
-        """`(b, t)` under the reference in the given rows, without gradient; 0 in the others and without a reference."""
-        out = torch.zeros(completions.response_ids.shape, device=completions.response_ids.device)
-        if self.needs_reference:
-            out[rows] = self.ref_logprobs(select(completions, rows))
-        return out
-
-    def rollout_of(self, completions: Completions, scores: Scores, kept: Tensor | None, **fields: Any) -> Rollout:
-        """A rollout with the rewards that were judged."""
-        rewards = self.penalised(completions, scores).to(completions.response_ids.device)
-        return Rollout(completions, rewards if kept is None else rewards.masked_fill(~kept, torch.nan), **fields)
-
 
 def _win_rates(rows: int, duels: Sequence[tuple[int, int]], verdicts: Sequence[float | None]) -> list[float | None]:
     """The mean probability of each row to win over the pairs of it that have a verdict."""
@@ -169,6 +172,13 @@ def _win_rates(rows: int, duels: Sequence[tuple[int, int]], verdicts: Sequence[f
                 won[row] += chance
                 judged[row] += 1
     return [total / count if count else None for total, count in zip(won, judged)]
+
+
+def _ties(wins: Sequence[float | None], group: int) -> tuple[float, int]:
+    """How many prompts have completions that all win equally often, and how many prompts there are."""
+    starts = range(0, len(wins), group)
+    equal = [len({rate for rate in wins[i : i + group] if rate is not None}) == 1 for i in starts]
+    return float(sum(equal)), len(equal)
 
 
 def _numbers(rates: Sequence[float | None]) -> Tensor:

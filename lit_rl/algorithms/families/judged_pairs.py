@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged import OnlinePairs
-from lit_rl.algorithms.preflight import preferences as pair_checks
-from lit_rl.errors import ConfigError
+from lit_rl.algorithms.families.judged import JudgedModule
+from lit_rl.algorithms.preflight import preferences
+from lit_rl.algorithms.preflight.judged import pairs_stand_alone
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, mean_of
-from lit_rl.rewards.base import Scores
-from lit_rl.rollout import Completions, Rollout, select
+from lit_rl.ops.step import Metrics, mean_over
+from lit_rl.rollout import Rollout, select
 
 
-class OnlinePreference(OnlinePairs, ABC):
+class JudgedPairs(JudgedModule, ABC):
     """Abstract: subclasses say what the completions are compared with.
 
-    A rollout's `advantages` say what the judge found: 1 for the better completion of a prompt, -1 for the worse one, 0
+    A rollout's `verdicts` say what the judge found: 1 for the better completion of a prompt, -1 for the worse one, 0
     for all others; a prompt of a tie or without a verdict has none but 0. The objective is a mean over the pairs of the
     optimizer step that have a verdict and are no tie, on all ranks: cutting a step changes nothing.
 
@@ -38,7 +38,7 @@ class OnlinePreference(OnlinePairs, ABC):
         preference_weights: Weight of each of them by name (1 where not given).
         per_token: Losses that divide by the length (ipo, sigmoid_norm, simpo) do so. Off, a completion counts as one
             token for them: they read sums, as in TRL's online DPO. Refused where no loss is one of these.
-        shared: What every `OnlinePairs` takes.
+        shared: What every `JudgedModule` takes.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class OnlinePreference(OnlinePairs, ABC):
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
-        self.preference = pair_checks.by_name(preference)
-        self.preference_weights = pair_checks.weights(self.preference, preference_weights)
+        self.preference = preferences.by_name(preference)
+        self.preference_weights = preferences.weights(self.preference, preference_weights)
         self.per_token = per_token
-        _no_sorting(self.preference)
+        pairs_stand_alone(self.preference)
         if per_token:
-            pair_checks.lengths_are_read(self.preference)
+            preferences.lengths_are_read(self.preference)
 
     @property
     def needs_reference(self) -> bool:
@@ -65,54 +65,48 @@ class OnlinePreference(OnlinePairs, ABC):
 
     # ------------------------------------------------------------------ which completions are learned from
 
-    def advantages(
-        self,
-        completions: Completions,
-        scores: Scores,
-        *,
-        kept: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Rollout:
-        better = best_and_worst(self.wins(completions, scores, kept)).flatten()
-        loss_mask = completions.response_mask & (better != 0)[:, None]
-        return self.rollout_of(
-            completions,
-            scores,
-            kept,
-            advantages=better,
-            loss_mask=loss_mask,
-            ref_logprobs=self.ref_of(completions, compared(better, completions.group_id)),
-            weights=(loss_mask & (better > 0)[:, None]).float(),
-        )
+    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+        completions, better = scored.completions, self.verdicts(scored)
+        return self.as_rollout(
+            scored,
+            verdicts=better,
+            loss_mask=completions.response_mask & (better != 0)[:, None],
+            ref_logprobs=torch.zeros(completions.response_ids.shape, device=better.device) if ref is None else ref,
+        ), {}
 
-    def replaced(self, rollout: Rollout) -> Rollout:
+    def verdicts(self, scored: Scored) -> Tensor:
+        """Float `(b,)`: 1 for the better completion of a prompt, -1 for the worse one, 0 for all others."""
+        return best_and_worst(self.wins(scored)).flatten()
+
+    def reference_of(self, scored: Scored) -> Tensor:
+        """Of the completions that are compared: the others have nothing to teach."""
+        return self.reference_in(compared(self.verdicts(scored), scored.completions.group_id), scored.completions)
+
+    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         """Two completions of each prompt: the others have nothing to teach, and are not run again."""
-        return select(rollout, compared(rollout.advantages, rollout.completions.group_id))
-
-    def of_step(self, micro: Rollout, counts: Tensor) -> Rollout:
-        """With weights that make a sum over the better completions' tokens a mean over those of the step."""
-        assert micro.weights is not None
-        return replace(micro, weights=micro.weights / counts[3].float().clamp(min=1))
+        assert rollout.verdicts is not None
+        return select(rollout, compared(rollout.verdicts, rollout.completions.group_id)), {}
 
     # ------------------------------------------------------------------ loss
 
     def preference_loss(self, rollout: Rollout, scores: TokenScores, totals: StepTotals) -> tuple[Tensor, Metrics]:
         """The weighted sum of the preference losses, this micro-batch's share, and TRL's metrics."""
-        beta, judged = self.at_epoch(self.beta), Judged.of(rollout, scores)
-        count = self.pairs_of(totals)
+        beta, judged = self.at_epoch(self.beta), PairScores.of(rollout, scores, totals)
+        count = pairs_of(totals).to(scores.logprobs.device)
         pairs = judged.pairs(self.per_token, count)
         loss = torch.zeros((), device=scores.logprobs.device)
         for name, function in self.preference.items():
             loss = loss + self.preference_weights[name] * function(pairs, beta).sum() / count
         return loss, judged.metrics(beta, scores)
 
-    def pairs_of(self, totals: StepTotals) -> Tensor:
-        """Pairs of the optimizer step that are learned from, at least 1: two rows with loss tokens each."""
-        return (torch.as_tensor(totals.unmasked_sequences, device=self.device) / 2).clamp(min=1)
+
+def pairs_of(totals: StepTotals) -> Tensor:
+    """Pairs of the optimizer step that are learned from, at least 1: two rows with loss tokens each."""
+    return (torch.as_tensor(totals.unmasked_sequences) / 2).clamp(min=1)
 
 
 @dataclass(frozen=True)
-class Judged:
+class PairScores:
     """A micro-batch as pairs: rows `2 i` and `2 i + 1` belong to one prompt."""
 
     rollout: Rollout
@@ -124,17 +118,21 @@ class Judged:
     """Float `(2 n,)`: minus the log-probs over the better completion's tokens in the step, 0 of the worse one."""
 
     @classmethod
-    def of(cls, rollout: Rollout, scores: TokenScores) -> Judged:
-        mask = rollout.completions.response_mask
-        assert rollout.ref_logprobs is not None and rollout.weights is not None
-        weighted = masked_sum(scores.logprobs * rollout.weights, rollout.loss_mask, 1)
+    def of(cls, rollout: Rollout, scores: TokenScores, totals: StepTotals) -> PairScores:
+        mask, verdicts = rollout.completions.response_mask, rollout.verdicts
+        assert rollout.ref_logprobs is not None and verdicts is not None
+        # A sum over the better completions' tokens is then a mean over those of the step.
+        tokens = torch.as_tensor(totals.better_tokens).float().clamp(min=1)
+        weights = (rollout.loss_mask & (verdicts > 0)[:, None]).float() / tokens
+        weighted = masked_sum(scores.logprobs * weights, rollout.loss_mask, 1)
         sums = masked_sum(scores.logprobs, mask, 1), masked_sum(rollout.ref_logprobs, mask, 1)
         return cls(rollout, *sums, nll=-weighted)
 
     @property
     def better(self) -> Tensor:
         """Long `(m,)`: the rows of the better completions, `m` pairs with a verdict."""
-        return (self.rollout.advantages > 0).nonzero().flatten()
+        assert self.rollout.verdicts is not None
+        return (self.rollout.verdicts > 0).nonzero().flatten()
 
     @property
     def worse(self) -> Tensor:
@@ -167,20 +165,20 @@ class Judged:
         pairs = torch.ones_like(chosen, dtype=torch.bool)
         gap = (rewards[0::2] - rewards[1::2]).abs()
         return {
-            "objective/kl": mean_of(kl, every),
-            "objective/entropy": mean_of(-self.logprobs, every),
-            "objective/non_score_reward": mean_of(-implicit, every),
-            "objective/rlhf_reward": mean_of(rewards - implicit, scored),
-            "objective/scores": mean_of(rewards, scored),
-            "objective/scores_margin": mean_of(gap, ~gap.isnan()),
-            "rewards/chosen": mean_of(chosen, pairs),
-            "rewards/rejected": mean_of(rejected, pairs),
-            "rewards/accuracies": mean_of((chosen > rejected).float(), pairs),
-            "rewards/margins": mean_of(chosen - rejected, pairs),
-            "logps/chosen": mean_of(self.logprobs[self.better], pairs),
-            "logps/rejected": mean_of(self.logprobs[self.worse], pairs),
-            "contain_eos_token": mean_of(completions.ended.float(), every),
-            "entropy": mean_of(scores.entropy, completions.response_mask),
+            "objective/kl": mean_over(kl, every),
+            "objective/entropy": mean_over(-self.logprobs, every),
+            "objective/non_score_reward": mean_over(-implicit, every),
+            "objective/rlhf_reward": mean_over(rewards - implicit, scored),
+            "objective/scores": mean_over(rewards, scored),
+            "objective/scores_margin": mean_over(gap, ~gap.isnan()),
+            "rewards/chosen": mean_over(chosen, pairs),
+            "rewards/rejected": mean_over(rejected, pairs),
+            "rewards/accuracies": mean_over((chosen > rejected).float(), pairs),
+            "rewards/margins": mean_over(chosen - rejected, pairs),
+            "logps/chosen": mean_over(self.logprobs[self.better], pairs),
+            "logps/rejected": mean_over(self.logprobs[self.worse], pairs),
+            "contain_eos_token": mean_over(completions.ended.float(), every),
+            "entropy": mean_over(scores.entropy, completions.response_mask),
         }
 
 
@@ -209,11 +207,3 @@ def compared(better: Tensor, group_id: Tensor) -> Tensor:
     order = better.view(-1, size).abs().sort(dim=1, descending=True, stable=True).indices
     starts = torch.arange(0, len(better), size, device=better.device)
     return (starts[:, None] + order[:, :2].sort(dim=1).values).flatten()
-
-
-def _no_sorting(functions: Mapping[str, Any]) -> None:
-    for name in pair_checks.over_step(functions):
-        raise ConfigError(
-            f"algo.preference.{name} sorts completions over all pairs of a step, and pairs that a policy has just "
-            "written are looked at one micro-batch at a time. Take another loss, such as sigmoid or ipo."
-        )

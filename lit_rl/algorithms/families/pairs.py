@@ -20,7 +20,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_over
 
 Preference = Callable[..., Tensor]
 """A function of `lit_rl.ops.preference`: `(pairs, beta)` to one loss a pair."""
@@ -125,16 +125,16 @@ def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextSco
     of_chosen, of_rejected = mask.chunk(2)
     logits = scores.stats.mean_logit.chunk(2)
     return {
-        "rewards/chosen": mean_of(rewards.chosen, every),
-        "rewards/rejected": mean_of(rewards.rejected, every),
-        "rewards/accuracies": mean_of((rewards.chosen > rewards.rejected).float(), every),
-        "rewards/margins": mean_of(rewards.chosen - rewards.rejected, every),
-        "logps/chosen": mean_of(logps.chosen, every),
-        "logps/rejected": mean_of(logps.rejected, every),
-        "logits/chosen": mean_of(logits[0], of_chosen),
-        "logits/rejected": mean_of(logits[1], of_rejected),
-        "entropy": mean_of(scores.entropy, mask),
-        "mean_token_accuracy": mean_of(scores.stats.correct.chunk(2)[0], of_chosen),
+        "rewards/chosen": mean_over(rewards.chosen, every),
+        "rewards/rejected": mean_over(rewards.rejected, every),
+        "rewards/accuracies": mean_over((rewards.chosen > rewards.rejected).float(), every),
+        "rewards/margins": mean_over(rewards.chosen - rewards.rejected, every),
+        "logps/chosen": mean_over(logps.chosen, every),
+        "logps/rejected": mean_over(logps.rejected, every),
+        "logits/chosen": mean_over(logits[0], of_chosen),
+        "logits/rejected": mean_over(logits[1], of_rejected),
+        "entropy": mean_over(scores.entropy, mask),
+        "mean_token_accuracy": mean_over(scores.stats.correct.chunk(2)[0], of_chosen),
     }
 
 

@@ -4,44 +4,50 @@ With rewards R_i of rows i, log-probs lp_it of tokens under the policy now, old_
 under the reference, sampler_it as the engine reported them, and the loss mask m_it:
 
     rewards      R_i <- clip(norm(shape(R_i)));  r_it = R_i at the last token - reward_beta reward_kl(old_it, ref_it)
-    advantages   A   =  clip(advantage(R, r, ...))
+    advantages   A   =  clip(whiten(advantage(R, r, ...)))
     weights      u_it = weight_norm(correction(old_it, sampler_it)), m_it <- m_it and rejection(old_it, sampler_it)
     tokens       l_it = loss(lp_it, old_it, A) off_policy_mask_i selection_it u_it + beta kl(lp_it, ref_it, old_it)
     objective    reduction(l, m) - entropy coefficient * mean entropy + router_aux_loss_coef * router loss
 
 Of the last three lines `loss` and `reduction` are on by default, and `correction` for an engine of its own (vLLM).
+`PolicyGradient.advantages` is the first three lines, and `PolicyGradient.loss` the others.
 """
 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.families.objective import policy_objective
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight import estimators as estimator_checks
-from lit_rl.algorithms.preflight import on_policy as checks
-from lit_rl.algorithms.ranks import named, parameters
+from lit_rl.algorithms.preflight import estimators, losses
+from lit_rl.algorithms.preflight import policy_gradient as preflight
+from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
+from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.signatures import arguments_for, multiplies_weights, parameters
+from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
-from lit_rl.algorithms.terms.credit import Credit, credit_of, greedy_baseline, whitened
-from lit_rl.algorithms.terms.engine_correction import corrected, needs_a_pass, resolved
+from lit_rl.algorithms.terms.credit import Credit, CreditAssignment
+from lit_rl.algorithms.terms.engine_correction import EngineCorrection
+from lit_rl.algorithms.terms.entropy import SEEN, EntropyBonus
+from lit_rl.algorithms.terms.groups import needs_spread
+from lit_rl.algorithms.terms.kl import KLPenalty, distance
 from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.errors import StorageError
+from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
+from lit_rl.algorithms.terms.step_tokens import step_tokens
+from lit_rl.errors import StorageError, in_range
+from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.ops.advantages import group_normalized
-from lit_rl.ops.correction import auto_correction
-from lit_rl.ops.kl import corrected_k3, k1
-from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.ops.mismatch import WeightTotals
-from lit_rl.ops.reductions import StepTotals, token_mean
+from lit_rl.models.policy.loading import drops_out
+from lit_rl.ops.kl import k1
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.base import Rewards, Scores
+from lit_rl.rewards.base import Rewards
 from lit_rl.rollout import Completions, Rollout
 
 
@@ -52,7 +58,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
         advantage: `(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`,
-            `lengths`, `greedy_rewards`, `token_rewards`, `mask`.
+            `lengths`, `greedy_rewards`, `token_rewards`, `mask`. None: the method estimates advantages itself.
         loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token.
         reduction: `(per_token, mask, totals) -> scalar`: which tokens and sequences the loss is averaged over.
         beta: Weight of the KL in the loss.
@@ -87,11 +93,12 @@ class PolicyGradient(OnPolicyModule, ABC):
         model: LanguageModel | str,
         reward: Rewards | Callable,
         *,
-        advantage: Callable = group_normalized,
-        loss: Callable = clipped_policy_loss,
-        reduction: Callable = token_mean,
+        advantage: Callable | None,
+        loss: Callable,
+        kl: Callable,
+        reduction: Callable,
+        correction: Callable | None,
         beta: float = 0.0,
-        kl: Callable = corrected_k3,
         reward_beta: float = 0.0,
         reward_kl: Callable = k1,
         kl_control: FixedKL | AdaptiveKL | None = None,
@@ -100,7 +107,6 @@ class PolicyGradient(OnPolicyModule, ABC):
         reward_norm: RunningNorm | None = None,
         reward_clip: tuple[float, float] | None = None,
         advantage_clip: float | None = None,
-        correction: Callable | None = auto_correction,
         rejection: Callable | None = None,
         weight_norm: Callable | None = None,
         selection: Callable | None = None,
@@ -112,141 +118,188 @@ class PolicyGradient(OnPolicyModule, ABC):
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
-        self.advantage, self.policy_loss, self.reduction = advantage, loss, reduction
-        self.beta, self.kl, self.reward_beta, self.reward_kl = beta, kl, reward_beta, reward_kl
+        self.credit = CreditAssignment(
+            shaping, reward_norm, reward_clip, KLPenalty("algo.reward_beta", reward_beta, reward_kl)
+        )
+        self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
+        self.whitening = Whitening(whitening, of=estimators.name_of(advantage) if advantage else "gae")
+        self.engine = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
+        self.policy_loss, self.reduction = loss, reduction
+        self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)
+        self.kl = KLPenalty("algo.beta", beta, kl)
         self.kl_control = FixedKL() if kl_control is None else kl_control
-        self.whitening, self.advantage_clip = whitening, advantage_clip
-        self.shaping, self.reward_norm = shaping, reward_norm
-        self.reward_clip = None if reward_clip is None else tuple(reward_clip)
-        self.correction, self.rejection = resolved(correction, self.generator), rejection
-        self.weight_norm, self.entropy = weight_norm, entropy
-        self.selection, self.off_policy_threshold = selection, off_policy_threshold
+        self.entropy = None if entropy is None else EntropyBonus(entropy)
+        in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
-        checks.terms(self)
-
-        self.needs_reference = beta > 0 or reward_beta > 0
-        self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
-        taken = [loss] if selection is None else [loss, selection]
-        of_the_step = any("step" in parameters(term) for term in taken)
-        self.needs_step = of_the_step or (selection is not None and entropy is not None)
-        self.kl_factor = 1.0
-        self._entropy_of_step: list[Tensor] = []
+        self._check_terms()
+        self.needs_reference = bool(self.kl or self.credit.kl)
 
     # ------------------------------------------------------------------ advantages
 
-    def advantages(
+    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+        assert self.advantage is not None
+        credit, metrics = self.assign_credit(scored, old, ref)
+        advantages = self.ranks.apply(self.advantage, credit.columns(scored.completions))
+        advantages = self.whitening(advantages, credit.rewards, scored.completions, self.ranks)
+        rollout, weighing = self.as_rollout(scored, credit, self.advantage_clip(advantages), old, ref)
+        return rollout, metrics | weighing
+
+    def assign_credit(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Credit, Metrics]:
+        """Rewards of rows and tokens. The KL's controller is told how far the policy is, after its factor was used."""
+        credit, metrics = self.credit(
+            scored, old, ref, kl_factor=self.kl_control.factor, tokenizer=self.tokenizer, ranks=self.ranks
+        )
+        return credit, {} if self.kl else metrics  # one `kl` is logged: that of the loss, where it has one
+
+    def as_rollout(
         self,
-        completions: Completions,
-        scores: Scores,
-        *,
-        kept: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Rollout:
+        scored: Scored,
+        credit: Credit,
+        advantages: Tensor,
+        old: Tensor | None,
+        ref: Tensor | None,
+        learned: Tensor | None = None,
+        **more: Tensor,
+    ) -> tuple[Rollout, Metrics]:
+        """The rollout with its loss mask and its weights against the engine.
+
+        Args:
+            scored: As it was drawn.
+            credit: Its rewards.
+            advantages: `(b,)` or `(b, t)`.
+            old: `(b, t)`, where they were asked for.
+            ref: `(b, t)`, where they were asked for.
+            learned: Bool `(b, t)`: tokens that can be learned from. None: all that were sampled.
+            more: Further columns.
+        """
+        completions, factor = scored.completions, self.kl_control.factor
         mask = completions.response_mask
         loss_mask = mask & completions.ended[:, None] if self.mask_truncated else mask
-        if kept is not None:
-            loss_mask = loss_mask & kept[:, None]
-        credit = credit_of(self, completions, scores, kept)
+        if scored.kept is not None:
+            loss_mask = loss_mask & scored.kept[:, None]
+        if learned is not None:
+            loss_mask = loss_mask & learned
+        if old is not None and ref is not None:
+            self.kl_control.update(*distance(old, ref, mask, self.ranks))
         rollout = Rollout(
             completions=completions,
             rewards=credit.rewards,
-            advantages=credit.rewards,  # until they are estimated
+            advantages=advantages,
             loss_mask=loss_mask,
-            old_logprobs=credit.old_logprobs,
-            ref_logprobs=credit.ref_logprobs if self.beta else None,
+            old_logprobs=old,
+            ref_logprobs=ref if self.kl else None,
+            kl_factor=factor,
+            **more,
         )
-        rollout = self.estimate(rollout, scores, credit, greedy_rewards)
-        rollout = whitened(self, rollout)
-        if self.advantage_clip is not None:
-            limit = self.advantage_clip
-            rollout = replace(rollout, advantages=rollout.advantages.clamp(-limit, limit))
-        return corrected(self, rollout)
+        return self.engine.at_rollout(rollout, self.step)
 
-    def replaced(self, rollout: Rollout) -> Rollout:
-        return rollout if self.replay is None else self.replay(self, rollout)
-
-    def estimate(self, rollout: Rollout, scores: Scores, credit: Credit, greedy_rewards: Tensor | None) -> Rollout:
-        """The rollout with advantages `(b,)` or `(b, t)` by the chosen estimator, over the rows of every rank."""
-        completions, device = rollout.completions, credit.rewards.device
-        columns = {
-            "rewards": credit.rewards,
-            "group_id": completions.group_id,
-            "values": scores.values.to(device).masked_fill(credit.rewards.isnan()[:, None], torch.nan),
-            "weights": scores.weights.to(device),
-            "lengths": completions.lengths,
-            "token_rewards": credit.token_rewards,
-            "mask": completions.response_mask,
-            "step_ends": credit.step_ends,
-        }
-        if greedy_rewards is not None:
-            columns["greedy_rewards"] = greedy_baseline(self, greedy_rewards)
-        return replace(rollout, advantages=self.over_all_ranks(self.advantage, columns))
+    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+        return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
 
     @property
     def compares_completions(self) -> bool:
         """Whether an advantage needs several completions of one prompt."""
-        return estimator_checks.compares_within_groups(self.advantage)
+        return self.advantage is not None and estimators.compares_within_groups(self.advantage)
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        return self.advantage is not None and "greedy_rewards" in parameters(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Taken anew only where the ratio can differ from 1, or a term is made of them; weights alone are `weighed`."""
-        others = (self.reward_beta, self.rejection, self.weight_norm, self.replay, needs_a_pass(self))
-        adaptive = isinstance(self.kl_control, AdaptiveKL)
-        return not self.ratio_is_one or adaptive or any(others)
+        """Taken anew only where the ratio can differ from 1, or a term is made of them.
+
+        For weights against an engine alone the training's own forward pass will do, unless it has dropout: then it is
+        of another policy than the one that sampled.
+        """
+        others = self.credit.kl, self.engine.needs_old_logprobs, self.replay, self._engine_meets_dropout
+        return not self.ratio_is_one or isinstance(self.kl_control, AdaptiveKL) or any(others)
+
+    @property
+    def _engine_meets_dropout(self) -> bool:
+        return self.engine.compares and self.policy is not None and drops_out(self.policy)
 
     # ------------------------------------------------------------------ loss
 
-    def of_step(self, micro: Rollout, counts: Tensor) -> Rollout:
-        if micro.weights is None or self.weight_norm is None:
-            return micro
-        _, tokens, sequences, token_weights, sequence_weights = counts.float().unbind()
-        totals = WeightTotals(tokens, sequences, token_weights, sequence_weights)
-        return replace(micro, weights=self.weight_norm(micro.weights, totals))
+    def loss(
+        self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
+    ) -> tuple[Tensor, Metrics]:
+        assert rollout.advantages is not None
+        mask, logprobs, entropy = rollout.loss_mask, scores.logprobs, scores.entropy
+        old = logprobs.detach() if rollout.old_logprobs is None else rollout.old_logprobs
+        sampler = rollout.completions.sampler_logprobs if self.engine.correction is not None else old
 
-    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
-        scores = self.token_scores(rollout.completions, **self.score_terms)
-        return policy_objective(self, rollout, scores, totals, step)
+        weights, weighing = self.engine.in_loss(rollout, logprobs, totals)
+        offered = arguments_for(self.policy_loss, {"weights": weights, "step": step})
+        tokens, metrics = self.policy_loss(logprobs, old, rollout.advantages, mask, **offered)
+        tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
+        acting = self.selection(entropy, mask, step)
+        tokens = self.selection.weighted(tokens, acting)
+        if weights is not None and not multiplies_weights(self.policy_loss):
+            tokens = tokens * weights
+        penalty, distances = self._kl_in_loss(rollout, logprobs, old)
+        tokens = tokens if penalty is None else tokens + penalty
+
+        objective = self.reduction(tokens, mask, totals)
+        metrics = metrics | weighing | off_policy | distances
+        metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
+        one = torch.ones((), device=objective.device)
+        if self.entropy is not None:
+            bonus, seen = self.entropy(entropy, acting, self.selection.count(acting, totals, step))
+            metrics |= {"policy_loss": (objective.detach(), one / totals.micro_batches)} | seen
+            objective = objective - bonus
+        if self.router_aux_loss_coef:
+            assert scores.aux_loss is not None
+            # Balance is a property of a batch: the router's loss is of a micro-batch, and averaged over them.
+            objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
+            metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
+        return objective, metrics
+
+    def _kl_in_loss(self, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor | None, Metrics]:
+        if rollout.ref_logprobs is None:
+            return None, {}
+        return self.kl(logprobs, rollout.ref_logprobs, old, rollout.loss_mask, rollout.kl_factor)
+
+    def token_scores(self, completions: Completions) -> TokenScores:
+        return score(self.policy, completions, self.sampling, **self.score_terms)
 
     @property
     def score_terms(self) -> dict[str, bool]:
         """What the objective needs of the policy's forward pass beside log-probs."""
         return {"entropy_gradient": self.entropy is not None, "router_aux": self.router_aux_loss_coef > 0}
 
-    def acting(self, entropy: Tensor, mask: Tensor, step: StepTokens | None) -> Tensor:
-        if self.selection is None:
-            return mask
-        return mask & self.selection(entropy.detach(), mask, **named(self.selection, {"step": step}))
+    @property
+    def needs_step(self) -> bool:
+        of_step = "step" in parameters(self.policy_loss) or self.selection.needs_step
+        return of_step or (self.selection.choose is not None and self.entropy is not None)
 
-    def entropy_seen(self, total: Tensor, tokens: Tensor) -> None:
-        """Keep what the controller of the entropy bonus is told after the optimizer step."""
-        self._entropy_of_step.append(torch.stack([total, tokens.float()]))
+    def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
+        return step_tokens(self.policy, micro_batches, self.sampling, self.selection, self.ranks)
 
     # ------------------------------------------------------------------ between steps
 
     def after_step(self) -> None:
         super().after_step()
-        if self._entropy_of_step and self.entropy is not None and not self.broken_steps.last:
-            mine = torch.stack(self._entropy_of_step).sum(0)
-            total, tokens = self.everyones(mine[None]).sum(0).tolist()
-            self.entropy.update(total / max(1.0, tokens))
-        self._entropy_of_step = []
+        entropy = self.told(SEEN) if self.entropy is not None and not self.broken_steps.last else None
+        if self.entropy is not None and entropy is not None:
+            self.entropy.control.update(entropy)
 
     def coefficients(self) -> dict[str, float]:
         found = super().coefficients()
         if isinstance(self.kl_control, AdaptiveKL):
-            weights = {"kl_coef": self.beta, "reward_kl_coef": self.reward_beta}
+            weights = {"kl_coef": self.kl.weight, "reward_kl_coef": self.credit.kl.weight}
             found |= {name: weight * self.kl_control.factor for name, weight in weights.items() if weight}
         if self.entropy is not None:
-            found["entropy_coef"] = self.entropy.coefficient
+            found["entropy_coef"] = self.entropy.control.coefficient
         return found
 
+    # ------------------------------------------------------------------ checkpoints
+
     def rank_state(self) -> dict[str, Any]:
-        terms = {name: term.state() for name, term in self._stateful().items()}
-        return super().rank_state() | {"kl_factor": self.kl_factor, "terms": terms}
+        return super().rank_state() | {"terms": {name: term.state() for name, term in self._stateful().items()}}
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
-        self.kl_factor = saved["kl_factor"]
         for name, term in self._stateful().items():
             try:
                 term.load_state(saved["terms"][name])
@@ -257,5 +310,35 @@ class PolicyGradient(OnPolicyModule, ABC):
                 ) from error
 
     def _stateful(self) -> dict[str, Any]:
-        names = ("kl_control", "reward_norm", "entropy", "groups", "replay")
-        return {name: term for name in names if (term := getattr(self, name)) is not None}
+        terms = {
+            "kl_control": self.kl_control,
+            "reward_norm": self.credit.norm,
+            "entropy": self.entropy and self.entropy.control,
+            "groups": self.groups,
+            "replay": self.replay,
+        }
+        return {name: term for name, term in terms.items() if term is not None}
+
+    # ------------------------------------------------------------------ what is refused
+
+    def _check_terms(self) -> None:
+        """Refuse terms that do not go together, before anything is loaded; each has checked itself."""
+        name, corrected = type(self).__name__, self.engine.correction is not None
+        preflight.rewards_are_there(name, self.reward_functions.names)
+        sampling_teaches(self.sampling, self.generator, corrected=corrected)
+        lag_is_corrected(self.generator, corrected=corrected)
+        if self.advantage is not None:
+            estimators.check_call(self.advantage, name)
+        losses.loss_settings(self.policy_loss)
+        preflight.terms_take_their_settings(
+            self.policy_loss, self.selection.choose, self.engine, self.advantage, self.credit.shaping
+        )
+        if self.advantage is not None:
+            estimators.check_what_it_reads(self.advantage, self.credit, self.whitening)
+        preflight.group_is_large_enough(name, self.group_size, compares_completions=self.compares_completions)
+        if self.groups is not None:
+            self.groups.fits(self.group_size, compares_completions=self.compares_completions)
+        if self.replay is not None:
+            needs_spread("algo/replay=buffer", self.group_size)
+        preflight.controller_has_a_term(self.kl_control, self.kl.weight, self.credit.kl.weight)
+        preflight.weights_fit(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))

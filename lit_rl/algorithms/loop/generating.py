@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -18,9 +17,10 @@ from lit_rl.algorithms.evaluation.win_rate import Drawing, Opponent, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
-from lit_rl.generation.ahead import Ahead
-from lit_rl.generation.base import Generator, is_exact
-from lit_rl.generation.collect import Vocabulary, as_reward_input, request, response_ids
+from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
+from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
+from lit_rl.generation.base import Generator, as_generator
+from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rewards.base import Rewards, Scores, TrainerState
@@ -56,14 +56,13 @@ class GeneratingModule(PolicyModule):
     ) -> None:
         super().__init__(model, **shared)
         self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
-        self.generator: Generator = NativeGenerator() if generator is None else generator
+        self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
         self.sampling, self.evaluation = sampling, evaluation
         self.judge = as_judge(judge)
-        self._seconds = {"generate": 0.0, "reward": 0.0}
-        self._sampled = 0
+        self.stopwatch = Stopwatch("generate", "reward")
+        self.source = RolloutSource(self.generator, self.model, self.seed, self.stopwatch)
         self._evaluated: list[EvaluationRows] = []
         self._opponent = Opponent(self.model)
-        self.ahead = Ahead()
 
     generates = True
     """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
@@ -83,47 +82,26 @@ class GeneratingModule(PolicyModule):
         elif not self.learns_by_judge:
             judge_is_asked(type(self).__name__, self.judge)
         super().configure_model()
-        if hasattr(self.generator, "prepare"):
-            self.generator.prepare(self.model)  # pyright: ignore[reportAttributeAccessIssue]
+        self.generator.prepare(self.model)
 
     def close(self) -> None:
         """Stop the generator's engine, where it has one; another is started when it is needed again."""
-        if hasattr(self.generator, "close"):
-            self.generator.close()  # pyright: ignore[reportAttributeAccessIssue]
+        self.generator.close()
+
+    # ------------------------------------------------------------------ generate -> reward
 
     def generate(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> Completions:
         """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
-        started = time.perf_counter()
-        return self.received(batch, self.request(batch, sampling, group_size)(), started)
+        return self.source.draw(self.request(batch, sampling, group_size), self.ranks)
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Callable[[], Completions]:
-        """Give the generator the weights of now. What is returned draws the completions when it is called."""
-        self.ahead.wait()  # the weights of a request in flight stay as they are
-        return request(
-            self.generator,
-            self.policy,
-            batch,
-            sampling=sampling or self.sampling,
-            group_size=group_size or self.group_size,
-            vocabulary=Vocabulary.of(self.model),
-            version=self.step,
-            seed=self.seed,
-        )
-
-    def received(self, batch: PromptBatch, completions: Completions, started: float) -> Completions:
-        """Completions of this rank's prompts as those of a rollout, waited for since `started`."""
-        self._seconds["generate"] += time.perf_counter() - started
-        self._sampled += int(completions.lengths.sum())
-        return replace(completions, group_id=completions.group_id + self.global_rank * len(batch))
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Tokens that this rank has drawn for the rollout at hand, also those that nothing was learned from."""
-        return self._sampled
+    ) -> RolloutRequest:
+        """What the source of rollouts is asked for: these prompts, answered by the policy of now."""
+        count = group_size or self.group_size
+        return RolloutRequest(batch, self.policy, self.step, sampling or self.sampling, count)
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
@@ -132,49 +110,39 @@ class GeneratingModule(PolicyModule):
 
     def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
-        started = time.perf_counter()
-        prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch))
+        with self.stopwatch.measure("reward"):
+            prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch))
+            return self.reward_functions.score(
+                prompts, answers, columns, completion_ids=ids, trainer_state=self.trainer_state
+            )
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """Where the run is, as reward functions and judges see it."""
         trainer = self.trainer_or_none
-        now = TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
-        scores = self.reward_functions.score(prompts, answers, columns, completion_ids=ids, trainer_state=now)
-        self._seconds["reward"] += time.perf_counter() - started
-        return scores
-
-    def judged(self, batch: PromptBatch, completions: Completions, scores: Scores) -> Scores:
-        """What is known of training completions once those of a prompt were compared; most algorithms compare none."""
-        return scores
-
-    def greedy_rewards(self, batch: PromptBatch) -> Tensor:
-        """`(b,)`: the reward of the likeliest completion of each row's prompt."""
-        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        completions = self.generate(batch, greedy, group_size=1)
-        total = self.reward(batch, completions).total
-        return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
+        return TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
         """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes."""
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
-        whole = unsharded(self.policy) if is_exact(self.generator) else nullcontext()
+        whole = unsharded(self.policy) if self.generator.exact else nullcontext()
         with torch.no_grad(), precision, whole:
             yield
 
     def rest(self) -> None:
         """Nothing is drawn for now: an engine may give its memory back."""
-        if hasattr(self.generator, "rest"):
-            self.generator.rest()  # pyright: ignore[reportAttributeAccessIssue]
+        self.generator.rest()
 
     # ------------------------------------------------------------------ validate, test, predict
 
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
         """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
-        seconds, sampled = dict(self._seconds), self._sampled  # of the training's rollout
-        with self.rollout_context():
+        with self.source.aside(), self.rollout_context():
             completions = self.generate(apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
             scores = self.reward(apart, completions)
-        self._seconds, self._sampled = seconds, sampled
         return completions, scores
 
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
@@ -190,12 +158,6 @@ class GeneratingModule(PolicyModule):
             table = {"opponent": theirs, "win": wins.tolist()} | table
         self._evaluated[dataloader_idx].add(batch, completions, scores, wins)
         return table
-
-    @property
-    def trainer_state(self) -> TrainerState:
-        """Where the run is, as reward functions and judges see it."""
-        trainer = self.trainer_or_none
-        return TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
 
     def _compared(
         self, against: str, batch: PromptBatch, texts: Sequence[str], scores: Scores
@@ -214,9 +176,8 @@ class GeneratingModule(PolicyModule):
         answers = self._opponent.answers(against, batch, drawing, options)
         theirs, their_rewards = [answer.text for answer in answers], None
         if self.judge.reads_rewards:
-            seconds = dict(self._seconds)  # of the training's rollout
-            their_rewards = self.reward_texts(batch, theirs, [answer.ids for answer in answers]).total
-            self._seconds = seconds
+            with self.stopwatch.aside():
+                their_rewards = self.reward_texts(batch, theirs, [answer.ids for answer in answers]).total
         rewards = {"our_rewards": scores.total, "their_rewards": their_rewards}
         return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=self.trainer_state)
 

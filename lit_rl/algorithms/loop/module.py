@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_rl.algorithms.optim.broken_steps import BrokenSteps
+from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.ranks import Ranks
@@ -182,7 +182,20 @@ class PolicyModule(L.LightningModule):
         self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        self.broken_steps.check(self, optimizer)
+        self._leave_out_broken(optimizer)
+
+    def _leave_out_broken(self, optimizer: Any) -> None:
+        """Without gradients an optimizer moves neither a weight nor a moment."""
+        norm = float(self.grad_norm)
+        scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
+        if not self.broken_steps.look(norm, scaled=scaled):
+            return
+        optimizer.zero_grad()
+        kept = ""
+        if not self.trainer.fast_dev_run:  # pyright: ignore
+            batch = {"step": self.step + 1, "grad_norm": norm, **self.step_batch()}
+            kept = keep_batch(Path(self.trainer.default_root_dir), self.global_rank, batch)
+        self.broken_steps.report(self.step + 1, norm, kept)
 
     def step_batch(self) -> dict[str, Any]:
         """What the optimizer step at hand learns from, to be looked at where it broke: tensors, numbers and strings."""
@@ -207,7 +220,7 @@ class PolicyModule(L.LightningModule):
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         mine = {"module": self.rank_state(), "rng": state.rng_state(), "broken_steps": self.broken_steps.in_a_row}
-        checkpoint["lit_rl"] = state.gather_ranks(mine)
+        checkpoint["lit_rl"] = self.ranks.objects(mine)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
 

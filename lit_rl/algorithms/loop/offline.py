@@ -18,11 +18,11 @@ from torch import Tensor
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.offline_records import OfflineRecords
+from lit_rl.algorithms.optim.optimizers import learning_rates
 from lit_rl.algorithms.optim.strategies import flattens
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
-from lit_rl.algorithms.records import learning_rates
+from lit_rl.algorithms.records import OfflineRecords
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference, ReferenceSource, free_memory
@@ -244,7 +244,7 @@ class OfflineModule(GeneratingModule, ABC):
         """One optimizer step, after which its metrics are logged, before any callback can save."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         self.after_step()
-        self._records.close(self.grad_norm, left_out=self.broken_steps.last)
+        self._records.close(self.grad_norm, skipped=self.broken_steps.last)
         every = self.trainer.log_every_n_steps  # pyright: ignore
         if every and (self.step + 1) % every == 0:
             self._log_steps(self.step + 1)
@@ -252,7 +252,7 @@ class OfflineModule(GeneratingModule, ABC):
     def _log_steps(self, step: int) -> None:
         """One line of metrics for the optimizer steps since the last one."""
         settings = {**self.coefficients(), **learning_rates(self.trainer.optimizers[0])}
-        generated_in, self._seconds["generate"] = self._seconds["generate"], 0.0
+        generated_in = self.stopwatch.take("generate")
         metrics = self._records.line(self.ranks, settings, generated_in)
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)

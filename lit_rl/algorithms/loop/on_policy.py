@@ -9,25 +9,27 @@ and `global_step` counts optimizer steps. No term of an objective is here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms import ranks as over_ranks
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.preflight import on_policy as checks
-from lit_rl.algorithms.records import Records, Scored
-from lit_rl.algorithms.rollouts import drawing, state
+from lit_rl.algorithms.optim.optimizers import learning_rates
+from lit_rl.algorithms.preflight import data as preflight
+from lit_rl.algorithms.records import Records
+from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.rollouts.source import failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
-from lit_rl.algorithms.terms.look_ahead import look_ahead
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens
+from lit_rl.ops.step import ForController, Metrics, StepTokens
 from lit_rl.rewards.base import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -66,38 +68,36 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.scored: Scored | None = None
         self._slot, self._counts = -1, torch.zeros(0)
         self._step_tokens: StepTokens | None = None
+        self._for_controllers: dict[str, list[ForController]] = {}
         self._records = Records()
 
     # ------------------------------------------------------------------ what an algorithm is
 
     @abstractmethod
-    def advantages(
-        self,
-        completions: Completions,
-        scores: Scores,
-        *,
-        kept: Tensor | None = None,
-        greedy_rewards: Tensor | None = None,
-    ) -> Rollout:
+    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
         """Credit: from scored completions to a rollout that the loss can learn from. Runs without gradient.
 
         Args:
-            completions: `b` of them.
-            scores: What the rewards said.
-            kept: Bool `(b,)`: the rows that are learned from. None: all.
-            greedy_rewards: Float `(b,)`: the reward of the greedy completion of each row's prompt, where
-                `needs_greedy_rewards`.
+            scored: `b` completions with their rewards.
+            old: `(b, t)`: their log-probs under the policy now, where `needs_old_logprobs`.
+            ref: `(b, t)`: those under the reference, where `needs_reference`.
         """
 
     @abstractmethod
-    def loss(self, rollout: Rollout, totals: StepTotals, step: StepTokens | None = None) -> tuple[Tensor, Metrics]:
-        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics.
+    def loss(
+        self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """This micro-batch's share of the objective (shares of a step sum to it), and its metrics. Changes no state.
 
         Args:
             rollout: The micro-batch.
+            scores: What the policy thinks of its tokens now, with gradient.
             totals: What the optimizer step counts.
             step: The loss tokens of the whole step, where `needs_step`. None: this micro-batch is all of it.
         """
+
+    needs_old_logprobs = False
+    """Whether `advantages` is given the log-probs of the policy that took the rollout."""
 
     needs_greedy_rewards = False
     """Whether `advantages` compares with the greedy completion of each prompt."""
@@ -105,66 +105,98 @@ class OnPolicyModule(GeneratingModule, ABC):
     needs_step = False
     """Whether a term of `loss` is defined over all tokens of an optimizer step."""
 
-    def replaced(self, rollout: Rollout) -> Rollout:
-        """What is learned from, made of the rollout that was drawn."""
-        return rollout
-
-    def after_step(self) -> None:
-        """Called after each optimizer step: what changes between steps changes here."""
-        if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.step + 1)
-
-    def coefficients(self) -> dict[str, float]:
-        """Numbers in force that are no constants of the run, for the log."""
-        return {}
-
     # ------------------------------------------------------------------ generate -> reward -> advantages -> loss
 
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
-            self._seconds, self._sampled = {"generate": 0.0, "reward": 0.0}, 0
+            self.stopwatch.reset()
+            self.source.sampled_tokens = 0
             with self.rollout_context():
-                scored, drawn = drawing.taken(self, batch)
+                rollout = self.take_rollout(batch)
             self.rest()
-            self.record(drawing.proof_of(self))
-            self._open(scored, drawn)
+            self._records.add(self.source.proof(self.device))
+            self._open(*rollout)
         self._slot = batch.slot
+
+    def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
+        """The rollout of these prompts: as it was scored, and as it is learned from, with its metrics."""
+        completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
+        if not draws_more:
+            self._draw_ahead(batch.upcoming)
+        scored = Scored(batch, completions, self.reward(batch, completions))
+        scored, chosen = self.choose(scored)
+        scored = replace(scored, scores=self.judged(scored))
+        if self.needs_greedy_rewards:
+            scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
+        if draws_more:
+            self._draw_ahead(batch.upcoming)
+        old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
+        ref = self.reference_of(scored) if self.needs_reference else None
+        rollout, metrics = self.advantages(scored, old, ref)
+        return scored, rollout, chosen | metrics
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         assert self.rollout is not None and self.plan is not None
         step, number = divmod(batch.slot, self.plan.accumulate)
-        micro = self.of_step(self._micro_batch(batch), self._counts[step])
+        micro = self._micro_batch(batch)
         if self.needs_step and number == 0 and self.plan.accumulate * self.plan.world_size > 1:
-            whole = [self._micro_batch(batch, ahead) for ahead in range(self.plan.accumulate)]
-            self._step_tokens = look_ahead(self, whole)
-        loss, metrics = self.loss(micro, totals_of(self._counts[step], self.plan), self._step_tokens)
+            self._step_tokens = self.look_ahead([self._micro_batch(batch, i) for i in range(self.plan.accumulate)])
+        scores = self.token_scores(micro.completions)
+        loss, metrics = self.loss(micro, scores, totals_of(self._counts[step], self.plan), self._step_tokens)
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
+        self._tell_controllers_later(metrics)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return loss * shares
 
-    def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
-        assert self.rollout is not None and self.plan is not None
-        return micro_batch(self.rollout, self.plan, slot=batch.slot + ahead, seed=self.seed, index=batch.rollout)
+    # ------------------------------------------------------------------ what a rollout is made with
 
-    def of_step(self, micro: Rollout, counts: Tensor) -> Rollout:
-        """The micro-batch as one of a step that counts `counts`, a row of `step_counts`."""
-        return micro
+    def completions(self, batch: PromptBatch) -> Completions:
+        """The completions of a rollout's prompts: drawn ahead where the generator lags, else now.
 
-    def acting(self, entropy: Tensor, mask: Tensor, step: StepTokens | None) -> Tensor:
-        """Bool `(b, t)`: the loss tokens that the policy loss acts on."""
-        return mask
+        Raises:
+            GenerationError: the generator of any rank failed.
+        """
+        oldest = self.generator.lag * self.minibatches * self.iterations
+        with failing_together(self.ranks):
+            ahead = self.source.drawn_ahead(self.request(batch), self.ranks, oldest=oldest)
+            return self.generate(batch) if ahead is None else ahead
 
-    # ------------------------------------------------------------------ what advantages and losses are made with
+    def _draw_ahead(self, upcoming: PromptBatch | None) -> None:
+        if upcoming is not None:
+            self.source.draw_ahead(self.request(upcoming))
+
+    def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
+        """The groups, and members of groups, that are learned from."""
+        if self.groups is None:
+            return scored, {}
+        datamodule = getattr(self.trainer_or_none, "datamodule", None)
+        spare = Spare(datamodule, self.generate, self.reward, self.generator.exact)
+        return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
+
+    def judged(self, scored: Scored) -> Scores:
+        """What is known of completions once those of a prompt were compared; most algorithms compare none."""
+        return scored.scores
+
+    def greedy_rewards(self, batch: PromptBatch) -> Tensor:
+        """`(b,)`: the reward of the likeliest completion of each row's prompt."""
+        greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+        completions = self.generate(batch, greedy, group_size=1)
+        total = self.reward(batch, completions).total
+        return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
     @property
     def ratio_is_one(self) -> bool:
         """One optimizer step a rollout: the policy that learns is the one that sampled."""
         return self.minibatches * self.iterations == 1
 
-    def token_scores(self, completions: Completions, **terms: bool) -> TokenScores:
+    def token_scores(self, completions: Completions) -> TokenScores:
         """Log-probs `(b, t)` of the response under the policy, with gradient, and entropies `(b, t)`."""
-        return score(self.policy, completions, self.sampling, **terms)
+        return score(self.policy, completions, self.sampling)
+
+    def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
+        """The loss tokens of a whole step, from its micro-batches on this rank, where `needs_step`."""
+        return None
 
     def old_logprobs(self, completions: Completions) -> Tensor:
         """`(b, t)` under the policy now, without gradient: to be taken when the rollout is."""
@@ -175,6 +207,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
             return self._frozen(scorer, completions)
 
+    def reference_of(self, scored: Scored) -> Tensor:
+        """`(b, t)`: what `advantages` is told of the reference."""
+        return self.ref_logprobs(scored.completions)
+
     def _frozen(self, model: Any, completions: Completions) -> Tensor:
         return frozen_logprobs(model, completions, sampling=self.sampling, rows_at_once=self.rows_at_once(completions))
 
@@ -183,22 +219,62 @@ class OnPolicyModule(GeneratingModule, ABC):
         parts = self.minibatches * (self.plan.accumulate if self.plan else 1)
         return max(1, len(completions) // parts)
 
-    over_all_ranks = over_ranks.over_all_ranks
-    everyones = over_ranks.everyones
+    # ------------------------------------------------------------------ between steps
 
-    def counts_of_ranks(self, count: int) -> list[int]:
-        """The numbers that every rank gives, in the order of ranks. A collective."""
-        return self.everyones(torch.tensor([count])).tolist() if self.trainer_or_none else [count]
+    def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
+        """What is learned from, made of the rollout that was drawn."""
+        return rollout, {}
 
-    def record(self, metrics: Metrics) -> None:
-        """Add metrics of the rollout at hand."""
-        self._records.add(metrics)
+    def after_step(self) -> None:
+        """Called after each optimizer step: what changes between steps changes here."""
+        if self.needs_reference:
+            self.reference.update(self.policy, self.reference_policy, self.step + 1)
+
+    def _tell_controllers_later(self, metrics: Metrics) -> None:
+        for name, metric in metrics.items():
+            if isinstance(metric, ForController):
+                self._for_controllers.setdefault(name, []).append(metric)
+
+    def told(self, name: str) -> float | None:
+        """The mean of what the losses of this step said to the controller `name`, over all ranks; None for nothing."""
+        parts = self._for_controllers.pop(name, [])
+        if not parts:
+            return None
+        mine = torch.stack([torch.stack([part.total, part.count.float()]) for part in parts]).sum(0)
+        total, count = self.ranks.total(mine).tolist()
+        return total / max(1.0, count)
+
+    def coefficients(self) -> dict[str, float]:
+        """Numbers in force that are no constants of the run, for the log."""
+        return {}
 
     # ------------------------------------------------------------------ the clock
 
     def setup(self, stage: str) -> None:
-        """Check everything that can be known before weights are loaded."""
-        self.plan = checks.against_data(self, stage)
+        """Check everything that can be known before weights are loaded, and work out the batches."""
+        trainer, data = self.trainer, preflight.rollout_data(self.trainer)
+        preflight.one_accumulation(trainer, "a rollout would no longer divide into them")
+        if stage == "fit":
+            self.reward_functions.bind(data.columns)
+            preflight.fits_context(self.model, "sampling", data.longest_prompt, self.sampling.max_new_tokens)
+            preflight.engine_takes(self.generator, self.sampling, data.longest_prompt)
+            preflight.whole_rollouts(trainer, self.slots_per_rollout)
+            wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
+            preflight.reference_is_read(self.reference, self.needs_reference, wants)
+        preflight.validation_fits(data, self.model, self.sampling, self.evaluation, self.generator)
+        preflight.bind_validation(self.reward_functions, data)
+        self.reward_functions.load()
+        if stage == "fit":
+            self.plan = BatchPlan(
+                prompts_per_rollout=data.prompts_per_rollout,
+                group_size=self.group_size,
+                minibatches=self.minibatches,
+                iterations=self.iterations,
+                accumulate=trainer.accumulate_grad_batches,
+                world_size=trainer.world_size,
+                split_groups=self.split_groups,
+                max_new_tokens=self.sampling.max_new_tokens,
+            )
 
     @property
     def slots_per_rollout(self) -> int:
@@ -210,12 +286,30 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The last rollout as a table of text and numbers, for callbacks; empty after a resume until the next one."""
         return self._records.samples
 
-    def _open(self, scored: Scored, drawn: Rollout) -> None:
+    def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
+        """What records and callbacks see of a rollout that was drawn."""
+        return scored, rollout
+
+    def _open(self, scored: Scored, drawn: Rollout, metrics: Metrics) -> None:
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
-        self._records.open(self, scored, drawn)
-        self.scored, self.rollout = scored, self.replaced(drawn)
+        self.scored, visible = self.shown(scored, drawn)
+        self._records.add(metrics)
+        self._records.open(
+            self.scored,
+            visible,
+            step=self.step,
+            sampled_tokens=self.source.sampled_tokens,
+            tokenizer=self.tokenizer,
+            ranks=self.ranks,
+        )
+        self.rollout, replacing = self.replaced(drawn)
+        self._records.add(replacing)
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
+
+    def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
+        assert self.rollout is not None and self.plan is not None
+        return micro_batch(self.rollout, self.plan, slot=batch.slot + ahead, seed=self.seed, index=batch.rollout)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -230,29 +324,70 @@ class OnPolicyModule(GeneratingModule, ABC):
 
         closure = without_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
-        self._records.stepped(self)
+        self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
         self.after_step()
+        self._for_controllers = {}
         if self.plan is not None and self._slot == self.plan.slots - 1:
-            self._records.close(self, self.step + 1, self._seconds)
+            self._log_rollout(self.step + 1)
+
+    def _log_rollout(self, step: int) -> None:
+        """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
+        trainer: Any = self.trainer
+        metrics = self._records.close(
+            self.ranks,
+            seconds=self.stopwatch.seconds,
+            engine_seconds=self.generator.seconds,
+            coefficients=self.coefficients() | learning_rates(trainer.optimizers[0]),
+        )
+        every = trainer.log_every_n_steps
+        if every and step // every > (step - self.minibatches * self.iterations) // every:
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)
+        self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
+
+    # ------------------------------------------------------------------ checkpoints
 
     def step_batch(self) -> dict[str, Any]:
         assert self.rollout is not None
         return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
 
     def rank_state(self) -> dict[str, Any]:
-        counts = self._records.counts() | drawing.state_of(self)
+        counts = self._records.counts() | self.source.state()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
-        mine = {"slot": self._slot, "seconds": dict(self._seconds)}
+        mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds)}
         mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
-        drawing.load_state(self, saved, device)
+        self.source.load_state(saved, device)
         if "rollout" in saved:
             self.rollout = state.rollout_of(saved["rollout"], device)
             self._records.load_half_used(saved, device)
-            self._slot, self._seconds = saved["slot"], saved["seconds"]
-            self._counts = saved["totals"].to(device)
+            self._slot, self._counts = saved["slot"], saved["totals"].to(device)
+            self.stopwatch.load(saved["seconds"])
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Prompts beyond those of the epochs, completed and scored as those of the rollout are."""
+
+    datamodule: Any
+    generate: Callable[..., Completions]
+    reward: Callable[[PromptBatch, Completions], Scores]
+    exact: bool
+    """Whether the generator is the policy itself, so that each rank can draw alone."""
+
+    def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
+        """Complete and score the prompts at these positions of the spare order."""
+        batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
+        completions = self.generate(batch)
+        return Scored(batch, completions, self.reward(batch, completions))
+
+    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
+        """One completion, not looked at: to ask an engine is a collective."""
+        if not self.exact:
+            one = self.datamodule.spare.batch(range(position, position + 1), rollout=rollout, first=first)
+            self.generate(one, group_size=1)

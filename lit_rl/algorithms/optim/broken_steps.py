@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.errors import NumericError
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.loop.module import PolicyModule
 
 LIMIT = 5
 """Broken steps in a row after which a run ends."""
@@ -28,24 +26,31 @@ class BrokenSteps:
     def __init__(self) -> None:
         self.in_a_row = 0
         self.last = False
-        """Whether the step at hand was left out."""
+        """Whether the step at hand is left out."""
 
-    def check(self, module: PolicyModule, optimizer: Any) -> None:
-        """After the norm was taken: without gradients an optimizer moves neither a weight nor a moment.
+    def look(self, norm: float, *, scaled: bool) -> bool:
+        """Count the step, and say whether it is to be left out.
+
+        Args:
+            norm: Of its gradient, over all ranks.
+            scaled: Whether a gradient scaler looks after it.
+        """
+        self.last = not math.isfinite(norm) and not scaled
+        self.in_a_row = self.in_a_row + 1 if self.last else 0
+        return self.last
+
+    def report(self, step: int, norm: float, kept: str) -> None:
+        """Warn of the step that is left out; end the run after too many in a row.
+
+        Args:
+            step: Its number.
+            norm: Of its gradient.
+            kept: Where its batch is, a sentence, or nothing.
 
         Raises:
             NumericError: `LIMIT` steps in a row were broken.
         """
-        scaled = getattr(module.trainer.precision_plugin, "scaler", None) is not None
-        norm = float(module.grad_norm)
-        self.last = not math.isfinite(norm) and not scaled
-        if not self.last:
-            self.in_a_row = 0
-            return
-        optimizer.zero_grad()
-        self.in_a_row += 1
-        kept = _keep(module, norm)
-        said = f"Optimizer step {module.step + 1} has a gradient of norm {norm} and is left out.{kept}"
+        said = f"Optimizer step {step} has a gradient of norm {norm} and is left out.{kept}"
         if self.in_a_row < LIMIT:
             rank_zero_warn(said)
             return
@@ -56,14 +61,15 @@ class BrokenSteps:
         )
 
 
-def _keep(module: PolicyModule, norm: float) -> str:
-    """Write what the step would have learned from, tensors and numbers only; the newest one stays."""
-    if module.trainer.fast_dev_run:  # pyright: ignore
-        return ""
-    name = "bad_batch.pt" if module.global_rank == 0 else f"bad_batch_rank{module.global_rank}.pt"
-    path = Path(module.trainer.default_root_dir) / name
+def keep_batch(folder: Path, rank: int, batch: Mapping[str, Any]) -> str:
+    """Write what a broken step would have learned from, tensors and numbers only; the newest one stays.
+
+    Returns:
+        Where it is, as a sentence.
+    """
+    path = folder / ("bad_batch.pt" if rank == 0 else f"bad_batch_rank{rank}.pt")
     try:
-        torch.save({"step": module.step + 1, "grad_norm": norm, **module.step_batch()}, path)
+        torch.save(dict(batch), path)
     except (OSError, RuntimeError) as error:  # a full disk must not end what the skipped step saved
         return f" Its batch could not be written to {path}: {error}."
     return f" Its batch is in {path} (torch.load)."

@@ -81,8 +81,7 @@ def validation_fits(
 
 def engine_takes(generator: Generator, sampling: Sampling, longest: int) -> None:
     """Let an engine refuse the lengths and settings that it will be asked for."""
-    if hasattr(generator, "check"):
-        generator.check(sampling, longest)  # pyright: ignore[reportAttributeAccessIssue]
+    generator.check(sampling, longest)
 
 
 def bind_validation(rewards: Rewards, data: Any) -> None:

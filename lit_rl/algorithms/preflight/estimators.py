@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.ranks import named, parameters
+from lit_rl.algorithms.signatures import arguments_for, parameters, reads
+from lit_rl.algorithms.terms.advantages import Whitening
+from lit_rl.algorithms.terms.credit import CreditAssignment
 from lit_rl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 
 Estimator = Callable[..., Any]
 
@@ -26,7 +25,7 @@ _BY_POSITION = ("rewards", "group_id")
 def check_call(estimator: Estimator, algorithm: str) -> None:
     """Refuse an estimator that cannot be called with rewards of rows."""
     offered = [name for name in two_prompts() if name not in _BY_POSITION and name != "ended"]
-    asked = named(estimator, dict.fromkeys(offered))
+    asked = arguments_for(estimator, dict.fromkeys(offered))
     if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **asked):
         raise ConfigError(
             f"algo.advantage={_signature(estimator)}: {algorithm} calls it as f(rewards, group_id, ...), where it may "
@@ -35,21 +34,20 @@ def check_call(estimator: Estimator, algorithm: str) -> None:
         )
 
 
-def check_what_it_reads(module: PolicyGradient) -> None:
+def check_what_it_reads(estimator: Estimator, credit: CreditAssignment, whitening: Whitening) -> None:
     """Refuse settings that would not reach the advantages, or not alike on both sides of a comparison."""
-    estimator = module.advantage
-    if module.shaping is not None and "greedy_rewards" in parameters(estimator):
+    if credit.shaping is not None and reads(estimator, "greedy_rewards"):
         raise ConfigError(
-            f"algo/shaping: {_name(estimator)} compares drawn completions with a greedy one, and the greedy one is "
+            f"algo/shaping: {name_of(estimator)} compares drawn completions with a greedy one, and the greedy one is "
             "alone: there is no group that it could be shaped in. Take algo/shaping=none; a reward function "
             "(reward=soft_overlong, reward=cosine_length) judges both by their lengths."
         )
     if is_ours(estimator):
-        _reads_what_is_set(module)
-        whitening_fits(module.whitening, estimator, of_tokens=_of_columns(estimator).ndim == 2)
+        _reads_what_is_set(estimator, credit)
+        whitening.fits(of_tokens=_of_columns(estimator).ndim == 2)
 
 
-def check_of_tokens(estimator: Estimator, whitening: Callable | None) -> None:
+def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
     """Refuse what cannot stand in the place of `gae`, and a whitening that does not fit what it returns."""
     tensors = dict.fromkeys(("token_rewards", "values", "mask"))
     if parameters(estimator)[:2] == _BY_POSITION or not _binds(estimator, *tensors):
@@ -58,25 +56,7 @@ def check_of_tokens(estimator: Estimator, whitening: Callable | None) -> None:
             "returns). Of the choices of algo/advantage only gae fits; the others go with the algorithms that have no "
             "critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
         )
-    whitening_fits(whitening, estimator, of_tokens=True)
-
-
-def whitening_fits(whitening: Callable | None, estimator: Estimator, *, of_tokens: bool) -> None:
-    """Refuse to whiten by rows what has one advantage a token. (The other way round every token counts: see `credit`.)
-
-    Raises:
-        ConfigError: names the whitening and the estimator.
-    """
-    if whitening is not None and of_tokens and not by_tokens(whitening) and "scored" in parameters(whitening):
-        raise ConfigError(
-            f"algo/whitening: {_name(whitening)} takes one advantage a completion, and {_name(estimator)} gives one a "
-            "token. Take algo/whitening=tokens."
-        )
-
-
-def by_tokens(whitening: Callable) -> bool:
-    """Whether it asks for the mask of tokens, and so for an advantage of each."""
-    return "mask" in parameters(whitening)
+    whitening.fits(of_tokens=True)
 
 
 def compares_within_groups(estimator: Estimator) -> bool:
@@ -95,7 +75,7 @@ def two_prompts() -> dict[str, Tensor]:
 
 def columns_to_rows(function: Estimator, columns: dict[str, Tensor]) -> Tensor:
     others = {name: column for name, column in columns.items() if name not in _BY_POSITION}
-    return function(*(columns[name] for name in _BY_POSITION), **named(function, others))
+    return function(*(columns[name] for name in _BY_POSITION), **arguments_for(function, others))
 
 
 def is_ours(function: Callable) -> bool:
@@ -131,19 +111,19 @@ def _columns(rewards: Sequence[float], change: Sequence[float] = (), kl: Sequenc
     }
 
 
-def _reads_what_is_set(module: PolicyGradient) -> None:
+def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment) -> None:
     """Refuse changes of the rewards that the estimator does not see: the run would be the one without them."""
     changes = {
-        "algo/shaping": module.shaping is not None,
-        "algo/reward_norm": module.reward_norm is not None,
-        f"algo.reward_clip={list(module.reward_clip or ())}": module.reward_clip is not None,
+        "algo/shaping": credit.shaping is not None,
+        "algo/reward_norm": credit.norm is not None,
+        f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
     }
-    unread = [key for key, is_set in changes.items() if is_set and not _reads_changes(module.advantage)]
-    if module.reward_beta and not _reads_kl(module.advantage):
-        unread.append(f"algo.reward_beta={module.reward_beta}")
+    unread = [key for key, is_set in changes.items() if is_set and not _reads_changes(estimator)]
+    if credit.kl and not _reads_kl(estimator):
+        unread.append(f"algo.reward_beta={credit.kl.weight}")
     if unread:
         raise ConfigError(
-            f"{', '.join(unread)}: {_name(module.advantage)} does not read what this makes of the rewards, or not at "
+            f"{', '.join(unread)}: {name_of(estimator)} does not read what this makes of the rewards, or not at "
             "every token. Leave it out, or take another algo/advantage (group_normalized reads everything). A KL "
             "in the loss is algo.beta."
         )
@@ -175,9 +155,10 @@ def _signature(function: Callable) -> str:
     """Its name and what it must be given, without defaults and types."""
     given = inspect.signature(function).parameters.values()
     needed = ", ".join(parameter.name for parameter in given if parameter.default is parameter.empty)
-    return f"{_name(function)}({needed})"
+    return f"{name_of(function)}({needed})"
 
 
-def _name(function: Callable) -> str:
+def name_of(function: Callable) -> str:
+    """The name of a function, also under a `functools.partial`."""
     function = getattr(function, "func", function)
     return getattr(function, "__name__", type(function).__name__)

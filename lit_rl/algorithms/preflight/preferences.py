@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms.preflight.settings import settings
-from lit_rl.algorithms.ranks import inner
+from lit_rl.algorithms.signatures import annotations_of, notes, unwrapped
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.ops.preference.divergences import reverse_kl
-from lit_rl.ops.preference.pairs import Pairs
+from lit_rl.ops.preference.pairs import OfStep, Pairs, PolicyPairs, RatioPairs
 
 
 def by_name(functions: Any) -> dict[str, Callable[..., Tensor]]:
@@ -54,9 +54,9 @@ def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tenso
         ConfigError: a divergence was chosen that a loss does not read.
     """
     settings("divergence", partial(divergence, torch.zeros(1)))
-    if inner(divergence) is reverse_kl:
+    if unwrapped(divergence) is reverse_kl:
         return
-    deaf = [name for name, function in functions.items() if getattr(inner(function), "ratios_only", False)]
+    deaf = [name for name, function in functions.items() if not reads_divergence(function)]
     if deaf:
         raise ConfigError(
             f"algo/divergence: {', '.join(deaf)} reads the log ratios as they are, so the divergence would change "
@@ -64,9 +64,24 @@ def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tenso
         )
 
 
+def reads_reference(function: Callable[..., Any]) -> bool:
+    """Whether a loss reads more than log-probs of the policy: by the type of the pairs that it takes."""
+    return _type_of_pairs(function) is not PolicyPairs
+
+
+def reads_divergence(function: Callable[..., Any]) -> bool:
+    """Whether a loss reads scores: by the type of the pairs that it takes."""
+    return _type_of_pairs(function) not in (PolicyPairs, RatioPairs)
+
+
+def couples_pairs(function: Callable[..., Any]) -> bool:
+    """Whether a loss takes the pairs of a whole optimizer step together."""
+    return any(isinstance(note, OfStep) for note in notes(_first_annotation(function)))
+
+
 def over_step(functions: Mapping[str, Any]) -> list[str]:
     """Those that sort over all pairs of an optimizer step."""
-    return [name for name, function in functions.items() if getattr(inner(function), "over_step", False)]
+    return [name for name, function in functions.items() if couples_pairs(function)]
 
 
 def weighs_pairs(functions: Mapping[str, Any]) -> None:
@@ -99,7 +114,17 @@ def lengths_are_read(functions: Mapping[str, Any]) -> None:
 
 
 def name_of(function: Any) -> str:
-    return getattr(inner(function), "__name__", type(function).__name__)
+    return getattr(unwrapped(function), "__name__", type(function).__name__)
+
+
+def _type_of_pairs(function: Callable[..., Any]) -> Any:
+    """`Any` where it says none: such a function is given all of `Pairs`."""
+    annotation = _first_annotation(function)
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _first_annotation(function: Callable[..., Any]) -> Any:
+    return next(iter(annotations_of(function).values()), Any)
 
 
 def _probe() -> Pairs:

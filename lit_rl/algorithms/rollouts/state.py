@@ -47,15 +47,6 @@ def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:
     return Rollout(**{**plain, "completions": Completions(**plain["completions"])})
 
 
-def gather_ranks(mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """One entry a rank, on every rank."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return [mine]
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, mine)
-    return parts
-
-
 def of_rank(parts: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """This rank's entry.
 

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.preflight.estimators import by_tokens, whitening_fits
-from lit_rl.algorithms.ranks import named
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.signatures import arguments_for
+from lit_rl.algorithms.terms.kl import KLPenalty
+from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.errors import ConfigError
 from lit_rl.generation.collect import response_ids
-from lit_rl.ops.kl import k1
-from lit_rl.ops.masking import masked_mean, masked_sum
-from lit_rl.rewards.base import Scores
-from lit_rl.rollout import Completions, Rollout
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.families.policy_gradient import PolicyGradient
+from lit_rl.ops.step import Metrics
+from lit_rl.rollout import Completions
 
 Span = tuple[int, int, float]
 
@@ -34,71 +32,110 @@ class Credit:
     """Float32 `(b, t)`: the same, at the tokens where they were earned."""
     step_ends: Tensor
     """Bool `(b, t)`: the tokens where something was earned: ends of spans, and of rows without spans."""
-    old_logprobs: Tensor | None
-    ref_logprobs: Tensor | None
+    values: Tensor
+    """Float32 `(b, k)`: what each reward function gave; NaN where it, or all of them, did not apply."""
+    weights: Tensor
+    """Float32 `(b, k)`: the weights of the functions."""
+    greedy_rewards: Tensor | None = None
+    """Float32 `(b,)`: the reward of the greedy completion of each row's prompt, on the scale of `rewards`."""
+
+    def columns(self, completions: Completions) -> dict[str, Tensor]:
+        """Everything that an estimator of advantages may name."""
+        columns = {
+            "rewards": self.rewards,
+            "group_id": completions.group_id,
+            "values": self.values,
+            "weights": self.weights,
+            "lengths": completions.lengths,
+            "token_rewards": self.token_rewards,
+            "mask": completions.response_mask,
+            "step_ends": self.step_ends,
+        }
+        return columns if self.greedy_rewards is None else columns | {"greedy_rewards": self.greedy_rewards}
 
 
-def credit_of(module: PolicyGradient, completions: Completions, scores: Scores, kept: Tensor | None) -> Credit:
-    """Rewards of rows and of tokens, and the log-probs that they and the loss need."""
-    mask = completions.response_mask
-    if scores.span_rewards is not None:
-        _refuse_changed_spans(module)
-    total = scores.total.to(mask.device)
-    rewards = shaped(module, completions, total if kept is None else total.masked_fill(~kept, torch.nan))
-    per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, module.tokenizer)
-    old = module.old_logprobs(completions) if module.needs_old_logprobs else None
-    ref = module.ref_logprobs(completions) if module.needs_reference else None
-    module.kl_factor = module.kl_control.factor
-    if old is not None and ref is not None:
-        _tell_controller(module, old, ref, mask)
-        if module.reward_beta:
-            kl = module.reward_kl(old, ref, old, **named(module.reward_kl, {"mask": mask}))
-            penalty = (module.reward_beta * module.kl_factor * kl).masked_fill(~mask, 0.0)
+class CreditAssignment:
+    """Shapes, normalises and clips the rewards of rows, puts them at tokens, and takes the KL off.
+
+    Args:
+        shaping: `(rewards, group_id, ...) -> rewards`; it may also name `lengths` and `ended`. None: no shaping.
+        norm: Running normalisation, after the shaping. None: no normalisation.
+        clip: Lowest and highest reward of a row, after the normalisation. None: no bounds.
+        kl: The KL that is taken off the rewards.
+    """
+
+    def __init__(
+        self,
+        shaping: Callable[..., Tensor] | None,
+        norm: RunningNorm | None,
+        clip: Sequence[float] | None,
+        kl: KLPenalty,
+    ) -> None:
+        self.shaping, self.norm, self.kl = shaping, norm, kl
+        self.clip = None if clip is None else tuple(clip)
+        if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
+            raise ConfigError(f"algo.reward_clip={list(self.clip)} must be [lowest, highest], such as [-10, 10].")
+
+    def __call__(
+        self, scored: Scored, old: Tensor | None, ref: Tensor | None, *, kl_factor: float, tokenizer: Any, ranks: Ranks
+    ) -> tuple[Credit, Metrics]:
+        """Rewards of rows and of tokens.
+
+        Args:
+            scored: Of `b` completions.
+            old: `(b, t)`: log-probs of the policy that took the rollout, None where nobody asked for them.
+            ref: `(b, t)`: those of the reference, likewise.
+            kl_factor: What the controller of the KL multiplies its weight by.
+            tokenizer: Finds the tokens of spans.
+            ranks: A norm is of the rewards of all of them.
+
+        Raises:
+            ConfigError: the functions gave spans, and the reward of the row is changed as a whole.
+        """
+        completions, scores = scored.completions, scored.scores
+        mask = completions.response_mask
+        if scores.span_rewards is not None:
+            self._refuse_changed_spans()
+        total = scores.total.to(mask.device)
+        total = total if scored.kept is None else total.masked_fill(~scored.kept, torch.nan)
+        rewards = self._of_rows(completions, total, ranks)
+        per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
+        metrics: Metrics = {}
+        if self.kl and old is not None and ref is not None:
+            penalty, metrics = self.kl(old, ref, old, mask, kl_factor)
+            penalty = penalty.masked_fill(~mask, 0.0)
             per_token = per_token - penalty.masked_fill(rewards.isnan()[:, None], 0.0)
             rewards = rewards - penalty.sum(1)
-            if not module.beta:
-                module.record({"kl": (masked_sum(kl, mask), mask.sum())})
-    return Credit(rewards, per_token, step_ends, old, ref)
+        values = scores.values.to(mask.device).masked_fill(rewards.isnan()[:, None], torch.nan)
+        greedy = None if scored.greedy_rewards is None else self._greedy(scored.greedy_rewards)
+        return Credit(rewards, per_token, step_ends, values, scores.weights.to(mask.device), greedy), metrics
 
+    def _of_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
+        """Rewards of rows after shaping, running normalisation and clipping, in this order."""
+        if self.shaping is not None:
+            offered = {"lengths": completions.lengths, "ended": completions.ended}
+            rewards = self.shaping(rewards, completions.group_id, **arguments_for(self.shaping, offered))
+        if self.norm is not None:
+            everyones = self.norm(ranks.gather(rewards))
+            rewards = everyones[ranks.rank * len(rewards) :][: len(rewards)]
+        return self._clipped(rewards)
 
-def shaped(module: PolicyGradient, completions: Completions, rewards: Tensor) -> Tensor:
-    """Rewards of rows after shaping, running normalisation and clipping, in this order."""
-    if module.shaping is not None:
-        offered = {"lengths": completions.lengths, "ended": completions.ended}
-        rewards = module.shaping(rewards, completions.group_id, **named(module.shaping, offered))
-    if module.reward_norm is not None:
-        norm, columns = module.reward_norm, {"rewards": rewards, "group_id": completions.group_id}
-        rewards = module.over_all_ranks(lambda everyones, group_id: norm(everyones), columns)
-    return _clipped(module, rewards)
+    def _greedy(self, rewards: Tensor) -> Tensor:
+        """On the scale of those that they are compared with. The norm learns from the drawn ones only."""
+        return self._clipped(rewards if self.norm is None else self.norm.scaled(rewards))
 
+    def _clipped(self, rewards: Tensor) -> Tensor:
+        return rewards if self.clip is None else rewards.clamp(*self.clip)
 
-def greedy_baseline(module: PolicyGradient, greedy_rewards: Tensor) -> Tensor:
-    """Greedy rewards on the scale of those that they are compared with. The norm learns from the drawn ones only."""
-    scaled = greedy_rewards if module.reward_norm is None else module.reward_norm.scaled(greedy_rewards)
-    return _clipped(module, scaled)
-
-
-def _clipped(module: PolicyGradient, rewards: Tensor) -> Tensor:
-    return rewards if module.reward_clip is None else rewards.clamp(*module.reward_clip)
-
-
-def _refuse_changed_spans(module: PolicyGradient) -> None:
-    """The change of a row's reward has no place among its spans: the last token would be blamed for all of it."""
-    changes = {"shaping": module.shaping, "reward_norm": module.reward_norm, "reward_clip": module.reward_clip}
-    if changed := [f"algo.{name}" for name, value in changes.items() if value is not None]:
-        raise ConfigError(
-            f"{', '.join(changed)}: the reward functions returned spans, and this changes the reward of a whole "
-            "completion, of which no span would have its share. Leave it out, or change the values of the spans in the "
-            "reward function."
-        )
-
-
-def _tell_controller(module: PolicyGradient, old: Tensor, ref: Tensor, mask: Tensor) -> None:
-    """How far the policy is from the reference: the mean over rows of the mean k1 of their tokens."""
-    per_row = masked_mean(k1(old, ref, old), mask, dim=1)
-    mine = torch.stack([per_row.sum(), mask.any(1).sum().float()])
-    total, rows = (module.everyones(mine[None]).sum(0) if module.trainer_or_none else mine).tolist()
-    module.kl_control.update(total / max(1.0, rows), int(rows))
+    def _refuse_changed_spans(self) -> None:
+        """The change of a row's reward has no place among its spans: the last token would be blamed for all of it."""
+        changes = {"shaping": self.shaping, "reward_norm": self.norm, "reward_clip": self.clip}
+        if changed := [f"algo.{name}" for name, value in changes.items() if value is not None]:
+            raise ConfigError(
+                f"{', '.join(changed)}: the reward functions returned spans, and this changes the reward of a whole "
+                "completion, of which no span would have its share. Leave it out, or change the values of the spans in "
+                "the reward function."
+            )
 
 
 def token_rewards(
@@ -143,24 +180,3 @@ def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:
         else:
             low = middle + 1
     return low
-
-
-def whitened(module: PolicyGradient, rollout: Rollout) -> Rollout:
-    """The rollout with its advantages whitened over every rank; what has no reward takes no part.
-
-    Where tokens are whitened and an advantage is a row's, each of the row's tokens has it: a long row counts for more.
-    """
-    whitening, advantages = module.whitening, rollout.advantages
-    if whitening is None:
-        return rollout
-    whitening_fits(whitening, module.advantage, of_tokens=advantages.ndim == 2)
-    scored = ~rollout.rewards.isnan()
-    mask = rollout.completions.response_mask & scored[:, None]
-    if advantages.ndim == 1 and by_tokens(whitening):
-        advantages = torch.where(mask, advantages[:, None], 0.0)
-    columns = {"rewards": advantages, "group_id": rollout.completions.group_id, "scored": scored, "mask": mask}
-
-    def of_everyone(advantages: Tensor, group_id: Tensor, mask: Tensor, scored: Tensor) -> Tensor:
-        return whitening(advantages, **named(whitening, {"mask": mask, "scored": scored}))
-
-    return replace(rollout, advantages=module.over_all_ranks(of_everyone, columns))

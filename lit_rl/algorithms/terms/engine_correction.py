@@ -1,91 +1,106 @@
-"""Weights against an engine that samples from a slightly other policy: whether there are any, and where they are made.
+"""Weights against an engine that samples from a slightly other policy.
 
 They compare the engine with the policy that took the rollout. Where another term needs that policy's log-probs, weights
-are made once, with the rollout: `corrected`. Where nothing else does and a rollout is one optimizer step, the policy
-that took it is the one that learns, so the training's own forward pass knows them, and no pass is spent on them:
-`weighed`.
+are made once, with the rollout. Where nothing else does and a rollout is one optimizer step, the policy that took it is
+the one that learns: the training's own forward pass knows its log-probs, the weights are made in the loss, and no pass
+is spent on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.ranks import inner
-from lit_rl.generation.base import Generator, is_exact
-from lit_rl.models.policy.loading import drops_out
+from lit_rl.algorithms.signatures import unwrapped
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.masking import masked_moments
 from lit_rl.ops.mismatch import mismatch_metrics
-from lit_rl.ops.step import Effective, Highest, Metrics
+from lit_rl.ops.reductions import StepTotals
+from lit_rl.ops.step import Highest, Metrics, Summed
 from lit_rl.rollout import Rollout
 
-if TYPE_CHECKING:
-    from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 
-Correction = Callable[..., Tensor]
-
-
-def resolved(correction: Correction | None, generator: Generator) -> Correction | None:
-    """The correction in force: `auto_correction` is none where the generator draws from the very policy that learns."""
-    if correction is not None and inner(correction) is auto_correction and is_exact(generator):
-        return None
-    return correction
-
-
-def compares(module: PolicyGradient) -> bool:
-    """Whether the engine's log-probs are held against the policy's: always where the engine is not the policy."""
-    return module.correction is not None or module.rejection is not None or not is_exact(module.generator)
-
-
-def needs_a_pass(module: PolicyGradient) -> bool:
-    """Whether the training's own forward pass will not do: with dropout it is that of a policy which drew nothing."""
-    return compares(module) and module.policy is not None and drops_out(module.policy)
-
-
-def corrected(module: PolicyGradient, rollout: Rollout) -> Rollout:
-    """The rollout with weights, and without the tokens that are rejected, where its old log-probs are known."""
-    if not compares(module):
-        return rollout
-    module.record(_staleness(module, rollout))
-    old, mask = rollout.old_logprobs, rollout.loss_mask
-    if old is None:
-        return rollout
-    sampler = rollout.completions.sampler_logprobs
-    keep = None if module.rejection is None else module.rejection(old, sampler, mask)
-    weights, metrics = _weights(module, old, sampler, mask, keep)
-    module.record(metrics)
-    return replace(rollout, weights=weights, loss_mask=mask if keep is None else mask & keep)
-
-
-def weighed(module: PolicyGradient, rollout: Rollout, logprobs: Tensor) -> tuple[Tensor | None, Metrics]:
-    """The weights of a micro-batch, and what is logged of them; made here where the rollout came without.
+class EngineCorrection:
+    """Weighs, and rejects, tokens by how much likelier the policy finds them than the engine did.
 
     Args:
-        rollout: The micro-batch.
-        logprobs: `(b, t)` under the policy now.
+        correction: `(old_logprobs, sampler_logprobs, mask) -> (b, t)`: the weights. None: there are none.
+        rejection: `(old_logprobs, sampler_logprobs, mask) -> bool (b, t)`: the tokens that stay. None: all.
+        normalisation: `(weights, totals) -> (b, t)`: the weights brought to mean 1 over the step. None: as they are.
+        exact: Whether the generator draws from the very policy that learns, so that there is nothing to correct:
+            `auto_correction` is none then.
     """
-    if rollout.old_logprobs is not None or not compares(module):
-        return rollout.weights, {}
-    return _weights(module, logprobs.detach(), rollout.completions.sampler_logprobs, rollout.loss_mask, keep=None)
+
+    def __init__(
+        self,
+        correction: Callable[..., Tensor] | None,
+        rejection: Callable[..., Tensor] | None,
+        normalisation: Callable[..., Tensor] | None,
+        *,
+        exact: bool,
+    ) -> None:
+        automatic = correction is not None and unwrapped(correction) is auto_correction
+        self.correction = None if automatic and exact else correction
+        self.rejection, self.normalisation, self.exact = rejection, normalisation, exact
+
+    @property
+    def compares(self) -> bool:
+        """Whether the engine's log-probs are held against the policy's: always where the engine is not the policy."""
+        return self.correction is not None or self.rejection is not None or not self.exact
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether a term needs the weights before the loss is computed."""
+        return bool(self.rejection or self.normalisation)
+
+    def at_rollout(self, rollout: Rollout, version: int) -> tuple[Rollout, Metrics]:
+        """The rollout with weights, and without the tokens that are rejected, where its old log-probs are known.
+
+        Args:
+            rollout: As it was drawn.
+            version: Of the policy now.
+        """
+        if not self.compares:
+            return rollout, {}
+        staleness, old, mask = _staleness(rollout, version), rollout.old_logprobs, rollout.loss_mask
+        if old is None:
+            return rollout, staleness
+        sampler = rollout.completions.sampler_logprobs
+        keep = None if self.rejection is None else self.rejection(old, sampler, mask)
+        weights, metrics = self._weights(old, sampler, mask, keep)
+        rollout = replace(rollout, weights=weights, loss_mask=mask if keep is None else mask & keep)
+        return rollout, staleness | metrics
+
+    def in_loss(self, rollout: Rollout, logprobs: Tensor, totals: StepTotals) -> tuple[Tensor | None, Metrics]:
+        """`(b, t)`: the weights of a micro-batch, None for 1 everywhere; made here where the rollout came without.
+
+        Args:
+            rollout: The micro-batch.
+            logprobs: `(b, t)` under the policy now.
+            totals: Of the optimizer step.
+        """
+        if rollout.old_logprobs is not None or not self.compares:
+            weights = rollout.weights
+            if weights is not None and self.normalisation is not None:
+                weights = self.normalisation(weights, totals.weights)
+            return weights, {}
+        return self._weights(logprobs.detach(), rollout.completions.sampler_logprobs, rollout.loss_mask, keep=None)
+
+    def _weights(
+        self, old: Tensor, sampler: Tensor, mask: Tensor, keep: Tensor | None
+    ) -> tuple[Tensor | None, Metrics]:
+        weights = None if self.correction is None else self.correction(old, sampler, mask)
+        metrics = mismatch_metrics(old, sampler, mask, weights, keep)
+        if weights is not None:
+            metrics |= {"sampling/ess": Summed(masked_moments(weights, mask), "effective_share")}
+        return weights, metrics
 
 
-def _weights(
-    module: PolicyGradient, old: Tensor, sampler: Tensor, mask: Tensor, keep: Tensor | None
-) -> tuple[Tensor | None, Metrics]:
-    weights = None if module.correction is None else module.correction(old, sampler, mask)
-    metrics = mismatch_metrics(old, sampler, mask, weights, keep)
-    if weights is not None:
-        metrics |= {"sampling/ess": Effective(masked_moments(weights, mask))}
-    return weights, metrics
-
-
-def _staleness(module: PolicyGradient, rollout: Rollout) -> Metrics:
+def _staleness(rollout: Rollout, version: int) -> Metrics:
     """How many optimizer steps the weights of now are ahead of those that drew the completions."""
     rows = torch.tensor(float(len(rollout)), device=rollout.rewards.device)
-    age = torch.full_like(rows, module.step - rollout.completions.version)
+    age = torch.full_like(rows, version - rollout.completions.version)
     return {"sampling/staleness/mean": (age * rows, rows), "sampling/staleness/max": Highest(age)}

@@ -1,47 +1,73 @@
-"""Which groups, and which members of a group, a rollout is learned from: between reward and advantage."""
+"""Which groups, and which members of groups, are learned from: dynamic sampling, GFPO, RAFT."""
 
 from __future__ import annotations
 
 import dataclasses
 import reprlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.rollouts.rows import joined, take_rows
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import ConfigError, RewardError, in_range
-from lit_rl.generation.base import is_exact
 from lit_rl.generation.collect import as_reward_input, response_ids
 from lit_rl.ops.advantages import group_std
+from lit_rl.ops.step import Metrics
 from lit_rl.rewards.base import Scores
 from lit_rl.rewards.contract import keywords
-from lit_rl.rollout import Completions, PromptBatch
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-
-Selected = tuple[PromptBatch, Completions, Scores, Tensor | None]
-"""The rollout's batch, completions and scores, and which rows are learned from: bool `(b,)`, or None for all."""
+from lit_rl.rollout import Completions
 
 
-class GroupSelection(Protocol):
+class SpareGroups(Protocol):
+    """Prompts beyond those of the epochs, completed and scored when they are asked for."""
+
+    def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
+        """Complete and score the prompts at `positions` of the spare order.
+
+        Args:
+            positions: One or more.
+            rollout: The number of the rollout that they are for.
+            first: How many were drawn for it before, over all ranks.
+        """
+        ...
+
+    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
+        """Other ranks draw, and this one needs nothing: take part where asking the engine is a collective."""
+        ...
+
+
+class GroupSelection(ABC):
     """Takes a scored rollout of this rank, and gives one of the same number of rows back."""
 
-    def __call__(
-        self, module: OnPolicyModule, batch: PromptBatch, completions: Completions, scores: Scores
-    ) -> Selected: ...
+    @abstractmethod
+    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+        """The rollout, with `kept` where some of its rows are not learned from, and what is logged of the choice."""
+
+    def fits(self, group_size: int, *, compares_completions: bool) -> None:  # noqa: B027 (any run may fit)
+        """Refuse a run in which there is nothing to choose.
+
+        Args:
+            group_size: Completions of a prompt.
+            compares_completions: Whether the advantage needs several completions of one prompt.
+
+        Raises:
+            ConfigError: says what fits.
+        """
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to go on exactly."""
-        ...
+        return {}
 
-    def load_state(self, saved: dict[str, Any]) -> None: ...
+    def load_state(self, saved: dict[str, Any]) -> None:  # noqa: B027 (most have no state)
+        """The counterpart of `state`."""
 
 
-class DynamicSampling:
+class DynamicSampling(GroupSelection):
     """Replace groups whose completions all have the same reward, which teach nothing: DAPO (2503.14476, section 3.2).
 
     Fresh prompts are drawn, completed and scored until every place is taken by a group with some spread, or the cap is
@@ -61,34 +87,29 @@ class DynamicSampling:
         self.max_draws = max_draws
         self._position = 0
 
-    def __call__(
-        self, module: OnPolicyModule, batch: PromptBatch, completions: Completions, scores: Scores
-    ) -> Selected:
-        places = _without_spread(completions, scores)
-        wanted = module.counts_of_ranks(len(places))
+    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+        places, rollout = _without_spread(scored.completions, scored.scores), scored.batch.rollout
+        wanted = ranks.counts(len(places))
         dropped, drawn, position = sum(wanted), 0, self._position
         while sum(wanted) and drawn < self.max_draws:
             shares = _shares(wanted, self.max_draws - drawn)
-            before = sum(shares[: module.global_rank])
-            mine = shares[module.global_rank]
+            before, mine = sum(shares[: ranks.rank]), shares[ranks.rank]
             if mine:
                 start = position + before
-                extra = _draw(module, range(start, start + mine), rollout=batch.rollout, first=drawn + before)
-                batch, completions, scores, places = _fill(batch, completions, scores, places, *extra)
-            elif not is_exact(module.generator):  # to ask an engine is a collective: one completion, not looked at
-                spare = module.trainer.datamodule.spare  # pyright: ignore[reportAttributeAccessIssue]
-                one = spare.batch(range(position, position + 1), rollout=batch.rollout, first=drawn)
-                module.generate(one, group_size=1)
+                extra = spare.draw(range(start, start + mine), rollout=rollout, first=drawn + before)
+                scored, places = _fill(scored, places, extra)
+            else:
+                spare.keep_pace(position, rollout=rollout, first=drawn)
             drawn += sum(shares)
             position += sum(shares)
-            wanted = module.counts_of_ranks(len(places))
+            wanted = ranks.counts(len(places))
         self._position = position  # only now: where the generator fails, the rollout is drawn again from its beginning
-        one = torch.ones((), device=module.device)
-        empty = sum(wanted)
-        counts = {"groups/dropped": dropped, "groups/drawn": drawn, "groups/empty": empty}
-        # Every rank adds the same count, so that the average over ranks is the count.
-        module.record({name: (one * count, one) for name, count in counts.items()})
-        return batch, completions, scores, _rows_outside(places, completions, len(batch))
+        counts = {"groups/dropped": dropped, "groups/drawn": drawn, "groups/empty": sum(wanted)}
+        scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
+        return scored, {name: _count(count, ranks) for name, count in counts.items()}
+
+    def fits(self, group_size: int, *, compares_completions: bool) -> None:
+        needs_spread("algo/groups=dynamic", group_size)
 
     def state(self) -> dict[str, Any]:
         return {"position": self._position}
@@ -98,7 +119,7 @@ class DynamicSampling:
 
 
 @dataclass(frozen=True)
-class TopOfGroup:
+class TopOfGroup(GroupSelection):
     """Learn from the `keep` best completions of each group by a score of their own: GFPO (2508.09726).
 
     Statistics of the advantages are taken inside the kept ones; the others take no part in the loss or its denominator.
@@ -115,28 +136,28 @@ class TopOfGroup:
     def __post_init__(self) -> None:
         in_range("algo.groups.keep", self.keep, low=2)
 
-    def fits(self, group_size: int) -> None:
-        """Raises ConfigError: a group has fewer completions than are to be kept."""
+    def fits(self, group_size: int, *, compares_completions: bool) -> None:
         if self.keep > group_size:
             raise ConfigError(
                 f"algo.groups.keep={self.keep} is more than algo.group_size={group_size}: nothing to leave out."
             )
 
-    def __call__(
-        self, module: OnPolicyModule, batch: PromptBatch, completions: Completions, scores: Scores
-    ) -> Selected:
-        values = self._scores(module, batch, completions, scores).reshape(len(batch), -1)
-        values = values.masked_fill(scores.total.reshape(values.shape).isnan(), -torch.inf)
+    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+        values = self._scores(scored, tokenizer).reshape(len(scored.batch), -1)
+        values = values.masked_fill(scored.scores.total.reshape(values.shape).isnan(), -torch.inf)
         # A stable sort: of equal scores the earlier completion is kept, the same one on every machine.
         best = values.sort(dim=1, descending=True, stable=True).indices[:, : self.keep]
         kept = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True).flatten()
-        module.record({"groups/kept_length": _mean(completions.lengths.cpu(), kept)})
-        return batch, completions, scores, kept.to(completions.group_id.device)
+        length = _mean(scored.completions.lengths.cpu(), kept)
+        return dataclasses.replace(scored, kept=kept.to(scored.completions.group_id.device)), {
+            "groups/kept_length": length
+        }
 
-    def _scores(self, module: OnPolicyModule, batch: PromptBatch, completions: Completions, scores: Scores) -> Tensor:
-        texts = module.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
-        prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch))
-        columns = {**columns, "rewards": scores.total.tolist(), "lengths": completions.lengths.tolist()}
+    def _scores(self, scored: Scored, tokenizer: Any) -> Tensor:
+        completions, rewards = scored.completions, scored.scores.total
+        texts = tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
+        columns = {**columns, "rewards": rewards.tolist(), "lengths": completions.lengths.tolist()}
         offered = {"prompts": prompts, "completions": answers, **columns}
         wanted = keywords("algo.groups.score", self.score, columns)
         got = self.score(**{name: offered[name] for name in wanted if name in offered})
@@ -144,18 +165,67 @@ class TopOfGroup:
             values = torch.as_tensor(got, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):  # no numbers
             values = torch.tensor(torch.nan)
-        if values.shape != scores.total.shape or bool(values.isnan().any()):
+        if values.shape != rewards.shape or bool(values.isnan().any()):
             raise RewardError(
                 f"algo.groups.score returned {reprlib.repr(got)} for {len(texts)} completions; it takes one number, "
                 "and no NaN, for each."
             )
         return values
 
-    def state(self) -> dict[str, Any]:
-        return {}
 
-    def load_state(self, saved: dict[str, Any]) -> None:
-        pass
+@dataclass(frozen=True)
+class BestOfGroup(GroupSelection):
+    """Learn from the completion with the highest reward of each group alone: RAFT (2304.06767, algorithm 1).
+
+    The others take no part in the loss or in its denominator. Of several best ones the first is taken: the order of the
+    samples of a prompt says nothing about them, so it is a fair draw, and the same one on every machine. A group in
+    which all rewards are equal gives one too. A completion without a reward is never the best; a group without any
+    scored one takes no part.
+
+    Logged: `groups/best_reward` (mean reward of the chosen ones), `groups/tied` (share of groups with several best) and
+    `groups/unscored` (groups without a scored completion, over all ranks).
+    """
+
+    def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
+        rewards = scored.scores.total.double().reshape(len(scored.batch), -1)
+        lowest = rewards.masked_fill(rewards.isnan(), -torch.inf)
+        highest, best = lowest.max(1, keepdim=True)  # of equal ones the first
+        has_score = ~rewards.isnan().all(1, keepdim=True)
+        kept = torch.zeros(rewards.shape, dtype=torch.bool).scatter_(1, best, has_score)
+        tied = ((lowest == highest) & has_score).sum(1) > 1
+        count = has_score.sum().double()
+        unscored = sum(ranks.counts(int((~has_score).sum())))
+        metrics: Metrics = {
+            "groups/best_reward": (rewards[kept].sum(), count),
+            "groups/tied": (tied.sum().double(), count),
+            "groups/unscored": _count(unscored, ranks),
+        }
+        return dataclasses.replace(scored, kept=kept.flatten().to(scored.completions.group_id.device)), metrics
+
+    def fits(self, group_size: int, *, compares_completions: bool) -> None:
+        if group_size < 2:
+            raise ConfigError(
+                f"algo.group_size={group_size} with algo/groups=best: the best of one completion is that one, so "
+                "nothing would be learned of the rewards. Take 2 or more."
+            )
+        if compares_completions:
+            raise ConfigError(
+                "algo/groups=best leaves one completion a group, and this advantage compares several: it would be 0 "
+                "everywhere. Take algo/advantage=constant (algo=raft), or algo/groups=top."
+            )
+
+
+def needs_spread(key: str, group_size: int) -> None:
+    """What chooses groups by their spread finds none in a group of one completion, and the run would learn nothing.
+
+    Raises:
+        ConfigError: the group has one completion.
+    """
+    if group_size < 2:
+        raise ConfigError(
+            f"algo.group_size={group_size} with {key}: the rewards of one completion have no spread, so every "
+            f"group would count as one that teaches nothing. Take algo.group_size=2 or more, or leave {key} out."
+        )
 
 
 def shortest(lengths: list[int]) -> list[float]:
@@ -185,34 +255,17 @@ def _shares(wanted: list[int], left: int) -> list[int]:
     return shares
 
 
-def _draw(
-    module: OnPolicyModule, positions: range, *, rollout: int, first: int
-) -> tuple[PromptBatch, Completions, Scores]:
-    batch = module.trainer.datamodule.spare.batch(positions, rollout=rollout, first=first)  # pyright: ignore
-    completions = module.generate(batch)
-    return batch, completions, module.reward(batch, completions)
-
-
-def _fill(
-    batch: PromptBatch,
-    completions: Completions,
-    scores: Scores,
-    places: list[int],
-    extra_batch: PromptBatch,
-    extra: Completions,
-    extra_scores: Scores,
-) -> tuple[PromptBatch, Completions, Scores, list[int]]:
+def _fill(scored: Scored, places: list[int], extra: Scored) -> tuple[Scored, list[int]]:
     """Put fresh groups that have some spread into the empty places; what is left of both is given back or dropped."""
-    flat = set(_without_spread(extra, extra_scores))
-    good = [i for i in range(len(extra_batch)) if i not in flat][: len(places)]
-    count = len(batch)
+    flat = set(_without_spread(extra.completions, extra.scores))
+    good = [i for i in range(len(extra.batch)) if i not in flat][: len(places)]
+    count = len(scored.batch)
     source = list(range(count))
     for place, new in zip(places, good):
         source[place] = count + new
-    joint = joined((batch, completions, scores), (extra_batch, extra, extra_scores))
-    kept_ids = completions.group_id
-    batch, completions, scores = take_rows(*joint, source)
-    return batch, dataclasses.replace(completions, group_id=kept_ids), scores, places[len(good) :]
+    filled = scored.followed_by(extra).prompts(source)
+    completions = dataclasses.replace(filled.completions, group_id=scored.completions.group_id)
+    return dataclasses.replace(filled, completions=completions), places[len(good) :]
 
 
 def _rows_outside(places: list[int], completions: Completions, prompts: int) -> Tensor | None:
@@ -222,6 +275,12 @@ def _rows_outside(places: list[int], completions: Completions, prompts: int) -> 
     inside[places] = True
     kept = ~inside.repeat_interleave(len(completions) // prompts)
     return kept.to(completions.group_id.device)
+
+
+def _count(count: int, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """A count over all ranks: each adds the same number, so that the average over ranks is the count."""
+    one = torch.ones((), device=ranks.device)
+    return one * count, one
 
 
 def _mean(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.micro_batches import trimmed_rollout
 from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.algorithms.rollouts.rows import join_completions, padded
 from lit_rl.errors import in_range
-from lit_rl.rollout import PER_TOKEN, Rollout, select
-
-if TYPE_CHECKING:
-    from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.ops.step import Metrics
+from lit_rl.rollout import Rollout, join_rollouts, select, trim_rollout
 
 
 class GroupReplay:
@@ -39,24 +36,24 @@ class GroupReplay:
         self._groups: list[tuple[float, Rollout]] = []
         self._rollouts = 0
 
-    def __call__(self, module: OnPolicyModule, rollout: Rollout) -> Rollout:
+    def __call__(self, rollout: Rollout, *, seed: int, ranks: Ranks) -> tuple[Rollout, Metrics]:
         """The rollout with flat groups replaced; its own good groups enter the buffer afterwards."""
         ids = rollout.completions.group_id
         rows = {int(group): (ids == group).nonzero().flatten() for group in ids.unique()}
         scores = {group: _score(rollout, at) for group, at in rows.items()}
         flat = [group for group, score in scores.items() if score == 0]
-        drawn = self._draw(len(flat), seed=mix(module.seed, self._rollouts, module.global_rank))
-        fresh = [(score, trimmed_rollout(select(rollout, rows[group]))) for group, score in scores.items() if score > 0]
+        drawn = self._draw(len(flat), seed=mix(seed, self._rollouts, ranks.rank))
+        fresh = [(score, trim_rollout(select(rollout, rows[group]))) for group, score in scores.items() if score > 0]
         for group, stored in zip(flat, drawn):
             rollout = _replaced(rollout, rows[group], stored)
         self._groups = sorted([*self._groups, *fresh], key=lambda item: -item[0])[: self.size]
         self._rollouts += 1
-        count = torch.tensor(float(len(drawn)), device=module.device)
+        count = torch.tensor(float(len(drawn)), device=ranks.device)
         age = sum(rollout.completions.version - stored.completions.version for stored in drawn)
-        module.record(
-            {"replay/groups": (count, torch.ones_like(count)), "replay/age": (torch.full_like(count, age), count)}
-        )
-        return rollout
+        return rollout, {
+            "replay/groups": (count, torch.ones_like(count)),
+            "replay/age": (torch.full_like(count, age), count),
+        }
 
     def _draw(self, count: int, *, seed: int) -> list[Rollout]:
         """Distinct groups of the same shape, in proportion to their scores."""
@@ -81,6 +78,7 @@ class GroupReplay:
 
 
 def _score(rollout: Rollout, rows: Tensor) -> float:
+    assert rollout.advantages is not None
     advantages, rewards = rollout.advantages[rows], rollout.rewards[rows]
     scored = rewards[~rewards.isnan()]
     return float(advantages.abs().sum() * scored.std()) if len(scored) > 1 else 0.0
@@ -88,19 +86,10 @@ def _score(rollout: Rollout, rows: Tensor) -> float:
 
 def _replaced(rollout: Rollout, rows: Tensor, stored: Rollout) -> Rollout:
     """The rollout with `stored` in the place of `rows`, under their group id."""
-    device = rollout.rewards.device
-    stored = state.to_device_dataclass(stored, device)
-    count = len(rollout)
-    completions = join_completions(rollout.completions, stored.completions)
-    values: dict[str, Tensor] = {"rewards": torch.cat([rollout.rewards, stored.rewards])}
-    for name in PER_TOKEN:
-        one, two = getattr(rollout, name), getattr(stored, name)
-        if one is not None:
-            values[name] = torch.cat(padded(name, one, two))
-    joint = dataclasses.replace(rollout, completions=completions, **values)
+    device, count = rollout.rewards.device, len(rollout)
+    both = join_rollouts(rollout, state.to_device_dataclass(stored, device))
     source = torch.arange(count, device=device)
     source[rows] = count + torch.arange(len(rows), device=device)
-    taken = select(joint, source)
-    return dataclasses.replace(
-        taken, completions=dataclasses.replace(taken.completions, group_id=rollout.completions.group_id)
-    )
+    found = select(both, source)
+    completions = dataclasses.replace(found.completions, group_id=rollout.completions.group_id)
+    return dataclasses.replace(found, completions=completions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.generation import ranks
-from lit_rl.generation.base import check_request
+from lit_rl.generation.base import Gap, Generator, check_request
 from lit_rl.generation.ranks import together
 from lit_rl.generation.vllm.engine import Engine, Facts, Weights
 from lit_rl.generation.vllm.heartbeat import Beat
-from lit_rl.generation.vllm.probe import Gap, Probe
+from lit_rl.generation.vllm.probe import Probe
 from lit_rl.generation.vllm.requests import Answer, Request, check_temperature, completions_of, requests_of
 from lit_rl.generation.vllm.sender import PUSHES, Sender, rank_of_adapter, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
@@ -26,7 +26,7 @@ from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 
-class EngineGenerator(ABC):
+class EngineGenerator(Generator):
     """Abstract: a generator whose engine holds a copy of the policy.
 
     `sync` sends the weights, unless they are the ones that the engine has, and then proves that they arrived: see
@@ -165,7 +165,7 @@ class EngineGenerator(ABC):
         self._pushed = None
         self._push(policy, version)
         self._version, self._pushed = version, mark
-        self.seconds["sync"] = time.perf_counter() - started
+        self.seconds = {**self.seconds, "sync": time.perf_counter() - started}
         if self.probe == "every_sync":
             self._prove(policy, version)
 
@@ -191,7 +191,7 @@ class EngineGenerator(ABC):
         except GenerationError:
             self._pushed = None
             raise
-        self.seconds["probe"] = time.perf_counter() - started
+        self.seconds = {**self.seconds, "probe": time.perf_counter() - started}
 
     def dtype(self, policy: nn.Module) -> str:
         """The engine's type: the setting, or the policy's own."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import GenerationError
-from lit_rl.generation.base import rollout_mode
+from lit_rl.generation.base import Gap, rollout_mode
 from lit_rl.generation.batches import left_pad
 from lit_rl.generation.vllm.engine import Engine, Facts
 from lit_rl.generation.vllm.requests import Answer, Request, completions_of
@@ -45,17 +45,6 @@ class Limit:
 LIMITS = {"float32": Limit(1e-3, 1e-2), "bfloat16": Limit(0.1, 1.0), "float16": Limit(0.03, 0.3)}
 """By the coarser type of the two sides. Equal weights differ by 1e-5 in float32, and by 0.02 (mean) and 0.16 (max) in
 bfloat16; a single missed update of a trained model by far more (`docs/generators.md`)."""
-
-
-@dataclass(frozen=True)
-class Gap:
-    """What a probe saw: absolute differences of log-probs, in nats, over every token of both requests."""
-
-    mean: float
-    max: float
-    tokens: int
-    dtype: str
-    """The coarser type of engine and trainer."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ class TokenScores:
     """Float32 ``(b, t)``: of the same distribution, in nats. Without gradient, unless it was asked for."""
     aux_loss: Tensor | None = None
     """0-dim, with gradient: the router's load-balancing loss. None unless it was asked for."""
+    values: Tensor | None = None
+    """Float ``(b, t)``, with gradient: what a critic expects. None without a critic."""
 
 
 def score(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,8 +11,18 @@ from torch import Tensor
 
 from lit_rl.ops.losses.common import Advantages, Ratio, Terms, beyond, clip_metrics
 from lit_rl.ops.masking import masked_mean
+from lit_rl.ops.ranges import Above, AboveOne, Positive, Share
 from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.step import Metrics
+
+
+def _upper_bound(clip_low: float, clip_high: float | None) -> float:
+    """Of the clip on the ratio."""
+    return 1 + (clip_low if clip_high is None else clip_high)
+
+
+AboveUpperBound = Annotated[float, Above(_upper_bound)]
+"""A bound on the ratio that leaves the clip as it is."""
 
 
 def clipped_policy_loss(
@@ -20,9 +31,9 @@ def clipped_policy_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
-    delta: float | None = None,
+    clip_low: Share = 0.2,
+    clip_high: Positive | None = None,
+    delta: AboveUpperBound | None = None,
     ratio: Ratio = token_ratio,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """PPO's clipped surrogate (1707.06347, eq. 7): ``-min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A)``.
@@ -61,8 +72,8 @@ def up_grpo_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    clip_low: float = 0.2,
-    delta: float | None = 3.0,
+    clip_low: Share = 0.2,
+    delta: AboveOne | None = 3.0,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """UP-GRPO (2607.06987, eq. 14): an unbounded positive side, the clipped surrogate on the negative one.
 
@@ -93,8 +104,8 @@ def gmpo_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    clip_low: float = 0.4,
-    clip_high: float | None = None,
+    clip_low: Positive = 0.4,
+    clip_high: Positive | None = None,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """GMPO (2507.20673): the geometric mean of the token ratios of a row, each clipped in log space first.
 
@@ -123,8 +134,8 @@ def cpgd_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
+    clip_low: Share = 0.2,
+    clip_high: Positive | None = None,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """The policy-gradient term of CPGD (2505.12504): REINFORCE with the log-prob clipped, so no ratio in the gradient.
 

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.losses.common import MAX_LOG_RATIO, Advantages, Terms, beyond, clip_metrics, ratio_metrics
+from lit_rl.ops.ranges import Band, ClipRange, NotNegative, Share
 from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.step import Metrics, StepTokens
 
@@ -24,9 +25,9 @@ def clip_cov_loss(
     mask: Bool[Tensor, "b t"],
     step: StepTokens | None = None,
     *,
-    clip_range: Sequence[float] = (0.2, 0.2),
-    share: float = 2e-4,
-    band: Sequence[float] = (1.0, 5.0),
+    clip_range: ClipRange = (0.2, 0.2),
+    share: Share = 2e-4,
+    band: Band = (1.0, 5.0),
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """Clip-Cov (2505.22617): the clipped surrogate, with a few tokens of high covariance dropped at random.
 
@@ -67,8 +68,8 @@ def kl_cov_loss(
     mask: Bool[Tensor, "b t"],
     step: StepTokens | None = None,
     *,
-    share: float = 2e-4,
-    kl_coef: float = 1.0,
+    share: Share = 2e-4,
+    kl_coef: NotNegative = 1.0,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """KL-Cov (2505.22617): ``-r A``, plus ``kl_coef |lp - lp_old|`` on the tokens with the highest covariance.
 

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.losses.common import Advantages, Terms, beyond, clip_metrics
+from lit_rl.ops.ranges import AboveOne, NotNegative, Positive, Share
 from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.step import Metrics
 
@@ -21,9 +22,9 @@ def dppo_tv_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    threshold_low: float = 0.2,
-    threshold_high: float | None = None,
-    cap: float = 20.0,
+    threshold_low: Share = 0.2,
+    threshold_high: Share | None = None,
+    cap: AboveOne = 20.0,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """DPPO with the binary total variation (2602.04879, eq. 11 to 13): ``-A sg(min(r, cap)) lp`` on the tokens kept.
 
@@ -50,9 +51,9 @@ def dppo_kl_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    threshold_low: float = 0.05,
-    threshold_high: float | None = None,
-    cap: float = 20.0,
+    threshold_low: Positive = 0.05,
+    threshold_high: Positive | None = None,
+    cap: AboveOne = 20.0,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """DPPO with the binary KL (2602.04879, eq. 11, 12, 14): ``-A sg(min(r, cap)) lp`` on the tokens kept.
 
@@ -81,9 +82,9 @@ def prime_rl_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    threshold_low: float = 0.2,
-    threshold_high: float | None = None,
-    kl_tau: float = 1e-3,
+    threshold_low: Share = 0.2,
+    threshold_high: Share | None = None,
+    kl_tau: NotNegative = 1e-3,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """The default loss of prime-rl: ``-keep A r + kl_tau (log r)^2``, with the tokens that :func:`dppo_tv_loss` keeps.
 
@@ -109,8 +110,8 @@ def prime_rl_ipo_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    threshold: float = 0.1,
-    kl_tau: float = 1e-3,
+    threshold: Share = 0.1,
+    kl_tau: NotNegative = 1e-3,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """prime-rl's ``ipo``, not Identity-PO: ``-keep A r + kl_tau (log r)^2``, kept: ``|p - p_old| <= threshold``.
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lit_rl.ops.losses.common import MAX_LOG_RATIO, Advantages, Ratio, Terms, ratio_metrics
 from lit_rl.ops.masking import masked_mean, masked_sum
+from lit_rl.ops.ranges import GammaShape, Positive
 from lit_rl.ops.ratios import token_ratio
-from lit_rl.ops.step import Metrics
+from lit_rl.ops.step import Metrics, WeightsInside
 
 MIN_LOG_WEIGHT = math.log(1e-8)
 """VESPO cuts the log of its sequence weight here and at :data:`MAX_LOG_RATIO`; phi is 0 in float32 at both ends."""
@@ -24,8 +25,8 @@ def sapo_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    temperature_positive: float = 1.0,
-    temperature_negative: float = 1.05,
+    temperature_positive: Positive = 1.0,
+    temperature_negative: Positive = 1.05,
     ratio: Ratio = token_ratio,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """SAPO (2511.20347): ``-(4 / tau) sigmoid(tau (r - 1)) A``, a sigmoid gate in place of the clip.
@@ -54,10 +55,10 @@ def vespo_loss(
     old_logprobs: Float[Tensor, "b t"],
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
-    weights: Float[Tensor, "b t"] | None = None,
+    weights: WeightsInside = None,
     *,
-    positive: Sequence[float] = (2.0, 3.0),
-    negative: Sequence[float] = (3.0, 2.0),
+    positive: GammaShape = (2.0, 3.0),
+    negative: GammaShape = (3.0, 2.0),
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """VESPO (2602.10693): ``-sg(phi) A lp`` with a Gamma-shaped weight of the whole row, ``phi(1) = 1``.
 

@@ -6,6 +6,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lit_rl.ops.losses.common import Advantages, Ratio, Terms, ratio_metrics
+from lit_rl.ops.ranges import Positive, Share
 from lit_rl.ops.ratios import token_ratio
 from lit_rl.ops.step import Metrics
 
@@ -59,7 +60,7 @@ def cispo_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    cap: float = 5.0,
+    cap: Positive = 5.0,
     ratio: Ratio = token_ratio,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """CISPO as ScaleRL (2510.13786) and TRL have it: ``-sg(min(r, cap)) A lp``; the cap is a ratio, not a distance.
@@ -86,8 +87,8 @@ def cispo_two_sided_loss(
     advantages: Advantages,
     mask: Bool[Tensor, "b t"],
     *,
-    clip_low: float = 0.2,
-    clip_high: float | None = None,
+    clip_low: Share = 0.2,
+    clip_high: Positive | None = None,
     ratio: Ratio = token_ratio,
 ) -> tuple[Float[Tensor, "b t"], Metrics]:
     """CISPO of MiniMax-M1 (2506.13585, eq. 4): ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A lp``, as in verl.

@@ -11,11 +11,14 @@ their tokens; ``s_c`` and ``s_r`` their scores, which are the log ratios unless 
 margin ``beta (s_c - s_r)``; ``ls`` the logarithm of the logistic function ``sigma``; ``e`` the label smoothing: the
 share of pairs whose label is taken to be the wrong way round. ``sg`` is "without gradient".
 
-Attributes mark what a caller has to know of a function; absent is False:
+What a loss reads stands in its signature, as the type of its first argument, one of :mod:`lit_rl.ops.preference.pairs`.
+Without one it is given all of `Pairs`:
 
-    over_step         couples the pairs of a step with each other: it has to be given all of them
-    ratios_only       is a function of log-probs or log ratios: no divergence but the reverse KL fits it
-    without_baseline  a verdict that does not read the baseline
+    PolicyPairs  log-probs of the policy: no reference has to be scored
+    RatioPairs   log-probs or log ratios as they are: no divergence but the reverse KL fits it
+    StepPairs    the same, of all pairs of a step, which it couples: `Annotated[..., OfStep()]`
+
+A verdict that reads no baseline takes three arguments by position, not four.
 """
 
 from lit_rl.ops.preference.anchored import apo_down, apo_zero

@@ -3,11 +3,10 @@
 from jaxtyping import Float
 from torch import Tensor
 
-from lit_rl.ops.preference.pairs import Pairs, ratios_only
+from lit_rl.ops.preference.pairs import RatioPairs
 
 
-@ratios_only
-def apo_zero(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
+def apo_zero(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """``sigma(-beta rho_c) + sigma(beta rho_r)`` (eq. 7): the chosen one rises, the rejected one falls.
 
     For chosen completions that are better than what the policy writes.
@@ -15,8 +14,7 @@ def apo_zero(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     return (-beta * pairs.chosen_ratio).sigmoid() + (beta * pairs.rejected_ratio).sigmoid()
 
 
-@ratios_only
-def apo_down(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
+def apo_down(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """``sigma(beta rho_c) + sigma(-beta (rho_c - rho_r))`` (eq. 8): both fall, the rejected one further.
 
     For chosen completions that are worse than what the policy writes.

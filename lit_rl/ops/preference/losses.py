@@ -8,7 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from lit_rl.ops.preference.common import check_smoothing, logistic
 from lit_rl.ops.preference.divergences import MAX_EXPONENT
-from lit_rl.ops.preference.pairs import Pairs, ratios_only
+from lit_rl.ops.preference.pairs import Pairs, RatioPairs
 
 
 def sigmoid(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
@@ -69,8 +69,7 @@ def exo_pair(pairs: Pairs, beta: float, *, label_smoothing: float = 1e-3) -> Flo
     return right + (-z).sigmoid() * (logsigmoid(-z) - math.log(label_smoothing))
 
 
-@ratios_only
-def nca_pair(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
+def nca_pair(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """NCA with two completions (2402.05369): ``-ls(beta rho_c) - ls(-beta rho_c) / 2 - ls(-beta rho_r) / 2``.
 
     The second term holds the chosen completion where it is, so its probability does not fall as it may in DPO.
@@ -98,8 +97,7 @@ def robust(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[
     return (-(1 - e) * logsigmoid(z) + e * logsigmoid(-z)) / (1 - 2 * e)
 
 
-@ratios_only
-def bco_pair(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
+def bco_pair(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """BCO on pairs (2404.04656) without its baseline: ``-ls(beta rho_c) - ls(-beta rho_r)``. The quality loss of MPO.
 
     :func:`~lit_rl.ops.preference.verdicts.bco` has the baseline, the running mean of rewards.
@@ -107,8 +105,7 @@ def bco_pair(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
     return -logsigmoid(beta * pairs.chosen_ratio) - logsigmoid(-beta * pairs.rejected_ratio)
 
 
-@ratios_only
-def sppo_hard(pairs: Pairs, beta: float) -> Float[Tensor, " b"]:
+def sppo_hard(pairs: RatioPairs, beta: float) -> Float[Tensor, " b"]:
     """SPPO (2405.00675, eq. 4.7) where the chosen completion wins with certainty.
 
     ``(rho_c - 1 / (2 beta))^2 + (rho_r + 1 / (2 beta))^2``; the paper's eta is ``1 / beta``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,30 +16,58 @@ from lit_rl.ops.preference.divergences import reverse_kl
 Divergence = Callable[[Tensor], Tensor]
 """A function of :mod:`lit_rl.ops.preference.divergences`: log ratio -> score."""
 
-_Loss = TypeVar("_Loss", bound=Callable[..., Tensor])
+
+class PolicyPairs:
+    """What a loss reads that knows no reference: log-probs of the policy, and lengths."""
+
+    chosen: Float[Tensor, " b"]
+    rejected: Float[Tensor, " b"]
+    chosen_tokens: Float[Tensor, " b"]
+    rejected_tokens: Float[Tensor, " b"]
+
+    @property
+    def chosen_mean(self) -> Tensor:
+        """Log-prob of the chosen completion per token, under the policy alone, ``(b,)``."""
+        return self.chosen / self.chosen_tokens.clamp(min=1)
+
+    @property
+    def rejected_mean(self) -> Tensor:
+        """Log-prob of the rejected completion per token, under the policy alone, ``(b,)``."""
+        return self.rejected / self.rejected_tokens.clamp(min=1)
 
 
-def over_step(loss: _Loss) -> _Loss:
-    """Marks a loss whose values depend on all pairs of an optimizer step: ``loss.over_step`` is True."""
-    vars(loss)["over_step"] = True
-    return loss
+class RatioPairs(PolicyPairs):
+    """What a loss reads that takes log-probs and log ratios as they are: no divergence but the reverse KL fits it."""
 
+    ref_chosen: Float[Tensor, " b"]
+    ref_rejected: Float[Tensor, " b"]
 
-def ratios_only(loss: _Loss) -> _Loss:
-    """Marks a loss that no divergence but the reverse KL fits: ``loss.ratios_only`` is True."""
-    vars(loss)["ratios_only"] = True
-    return loss
+    @property
+    def chosen_ratio(self) -> Tensor:
+        """``rho_c``, ``(b,)``."""
+        return self.chosen - self.ref_chosen
 
-
-def policy_only(loss: _Loss) -> _Loss:
-    """Marks a loss that reads no log-prob of the reference: ``loss.policy_only`` is True."""
-    vars(loss)["policy_only"] = True
-    return loss
+    @property
+    def rejected_ratio(self) -> Tensor:
+        """``rho_r``, ``(b,)``."""
+        return self.rejected - self.ref_rejected
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Pairs of a chosen and a rejected completion of one prompt: log-probs in nats, summed over completion tokens."""
+class OfStep:
+    """Says of pairs that they have to be all those of an optimizer step, since the loss couples them."""
+
+
+StepPairs = Annotated[RatioPairs, OfStep()]
+"""All pairs of an optimizer step, read as log ratios."""
+
+
+@dataclass(frozen=True)
+class Pairs(RatioPairs):
+    """Pairs of a chosen and a rejected completion of one prompt: log-probs in nats, summed over completion tokens.
+
+    A loss names the part of it that it reads as the type of its first argument: `PolicyPairs`, `RatioPairs`, or all.
+    """
 
     chosen: Float[Tensor, " b"]
     """Log-prob of the chosen completion under the policy, with gradient."""
@@ -58,16 +86,6 @@ class Pairs:
     """Chosen tokens of the whole optimizer step, over all ranks. None: of these pairs."""
     step_rows: int | float | None = None
     """Pairs of the whole optimizer step, over all ranks. None: of these pairs."""
-
-    @property
-    def chosen_ratio(self) -> Tensor:
-        """``rho_c``, ``(b,)``."""
-        return self.chosen - self.ref_chosen
-
-    @property
-    def rejected_ratio(self) -> Tensor:
-        """``rho_r``, ``(b,)``."""
-        return self.rejected - self.ref_rejected
 
     @property
     def chosen_score(self) -> Tensor:
@@ -93,16 +111,6 @@ class Pairs:
     def rejected_mean_score(self) -> Tensor:
         """``s_r / n_r``, ``(b,)``."""
         return self.rejected_score / self.rejected_tokens.clamp(min=1)
-
-    @property
-    def chosen_mean(self) -> Tensor:
-        """Log-prob of the chosen completion per token, under the policy alone, ``(b,)``."""
-        return self.chosen / self.chosen_tokens.clamp(min=1)
-
-    @property
-    def rejected_mean(self) -> Tensor:
-        """Log-prob of the rejected completion per token, under the policy alone, ``(b,)``."""
-        return self.rejected / self.rejected_tokens.clamp(min=1)
 
     @property
     def nll_share(self) -> Tensor:

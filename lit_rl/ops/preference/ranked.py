@@ -10,12 +10,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rl.ops.preference.common import check_smoothing, logistic
-from lit_rl.ops.preference.pairs import Pairs, over_step, ratios_only
+from lit_rl.ops.preference.pairs import StepPairs
 
 
-@over_step
-@ratios_only
-def aot(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
+def aot(pairs: StepPairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """AOT on pairs: the policy's margins are to lie above the reference's as distributions, not pair by pair.
 
     ``-(1 - e) ls(beta d) - e ls(-beta d)``, ``d`` being the policy's ``log pi(chosen) - log pi(rejected)`` of a pair
@@ -35,9 +33,7 @@ def aot(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Ten
     return logistic(beta * (margins - references[_ranks(margins)]), label_smoothing)
 
 
-@over_step
-@ratios_only
-def aot_unpaired(pairs: Pairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
+def aot_unpaired(pairs: StepPairs, beta: float, *, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """AOT without pairs: the log ratios of chosen completions are to lie above those of rejected ones, rank by rank.
 
     ``-(1 - e) ls(beta d) - e ls(-beta d)``, ``d`` being ``rho_c - rho_r`` of two completions of the same rank. They

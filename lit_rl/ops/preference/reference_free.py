@@ -6,12 +6,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lit_rl.ops.preference.common import alpha_reward, check_not_negative, check_smoothing, logistic
-from lit_rl.ops.preference.pairs import Pairs, policy_only, ratios_only
+from lit_rl.ops.preference.pairs import PolicyPairs
 
 
-@policy_only
-@ratios_only
-def simpo(pairs: Pairs, beta: float, *, gamma: float = 0.5, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
+def simpo(pairs: PolicyPairs, beta: float, *, gamma: float = 0.5, label_smoothing: float = 0.0) -> Float[Tensor, " b"]:
     """SimPO (2405.14734, eq. 6): ``-ls(beta (m_c - m_r) - gamma)``, ``m`` being log-probs per token.
 
     Args:
@@ -28,10 +26,8 @@ def simpo(pairs: Pairs, beta: float, *, gamma: float = 0.5, label_smoothing: flo
     return logistic(beta * (pairs.chosen_mean - pairs.rejected_mean) - gamma, label_smoothing)
 
 
-@policy_only
-@ratios_only
 def alphapo(
-    pairs: Pairs, beta: float, *, alpha: float = 0.25, gamma: float = 0.1, label_smoothing: float = 0.0
+    pairs: PolicyPairs, beta: float, *, alpha: float = 0.25, gamma: float = 0.1, label_smoothing: float = 0.0
 ) -> Float[Tensor, " b"]:
     """AlphaPO (2501.03884): SimPO with the reward ``(1 - p^-alpha) / alpha``, ``p`` the geometric mean probability.
 

@@ -1,10 +1,8 @@
 """Losses of single completions that were found desirable or not: ``verdict(ratio, desirable, baseline, beta)``.
 
-``ratio`` is ``rho``, the log ratio of a completion to the reference, summed over its tokens.
+One that reads no baseline takes none: ``verdict(ratio, desirable, beta)``. ``ratio`` is ``rho``, the log ratio of a
+completion to the reference, summed over its tokens.
 """
-
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,14 +10,6 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lit_rl.ops.preference.common import check_not_negative
-
-_Verdict = TypeVar("_Verdict", bound=Callable[..., Tensor])
-
-
-def _without_baseline(verdict: _Verdict) -> _Verdict:
-    """``verdict.without_baseline`` is True: no mismatched completions have to be scored for it."""
-    vars(verdict)["without_baseline"] = True
-    return verdict
 
 
 def kto(
@@ -52,22 +42,19 @@ def kto(
     return torch.where(desirable, desirable_weight * (-reward).sigmoid(), undesirable_weight * reward.sigmoid())
 
 
-@_without_baseline
 def apo_zero_unpaired(
     ratio: Float[Tensor, " b"],
     desirable: Bool[Tensor, " b"],
-    baseline: Float[Tensor, ""],
     beta: float,
     *,
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Float[Tensor, " b"]:
-    """APO-zero on single completions (2408.06266): :func:`kto` with 0 in place of the baseline, which is not read.
+    """APO-zero on single completions (2408.06266): :func:`kto` with 0 in place of the baseline.
 
     Args:
         ratio: With gradient.
         desirable: The verdict.
-        baseline: Not read.
         beta: Strength of the divergence, above 0.
         desirable_weight: At least 0.
         undesirable_weight: At least 0.
@@ -76,7 +63,7 @@ def apo_zero_unpaired(
         ValueError: a weight is out of range.
     """
     weights = {"desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
-    return kto(ratio, desirable, torch.zeros_like(baseline), beta, **weights)
+    return kto(ratio, desirable, ratio.new_zeros(()), beta, **weights)
 
 
 def bco(

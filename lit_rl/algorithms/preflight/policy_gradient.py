@@ -1,0 +1,111 @@
+"""Combinations of the terms of a policy-gradient objective that could not be learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.preflight.estimators import columns_to_rows, is_ours, two_prompts
+from lit_rl.algorithms.preflight.settings import settings
+from lit_rl.algorithms.terms.controllers import AdaptiveKL, KLControl
+from lit_rl.algorithms.terms.engine_correction import EngineCorrection
+from lit_rl.errors import ConfigError, in_range
+
+
+def rewards_are_there(algorithm: str, names: tuple[str, ...]) -> None:
+    """
+    Raises:
+        ConfigError: there is no reward function to learn from.
+    """
+    if not names:
+        raise ConfigError(
+            f"{algorithm} learns from rewards, and there is no function: set reward, such as exact_match."
+        )
+
+
+def terms_take_their_settings(
+    loss: Callable,
+    selection: Callable | None,
+    engine: EngineCorrection,
+    advantage: Callable | None,
+    shaping: Callable | None,
+) -> None:
+    """Call each term that checks its own settings once, with a row of two tokens.
+
+    Args:
+        loss: Of each token.
+        selection: Of tokens, if any.
+        engine: With its functions.
+        advantage: The estimator, where it is called with rewards of rows.
+        shaping: Of rewards of rows, if any.
+
+    Raises:
+        ConfigError: one refuses its settings.
+    """
+    row, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    probes: dict[str, tuple[Callable | None, tuple[Tensor, ...]]] = {
+        "loss": (loss, (row, row, torch.zeros(1), mask)),
+        "correction": (engine.correction, (row, row, mask)),
+        "rejection": (engine.rejection, (row, row, mask)),
+        "selection": (selection, (row, mask)),
+    }
+    for key, (function, arguments) in probes.items():
+        if function is not None:
+            settings(key, partial(function, *arguments))
+    for key, function in {"advantage": advantage, "shaping": shaping}.items():
+        if function is not None and is_ours(function):  # a user's own may hold a state
+            settings(key, partial(columns_to_rows, function, two_prompts()))
+
+
+def group_is_large_enough(algorithm: str, group_size: int, *, compares_completions: bool) -> None:
+    """
+    Raises:
+        ConfigError: the advantage compares completions of a prompt, and there is one.
+    """
+    if group_size < 2 and compares_completions:
+        raise ConfigError(
+            f"algo.group_size={group_size}: this advantage compares completions of one prompt, so {algorithm} needs "
+            "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."
+        )
+    in_range("algo.group_size", group_size, low=1)
+
+
+def controller_has_a_term(control: KLControl, *weights: float) -> None:
+    """
+    Raises:
+        ConfigError: the controller steers the weight of a KL, and there is none.
+    """
+    if isinstance(control, AdaptiveKL) and not any(weights):
+        raise ConfigError(
+            "algo/kl_control=adaptive changes the weight of a KL term, and there is none: set algo.beta (KL in the "
+            "loss) or algo.reward_beta (KL in the reward) above 0."
+        )
+
+
+def weights_fit(engine: EngineCorrection, *, multiplied_by_loss: bool) -> None:
+    """Refuse a normalisation of no weights, and weights of rows in a loss that multiplies those of tokens.
+
+    Args:
+        engine: The correction, and its normalisation.
+        multiplied_by_loss: Whether the loss takes the weights in itself.
+
+    Raises:
+        ConfigError: says what to take.
+    """
+    if engine.correction is None:
+        if engine.normalisation is not None:
+            raise ConfigError("algo/weight_norm brings weights to mean 1, and there are none: set algo/correction too.")
+        return
+    if not multiplied_by_loss:
+        return
+    row, mask = torch.tensor([[0.0, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
+    weights: Any = engine.correction(row, torch.zeros(1, 2), mask)
+    if weights[0, 0] == weights[0, 1]:  # a row's own weight would count once for each of its tokens
+        raise ConfigError(
+            "algo/correction: this loss takes the product of the weights of a row's tokens, and a sequence's weight is "
+            "such a product already. Take algo/correction=token_truncate or token_mask."
+        )

@@ -1,0 +1,224 @@
+"""The source of rollouts: from a batch of prompts to completions, drawn now or while the last rollout was learned from.
+
+Everything that a completion can be enters here: one answer today, and an episode of several turns with its environment,
+or an answer to an image, by the same request.
+
+With `generator.lag=1`, rollout k takes what was asked for when rollout k - 1 began, so it was drawn with the weights of
+then. The engine is then given the weights of now and asked for rollout k + 1, in a thread, while this one is learned
+from. What the weights have moved since is in the log-probs that the engine reported: the correction weighs by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
+from lit_rl.errors import GenerationError, LitRLError
+from lit_rl.generation.ahead import Ahead, Name
+from lit_rl.generation.base import EngineLost, Generator
+from lit_rl.generation.collect import Vocabulary, collect, request
+from lit_rl.generation.native import for_another_policy
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.ops.step import Highest, Metrics
+from lit_rl.rollout import Completions, PromptBatch, Sampling
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """What is to be completed, and by whom."""
+
+    batch: PromptBatch
+    policy: nn.Module
+    version: int
+    """Optimizer steps that the policy has taken."""
+    sampling: Sampling
+    group_size: int
+    """Completions of each prompt."""
+
+
+class RolloutSource:
+    """Draws completions with a generator, and knows how long that took.
+
+    Args:
+        generator: What draws.
+        model: The policy's description, for its tokenizer.
+        seed: Of the samples.
+        stopwatch: Takes the seconds of the phase "generate".
+    """
+
+    def __init__(self, generator: Generator, model: LanguageModel, seed: int, stopwatch: Stopwatch) -> None:
+        self.generator, self.seed = generator, seed
+        self.sampled_tokens = 0
+        """Drawn for the rollout at hand, also those that nothing was learned from."""
+        self._model, self._stopwatch = model, stopwatch
+        self._ahead = Ahead()
+
+    # ------------------------------------------------------------------ now
+
+    def draw(self, asked: RolloutRequest, ranks: Ranks) -> Completions:
+        """The completions, with groups that are numbered over all ranks."""
+        with self._stopwatch.measure("generate"):
+            completions = self._begin(asked)()
+        return self._received(completions, asked.batch, ranks)
+
+    def draw_other(self, asked: RolloutRequest) -> Completions:
+        """The completions of another model than the policy, which is `asked.policy` here.
+
+        With noise of their own: with the policy's noise two equal models would write the same.
+        """
+        with self._stopwatch.measure("generate"):
+            completions = collect(
+                for_another_policy(self.generator),
+                asked.policy,
+                asked.batch,
+                sampling=asked.sampling,
+                group_size=asked.group_size,
+                vocabulary=Vocabulary.of(self._model),
+                version=asked.version,
+                seed=mix(self.seed, 1),
+            )
+        self.sampled_tokens += int(completions.lengths.sum())
+        return completions
+
+    def _begin(self, asked: RolloutRequest) -> Any:
+        """Give the generator the weights of now. What is returned draws the completions when it is called."""
+        self._ahead.wait()  # the weights of a request in flight stay as they are
+        return request(
+            self.generator,
+            asked.policy,
+            asked.batch,
+            sampling=asked.sampling,
+            group_size=asked.group_size,
+            vocabulary=Vocabulary.of(self._model),
+            version=asked.version,
+            seed=self.seed,
+        )
+
+    def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
+        self.sampled_tokens += int(completions.lengths.sum())
+        return replace(completions, group_id=completions.group_id + ranks.rank * len(batch))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Draw what is no part of the rollout at hand: neither its seconds nor its tokens count."""
+        sampled = self.sampled_tokens
+        with self._stopwatch.aside():
+            yield
+        self.sampled_tokens = sampled
+
+    # ------------------------------------------------------------------ ahead
+
+    def draw_ahead(self, asked: RolloutRequest) -> None:
+        """Begin to draw the completions of the next rollout, with the weights of now. Once a rollout."""
+        with self._stopwatch.measure("generate"):  # the update of the engine: nothing else goes on
+            try:
+                draw = self._begin(asked)
+            except GenerationError as error:
+                error.on_every_rank = True  # ranks fail to update an engine together
+                raise
+        self._ahead.start(_name(asked.batch), draw)
+
+    def drawn_ahead(self, asked: RolloutRequest, ranks: Ranks, *, oldest: int) -> Completions | None:
+        """What was drawn for this rollout while the one before it was learned from; None where nothing was.
+
+        Args:
+            asked: The prompts of this rollout, and the policy of now.
+            ranks: They all draw anew, or none, and all fail, or none: to bring an engine back is a collective.
+            oldest: Optimizer steps that the completions may be behind the policy.
+
+        Raises:
+            GenerationError: the generator of any rank failed, or the completions are too old.
+        """
+        if not self.generator.lag and not self._ahead.pending:
+            return None
+        found, error = None, None
+        with self._stopwatch.measure("generate"):
+            try:
+                found = self._ahead.take()
+            except LitRLError as failed:
+                error = failed
+        worst = max(ranks.counts(0 if error is None else 1 if isinstance(error, EngineLost) else 2))
+        if worst == 2:
+            raise error or _other_rank()
+        if error is not None:
+            rank_zero_warn(f"{error} What was drawn ahead is lost with it, and drawn with the weights of now.")
+        if found is None or worst:
+            return None
+        name, completions = found
+        if name != _name(asked.batch):
+            rank_zero_warn(
+                f"Completions were drawn ahead for rollout {name[0]}, and this is rollout {asked.batch.rollout} of "
+                "other prompts: they are thrown away, and drawn with the weights of now."
+            )
+            return None
+        if (age := asked.version - completions.version) > oldest:
+            raise GenerationError(
+                f"The completions of rollout {asked.batch.rollout} are {age} optimizer steps old; with "
+                f"generator.lag={self.generator.lag} they may be {oldest}. They are not learned from."
+            )
+        return self._received(completions, asked.batch, ranks)
+
+    # ------------------------------------------------------------------ the generator
+
+    def proof(self, device: torch.device) -> Metrics:
+        """What the generator saw when it held its engine's log-probs against the policy's, after the last update."""
+        gap = self.generator.gap
+        if gap is None:
+            return {}
+        mean, most = torch.tensor([gap.mean, gap.max], device=device)
+        name = "sampling/sampling_logp_difference"
+        return {f"{name}/probe_mean": (mean, torch.ones_like(mean)), f"{name}/probe_max": Highest(most)}
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """The completions drawn ahead; waits until they are."""
+        found = self._ahead.drawn()
+        if found is None:
+            return {}
+        (rollout, rows), completions = found
+        return {"ahead": {"rollout": rollout, "rows": list(rows), "completions": state.to_plain(completions)}}
+
+    def load_state(self, saved: dict[str, Any], device: torch.device) -> None:
+        """The counterpart of `state`."""
+        if ahead := saved.get("ahead"):
+            name = ahead["rollout"], tuple(ahead["rows"])
+            self._ahead.put(name, Completions(**state.to_device(ahead["completions"], device)))
+
+
+@contextmanager
+def failing_together(ranks: Ranks) -> Iterator[None]:
+    """Where the generator of any rank fails, all ranks raise, so they can still save together.
+
+    Raises:
+        GenerationError: the generator of this rank, or of another one, failed.
+    """
+    failure: LitRLError | None = None
+    try:
+        yield
+    except LitRLError as error:
+        failure = error
+    if ranks.world_size > 1 and ranks.any(failure is not None):
+        failure = failure or _other_rank()
+        if isinstance(failure, GenerationError):
+            failure.on_every_rank = True
+    if failure is not None:
+        raise failure
+
+
+def _other_rank() -> GenerationError:
+    return GenerationError("The generator of another rank failed: see what that rank says.")
+
+
+def _name(batch: PromptBatch) -> Name:
+    return batch.rollout, tuple(batch.rows)

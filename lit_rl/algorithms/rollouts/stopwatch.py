@@ -1,0 +1,45 @@
+"""How long the phases of a rollout took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Seconds by phase, added up until `reset`.
+
+    Args:
+        phases: The phases that are there from the start.
+    """
+
+    def __init__(self, *phases: str) -> None:
+        self.seconds = dict.fromkeys(phases, 0.0)
+
+    def reset(self) -> None:
+        """All phases back to 0."""
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+
+    def load(self, seconds: Mapping[str, float]) -> None:
+        """Go on from the seconds of a checkpoint."""
+        self.seconds = dict(seconds)
+
+    @contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        """Add what the block takes. What fails took no time."""
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] += time.perf_counter() - started
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is measured inside does not count."""
+        before = dict(self.seconds)
+        yield
+        self.seconds = before
+
+    def take(self, phase: str) -> float:
+        """The seconds of a phase, which begins anew."""
+        seconds, self.seconds[phase] = self.seconds[phase], 0.0
+        return seconds

@@ -1,0 +1,83 @@
+"""Which tokens and rows the policy loss acts on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lit_rl.algorithms.signatures import arguments_for, reads
+from lit_rl.errors import in_range
+from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.reductions import StepTotals
+from lit_rl.ops.selection import off_policy_sequence_mask
+from lit_rl.ops.step import Metrics, StepTokens
+
+
+class TokenSelection:
+    """The loss tokens that the policy loss acts on; the KL and the denominator have all of them.
+
+    Args:
+        choose: `(entropy, mask, ...) -> bool (b, t)`; it may also name `step`. None: all loss tokens.
+    """
+
+    def __init__(self, choose: Callable[..., Tensor] | None) -> None:
+        self.choose = choose
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether the choice is made over all tokens of an optimizer step."""
+        return self.choose is not None and reads(self.choose, "step")
+
+    def __call__(self, entropy: Tensor, mask: Tensor, step: StepTokens | None) -> Tensor:
+        """Bool `(b, t)`, a subset of `mask`.
+
+        Args:
+            entropy: `(b, t)` in nats.
+            mask: Loss mask.
+            step: The loss tokens of the whole step. None: this micro-batch is all of it.
+        """
+        if self.choose is None:
+            return mask
+        return mask & self.choose(entropy.detach(), mask, **arguments_for(self.choose, {"step": step}))
+
+    def weighted(self, per_token: Tensor, acting: Tensor) -> Tensor:
+        """The losses of tokens with 0 where the loss does not act."""
+        return per_token if self.choose is None else per_token * acting
+
+    def count(self, acting: Tensor, totals: StepTotals, step: StepTokens | None) -> Tensor:
+        """How many tokens the loss acts on in the whole step."""
+        if self.choose is None:
+            return torch.as_tensor(totals.tokens)
+        return acting.sum() if step is None or step.acting is None else step.acting
+
+
+class OffPolicyMask:
+    """Leaves rows with a negative advantage out of the policy loss that moved too far from what sampled them.
+
+    Args:
+        threshold: In nats a token, above 0 (2512.02556, eq. 9). None leaves out nothing.
+    """
+
+    def __init__(self, threshold: float | None) -> None:
+        if threshold is not None:
+            in_range("algo.off_policy_threshold", threshold, low=0, open_low=True)
+        self.threshold = threshold
+
+    def __call__(
+        self, per_token: Tensor, logprobs: Tensor, sampler_logprobs: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Metrics]:
+        """The losses `(b, t)` of the rows that are near enough, 0 elsewhere, and the share of tokens that stay.
+
+        Args:
+            per_token: Losses.
+            logprobs: `(b, t)` of the policy now.
+            sampler_logprobs: `(b, t)` of the policy that sampled them.
+            advantages: `(b,)` or `(b, t)`.
+            mask: Loss mask.
+        """
+        if self.threshold is None:
+            return per_token, {}
+        near = off_policy_sequence_mask(logprobs, sampler_logprobs, advantages, mask, threshold=self.threshold)
+        return per_token * near, {"off_policy_kept": (masked_sum(near.float(), mask), mask.sum())}

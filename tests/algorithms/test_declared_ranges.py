@@ -1,0 +1,113 @@
+"""The range of a setting is what the annotation of its parameter declares, whoever wrote the function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rl.algorithms.preflight.losses import loss_settings
+from lit_rl.algorithms.signatures import annotations_of, notes
+from lit_rl.cli import schemas
+from lit_rl.cli.lightning_app import WithKeywords
+from lit_rl.errors import ConfigError
+from lit_rl.ops import losses
+from lit_rl.ops.ranges import Above, Pair, Range, Share
+
+
+def ceiling(*, floor: float) -> float:
+    return 2 * floor
+
+
+def declared(
+    logprobs,
+    *,
+    share: Share = 0.5,
+    maybe: Annotated[float, Range(-1.0, 1.0)] | None = None,
+    floor: Annotated[float, Range(0.0)] = 1.0,
+    top: Annotated[float, Above(ceiling)] = 3.0,
+    rising: Annotated[Sequence[float], Pair("[low, high]", lambda low, high: low < high)] = (0, 1),
+    free: float = 0.0,
+):
+    """A loss of a user's, whose parameters are named as nobody else's."""
+
+
+class Declared:
+    def __call__(self, logprobs, *, share: Share = 0.5):
+        """The same as an object."""
+
+
+def refused(loss: Any) -> str | None:
+    try:
+        loss_settings(loss)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def given_settings(kind: Any, function: Any, **settings: Any) -> Any:
+    return kind(function, settings) if kind is WithKeywords else kind(function, **settings)
+
+
+@pytest.mark.parametrize("kind", [partial, WithKeywords])
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("share", 0.0, "algo.loss.share=0.0 is out of range: allowed is (0, 1]."),
+        ("share", math.nan, "algo.loss.share=nan is out of range: allowed is (0, 1]."),
+        ("maybe", 1.5, "algo.loss.maybe=1.5 is out of range: allowed is [-1, 1]."),
+        ("floor", -1.0, "algo.loss.floor=-1.0 is out of range: allowed is [0, inf]."),
+        ("top", 2.0, "algo.loss.top=2.0 is out of range: allowed is (2, inf]."),
+        ("rising", (1, 1), "algo.loss.rising=[1, 1] must be [low, high]."),
+        ("rising", (1,), "algo.loss.rising=[1] must be [low, high]."),
+    ],
+)
+def test_a_setting_out_of_its_declared_range_is_refused_with_the_range(kind, setting, value, words):
+    assert refused(given_settings(kind, declared, **{setting: value})) == words
+
+
+@pytest.mark.parametrize("kind", [partial, WithKeywords])
+@pytest.mark.parametrize(
+    "setting", [{"share": 1.0}, {"maybe": None}, {"maybe": 0.0}, {"rising": [1, 2]}, {"free": 9e9}]
+)
+def test_what_is_in_range_or_has_none_passes(kind, setting):
+    assert refused(given_settings(kind, declared, **setting)) is None
+
+
+@given(st.floats(0.01, 10), st.floats(0.01, 30))
+def test_a_bound_may_follow_from_another_setting(floor, top):
+    assert (refused(partial(declared, floor=floor, top=top)) is None) == (top > 2 * floor)
+    assert (refused(partial(declared, top=top)) is None) == (top > 2)  # the default of the other
+
+
+def test_functions_that_declare_nothing_are_left_alone():
+    def plain(logprobs, *, share):
+        """Not ours."""
+
+    def unresolved(logprobs, *, share: NotThere):  # noqa: F821 # pyright: ignore
+        """A name that only a type checker knows."""
+
+    for function in (plain, unresolved, lambda logprobs, share: None):
+        assert refused(partial(function, share=-5.0)) is None
+    assert refused(declared) is None and refused(len) is None
+
+
+def test_an_object_that_is_called_declares_by_its_call():
+    assert "share" in (refused(partial(Declared(), share=2.0)) or "")
+
+
+def test_settings_given_in_two_steps_are_all_looked_at():
+    assert "share" in (refused(partial(partial(declared, share=2.0), floor=1.0)) or "")
+
+
+def test_hydra_sees_the_plain_type_under_a_range():
+    loss = losses.clipped_policy_loss
+    assert notes(annotations_of(loss)["clip_high"]) and not notes(annotations_of(loss)["ratio"])
+    fields = schemas.schema("one", "path", loss, keywords_only=True).__dataclass_fields__
+    assert (fields["clip_low"].type, fields["clip_low"].default) == (float, 0.2)
+    assert fields["clip_high"].type == float | None
