@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Shaped
 from torch import Tensor
 
 from lit_rl.ops.masking import masked_sum
@@ -95,6 +95,6 @@ WeightsInside = Annotated[Float[Tensor, "b t"] | None, "the loss multiplies them
 multiplied by them."""
 
 
-def mean_of(values: Tensor, mask: Bool[Tensor, "..."]) -> tuple[Tensor, Tensor]:
+def mean_of(values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
     """A metric: the mean of `values` over the places where `mask` is True."""
     return masked_sum(values.detach().float(), mask), mask.sum().float()

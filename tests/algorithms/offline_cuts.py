@@ -97,7 +97,7 @@ def step_by_parts(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> Step
     trained = [parameter for parameter in module.policy.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(total, trained)
     flat = torch.cat([gradient.flatten() for gradient in gradients])
-    return Step(float(total.detach()), flat, averages.reduce(Ranks()))
+    return Step(float(total.detach()), flat, averages.reduce())
 
 
 def whole_of(module: OfflineModule, parts: Sequence[Sequence[Any]]) -> list[Any]:

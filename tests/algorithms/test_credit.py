@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
-from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.controllers import AdaptiveKL, FixedEntropy
 from lit_rl.algorithms.terms.credit import token_rewards
 from lit_rl.algorithms.terms.running_norm import RunningNorm
@@ -123,7 +122,7 @@ def drawn() -> Completions:
 
 
 def logged(module: Any) -> dict[str, float]:
-    return module._records.averages.reduce(Ranks())
+    return module._records.averages.reduce()
 
 
 def test_shaping_comes_before_the_norm_and_the_clip_before_the_kl(monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from small_rollouts import Ranks, completions, rollout
 
-from lit_rl.algorithms import ranks as processes
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.terms.engine_correction import corrected
 
@@ -35,7 +34,7 @@ def test_two_ranks_with_constant_weights(monkeypatch):
     averages = Averages()
     for metrics in ranks.run(metrics_of):
         averages.add(metrics)  # what the reduction over ranks sums
-    logged = averages.reduce(processes.Ranks())
+    logged = averages.reduce()
     # 4 tokens of weight 0.2 and 6 of weight 3
     assert logged["sampling/ess"] == pytest.approx((0.8 + 18) ** 2 / (10 * (0.16 + 54)))
     assert logged["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.88)
@@ -46,4 +45,4 @@ def test_without_a_trainer_it_is_that_of_the_rows_at_hand():
     module.trainer_or_none = None
     averages = Averages()
     averages.add(metrics_of(module))
-    assert averages.reduce(processes.Ranks())["sampling/ess"] == pytest.approx(1)
+    assert averages.reduce()["sampling/ess"] == pytest.approx(1)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from small_rollouts import EachBatch, Ranks, batch, completions, scores, trainer
 
 from lit_rl.algorithms import GRPO
-from lit_rl.algorithms import ranks as processes
 from lit_rl.algorithms.rollouts.micro_batches import step_counts
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
@@ -281,7 +280,7 @@ def test_statistics_of_advantages_are_those_of_the_kept_ones():
     expected = torch.tensor([size, -size, 0, 0, 0, -size, 0, size])
     torch.testing.assert_close(rollout.advantages, expected)
     assert torch.equal(rollout.loss_mask.any(1), kept)
-    assert float(alone.module._records.averages.reduce(processes.Ranks())["groups/kept_length"]) == 1.5
+    assert float(alone.module._records.averages.reduce()["groups/kept_length"]) == 1.5
 
 
 @given(st.data())

@@ -13,7 +13,6 @@ from small_rollouts import EachBatch, completions, scores, trainer
 
 from lit_rl.algorithms import PPO, AdamW, Constant, Linear
 from lit_rl.algorithms.optim.optimizers import ByPath
-from lit_rl.algorithms.ranks import Ranks
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.data.tasks import Addition
@@ -120,7 +119,7 @@ def test_whitening_leaves_the_returns_alone(monkeypatch):
 def test_the_objectives_parts_add_up(monkeypatch):
     module = by_hand(monkeypatch)
     module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
-    seen = module._records.averages.reduce(Ranks())
+    seen = module._records.averages.reduce()
     assert seen["objective/scores"] == pytest.approx(1.5)  # over rows with a reward
     assert seen["objective/kl"] == pytest.approx((-0.5 + 0.5) / 2, abs=1e-6)
     assert seen["objective/non_score_reward"] == pytest.approx((0.05 - 0.05) / 2, abs=1e-6)
@@ -163,7 +162,7 @@ def test_with_the_kl_in_the_loss_only_the_kl_of_the_objective_is_the_same(tmp_pa
 def test_without_a_reference_there_is_no_kl_to_tell_of(monkeypatch):
     module = by_hand(monkeypatch, reward_beta=0.0, iterations=1)
     module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
-    seen = module._records.averages.reduce(Ranks())
+    seen = module._records.averages.reduce()
     assert "objective/scores" in seen and not {"objective/kl", "objective/entropy"} & seen.keys()
 
 

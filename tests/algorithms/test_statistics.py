@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
-from lit_rl.algorithms.ranks import Ranks
 from lit_rl.rewards.sums.weighted import Scores
 
 
@@ -60,9 +59,9 @@ def test_averages_are_sums_over_sums():
     averages = Averages()
     averages.add({"x": (torch.tensor(6.0), torch.tensor(2.0))})
     averages.add({"x": (torch.tensor(1.0), torch.tensor(8.0)), "empty": (torch.tensor(0.0), torch.tensor(0.0))})
-    result = averages.reduce(Ranks())
+    result = averages.reduce()
     assert result["x"] == pytest.approx(0.7) and math.isnan(result["empty"])
-    assert averages.reduce(Ranks()) == {}
+    assert averages.reduce() == {}
 
 
 N = math.nan
