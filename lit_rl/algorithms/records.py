@@ -71,18 +71,18 @@ class Records:
         self._tokens_seen += tokens
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
-        self.averages.add(_logged_by_rewards(scores, ranks))
+        self.add(_logged_by_rewards(scores, ranks))
         if completions.kept_logmass is not None:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)
-            self.averages.add({"sampling/kept_mass": (kept, mask.sum())})
+            self.add({"sampling/kept_mass": (kept, mask.sum())})
         texts = tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
         self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
         self._opened = time.perf_counter()
 
     def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
         """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
-        self.averages.add(of_step(grad_norm, skipped=skipped))
+        self.add(of_step(grad_norm, skipped=skipped))
 
     def _count_unscored(self, names: Sequence[str], rewards: Tensor) -> None:
         """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""
@@ -157,7 +157,7 @@ class OfflineRecords:
 
     def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
         """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
-        self.averages.add(of_step(grad_norm, skipped=skipped))
+        self.add(of_step(grad_norm, skipped=skipped))
         self._seconds += time.perf_counter() - self._opened
 
     def line(self, ranks: Ranks, settings: Mapping[str, float], generated_in: float) -> dict[str, float]:

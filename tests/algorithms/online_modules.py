@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from small_rollouts import credited
 from torch import Tensor
 
 from lit_rl.algorithms.families.judged import WIN_RATE
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -65,9 +67,10 @@ def wins_of(verdicts: Sequence[float | None]) -> list[float | None]:
 
 
 def rollout_of(module: Any, drawn: Completions, verdicts: Sequence[float | None], **more: Any) -> Rollout:
-    with torch.no_grad():
-        taken = module.advantages(drawn, scores([0.0] * len(drawn), wins_of(verdicts)), **more)
-        return module.replaced(taken)
+    """What is learned from, where the judge said this of the pairs."""
+    said = scores([0.0] * len(drawn), wins_of(verdicts))
+    taken, _ = credited(module, Scored(prompts(len(verdicts)), drawn, said, **more))
+    return module.replaced(taken)[0]
 
 
 def step_of(module: Any, rollout: Rollout, accumulate: int = 1) -> tuple[float, Tensor, dict[str, float]]:
@@ -79,8 +82,8 @@ def step_of(module: Any, rollout: Rollout, accumulate: int = 1) -> tuple[float, 
     module.policy.zero_grad()
     total, sums = 0.0, {}
     for slot in range(accumulate):
-        micro = module.of_step(micro_batch(rollout, plan, slot=slot, seed=0, index=0), counts)
-        loss, metrics = module.loss(micro, totals_of(counts, plan))
+        micro = micro_batch(rollout, plan, slot=slot, seed=0, index=0)
+        loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
         loss.backward()
         total += loss.item()
         for name, (value, count) in metrics.items():

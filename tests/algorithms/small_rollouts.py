@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms import ranks as processes
+from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.ops.step import Metrics
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -62,6 +64,19 @@ def rollout(rewards: Tensor, advantages: Tensor, drawn: Completions, **more: Any
     return Rollout(drawn, rewards, advantages, drawn.response_mask, **more)
 
 
+def scored(drawn: Completions, said: Scores, **more: Any) -> Scored:
+    """Completions and their scores, under prompts that are numbered from 0."""
+    return Scored(batch(range(len(drawn.group_id.unique()))), drawn, said, **more)
+
+
+def credited(module: Any, found: Scored) -> tuple[Rollout, Metrics]:
+    """What a module's `take_rollout` makes of completions that are scored and chosen."""
+    with torch.no_grad():
+        old = module.old_logprobs(found.completions) if module.needs_old_logprobs else None
+        ref = module.reference_of(found) if module.needs_reference else None
+        return module.advantages(found, old, ref)
+
+
 def trainer(tmp_path: Any, **settings: Any) -> L.Trainer:
     """A quiet Trainer on the CPU that writes nothing."""
     return L.Trainer(
@@ -93,7 +108,8 @@ class EachBatch(L.Callback):
 class Ranks:
     """Several ranks as threads of this process, with the collectives that `lit_rl.algorithms.ranks` uses.
 
-    `Ranks(2).run(function)` calls `function(module)` on each, with a stand-in for a module, and returns what each gave.
+    `Ranks(2).run(function)` calls `function(module)` on each, with a stand-in for a module that knows nothing but its
+    `ranks`, and returns what each gave.
     """
 
     def __init__(self, count: int) -> None:
@@ -102,27 +118,22 @@ class Ranks:
         self._given: list[Any] = [None] * count
         self._local = threading.local()
 
-    def module(self, rank: int, **more: Any) -> Any:
-        trainer = SimpleNamespace(world_size=self.count, **more.pop("trainer", {}))
-        return SimpleNamespace(
-            trainer=trainer, _trainer=trainer, trainer_or_none=trainer, global_rank=rank, device=ONE,
-            world_size=self.count, all_gather=lambda x: torch.stack(self._exchange(rank, x)),
-            ranks=Thread(self, rank), **more,
-        )  # fmt: skip
+    def module(self, rank: int) -> Any:
+        return SimpleNamespace(ranks=Thread(self, rank))
 
     def all_reduce(self, tensor: Tensor, operation: Any = None) -> None:
         """In the place of `torch.distributed.all_reduce`; called from a rank's thread."""
-        every = torch.stack(self._exchange(self._local.rank, tensor.clone()))
+        every = torch.stack(self.exchange(self._local.rank, tensor.clone()))
         largest = operation == torch.distributed.ReduceOp.MAX
         tensor.copy_(every.amax(0) if largest else every.sum(0))
 
-    def run(self, function: Callable[..., Any], **more: Any) -> list[Any]:
+    def run(self, function: Callable[..., Any]) -> list[Any]:
         results: list[Any] = [None] * self.count
 
         def work(rank: int) -> None:
             self._local.rank = rank
             try:
-                results[rank] = function(self.module(rank, **more))
+                results[rank] = function(self.module(rank))
             except BaseException as error:  # raised below, in the test's own thread
                 results[rank] = error
                 self._barrier.abort()
@@ -137,7 +148,8 @@ class Ranks:
             raise error
         return results
 
-    def _exchange(self, rank: int, value: Tensor) -> list[Tensor]:
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        """What every rank gives, in their order."""
         self._given[rank] = value
         self._barrier.wait()
         everyone = list(self._given)
@@ -150,10 +162,10 @@ class Thread(processes.Ranks):
 
     def __init__(self, group: Ranks, rank: int) -> None:
         super().__init__(ONE, rank, group.count)
-        object.__setattr__(self, "group", group)
+        object.__setattr__(self, "_group", group)
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        return self.group._exchange(self.rank, tensor)  # pyright: ignore
+        return self._group.exchange(self.rank, tensor)  # pyright: ignore
 
     def objects(self, mine: Any) -> list[Any]:
-        return self.group._exchange(self.rank, mine)  # pyright: ignore
+        return self._group.exchange(self.rank, mine)  # pyright: ignore

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.rollouts.plan import BatchPlan, Slot, micro_rows, minibatch_rows
+from lit_rl.algorithms.rollouts.micro_batches import Slot, micro_rows, minibatch_rows
+from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.errors import ConfigError
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lit_rl.algorithms.terms.best_of_group import BestOfGroup
 from online_modules import (
     completions,
     exchanged,
@@ -19,15 +18,16 @@ from online_modules import (
     sums_by_hand,
     with_policies,
 )
-from online_modules import scores as scored
-from small_rollouts import EachBatch, trainer
+from online_modules import scores as said
+from small_rollouts import EachBatch, credited, trainer
 from torch.nn.functional import logsigmoid
 
 from lit_rl.algorithms import Constant, OnlineDPO
 from lit_rl.algorithms.families.judged import WIN_RATE
 from lit_rl.algorithms.families.judged_pairs import best_and_worst, compared
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.algorithms.terms.groups import DynamicSampling
+from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError, RewardError
@@ -177,7 +177,7 @@ class TestBestAgainstWorst:
         module = OnlineDPO("tiny", exact_match, judge=judge, group_size=3, sampling=Sampling(max_new_tokens=3))
         drawn = completions((2,) * 6, group=3)
         batch = prompts(2)
-        found = module.judged(batch, drawn, module.reward(batch, drawn))
+        found = module.judged(Scored(batch, drawn, module.reward(batch, drawn)))
         assert len(asked) == 6 and [a[3] for a in asked] == ["0"] * 3 + ["2"] * 3
         assert found.extras[WIN_RATE] == [0.75, 0.0, 0.5] * 2
         assert found.metrics["judge/failures"] == (2.0, 6) and found.metrics["judge/ties"] == (0.0, 2)
@@ -186,9 +186,9 @@ class TestBestAgainstWorst:
         module, drawn = module_of(group_size=3), completions((2,) * 6, group=3)
         rates = [1.0, 0.5, 0.0, 1.0, 0.5, 0.0]
         kept = torch.tensor([True, True, True, False, True, True])
-        with torch.no_grad():
-            rollout = module.advantages(drawn, scored([1.0] * 6, rates), kept=kept)
-        assert rollout.advantages.tolist() == [1, 0, -1, 0, 1, -1]
+        rollout, _ = credited(module, Scored(prompts(2), drawn, said([1.0] * 6, rates), kept=kept))
+        assert rollout.verdicts is not None and rollout.verdicts.tolist() == [1, 0, -1, 0, 1, -1]
+        assert rollout.loss_mask.any(1).tolist() == [True, False, True, False, True, True]
         assert rollout.rewards.isnan().tolist() == [False, False, False, True, False, False]
 
 
@@ -196,9 +196,9 @@ def test_the_penalty_is_taken_off_before_the_judge_sees_the_reward() -> None:
     module = module_of(missing_eos_penalty=2.0)
     drawn, batch = completions((2, 2)), prompts(1)
     drawn.ended[0] = False
-    found = module.judged(batch, drawn, scored([1.0, 0.0], []))
+    found = module.judged(Scored(batch, drawn, said([1.0, 0.0], [])))
     assert found.extras[WIN_RATE] == [0.0, 1.0] and found.total.tolist() == [1.0, 0.0]
-    assert module.rollout_of(drawn, found, None, advantages=found.total, loss_mask=drawn.response_mask).rewards[0] == -1
+    assert module.as_rollout(Scored(batch, drawn, found), loss_mask=drawn.response_mask).rewards.tolist() == [-1, 0]
 
 
 def test_beta_by_epoch() -> None:

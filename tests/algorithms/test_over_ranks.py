@@ -1,4 +1,6 @@
-"""Functions of rows on several ranks see the rows of all of them, and give each rank its own."""
+"""Functions of rows on several ranks see the rows of all of them, and give each rank its own.
+
+A function is given what its signature names."""
 
 from __future__ import annotations
 
@@ -8,20 +10,31 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_rollouts import Ranks
+from small_rollouts import Ranks as Threads
 
-from lit_rl.algorithms import ranks as over_ranks
-from lit_rl.algorithms.ranks import all_tokens, everyones, named, over_all_ranks, parameters
+from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.signatures import (
+    arguments_for,
+    multiplies_weights,
+    parameters,
+    reads,
+    setting,
+    takes_everything,
+    takes_positions,
+    unwrapped,
+)
 from lit_rl.ops.advantages import batch_normalized, normalize_then_sum
 from lit_rl.ops.returns import reinforce_plus_plus
+from lit_rl.ops.step import WeightsInside
 
 
 @pytest.fixture
 def ranks(monkeypatch):
     """`ranks(2)`: as many ranks as asked for, whose all_reduce is torch's while the test runs."""
 
-    def make(count: int) -> Ranks:
-        found = Ranks(count)
+    def make(count: int) -> Threads:
+        found = Threads(count)
         monkeypatch.setattr(torch.distributed, "all_reduce", found.all_reduce)
         return found
 
@@ -63,8 +76,8 @@ def joint(widths: list[int]) -> dict[str, torch.Tensor]:
 def test_each_rank_gets_its_rows_of_the_joint_answer(function, widths, ranks):
     one = joint(widths)
     offered = {name: column for name, column in one.items() if name not in ("rewards", "group_id")}
-    whole = function(one["rewards"], one["group_id"], **named(function, offered))
-    parts = ranks(len(widths)).run(lambda m: over_all_ranks(m, function, columns_of(m.global_rank, widths)))
+    whole = function(one["rewards"], one["group_id"], **arguments_for(function, offered))
+    parts = ranks(len(widths)).run(lambda m: m.ranks.apply(function, columns_of(m.ranks.rank, widths)))
     for rank, part in enumerate(parts):
         mine = whole[3 * rank : 3 * rank + 3]
         mine = mine[:, : widths[rank]] if mine.ndim == 2 else mine
@@ -73,7 +86,7 @@ def test_each_rank_gets_its_rows_of_the_joint_answer(function, widths, ranks):
 
 
 def test_rows_come_in_the_order_of_ranks_padded_with_zero_to_the_widest(ranks):
-    seen = ranks(2).run(lambda m: everyones(m, torch.full((2, m.global_rank + 1), m.global_rank + 1)))
+    seen = ranks(2).run(lambda m: m.ranks.gather(torch.full((2, m.ranks.rank + 1), m.ranks.rank + 1)))
     expected = torch.tensor([[1, 0], [1, 0], [2, 2], [2, 2]])
     assert all(torch.equal(rows, expected) for rows in seen)
 
@@ -81,33 +94,96 @@ def test_rows_come_in_the_order_of_ranks_padded_with_zero_to_the_widest(ranks):
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=4))
 def test_the_tokens_of_all_ranks_are_all_tokens_and_no_padding(counts):
     tokens = [[10.0 * rank + i for i in range(count)] for rank, count in enumerate(counts)]
-    seen = Ranks(len(counts)).run(lambda m: all_tokens(m, torch.tensor(tokens[m.global_rank])))
+    seen = Threads(len(counts)).run(lambda m: m.ranks.gather_tokens(torch.tensor(tokens[m.ranks.rank])))
     assert [part.tolist() for part in seen] == [[x for part in tokens for x in part]] * len(counts)
 
 
-def test_what_a_function_names_is_what_it_gets():
-    def estimator(r, groups, lengths, *, scale):
-        return r
+def test_every_rank_knows_the_sum_the_numbers_and_the_names_of_all():
+    group = Threads(3)
+    mine = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
+    assert [s.tolist() for s in group.run(lambda m: m.ranks.total(mine[m.ranks.rank]))] == [[7.0, 70.0]] * 3
+    assert group.run(lambda m: m.ranks.counts(5 - m.ranks.rank)) == [[5, 4, 3]] * 3
+    assert group.run(lambda m: m.ranks.any(m.ranks.rank == 1)) == [True] * 3
+    assert group.run(lambda m: m.ranks.any(False)) == [False] * 3
+    assert group.run(lambda m: m.ranks.objects({"rank": m.ranks.rank})) == [[{"rank": i} for i in range(3)]] * 3
+    known = ["b", "c"], ["a"], ["c", "a"]
+    assert group.run(lambda m: m.ranks.names(known[m.ranks.rank])) == [["a", "b", "c"]] * 3
 
-    offered = {"lengths": 1, "values": 2, "scale": 3}
-    assert named(estimator, offered) == {"lengths": 1, "scale": 3}
-    # a setting that the config has made is not overwritten by a column of that name
-    assert named(functools.partial(estimator, scale=5), offered) == {"lengths": 1}
-    assert parameters(functools.partial(estimator, scale=5)) == ("r", "groups", "lengths")
 
-
-def test_one_rank_or_none_asks_nobody(monkeypatch):
-    def forbidden(*args):
+@pytest.mark.parametrize("alone", [Ranks(), GRPO("tiny", len).ranks], ids=["one rank", "no Trainer"])
+def test_one_rank_or_none_asks_nobody(alone, monkeypatch):
+    def forbidden(*args, **more):
         raise AssertionError("a collective")
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", forbidden)
-    module = Ranks(1).module(0)
-    module.all_gather = forbidden
+    for name in ("all_reduce", "all_gather", "all_gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(torch.distributed, name, forbidden)
     columns = columns_of(0, [3])
     assert torch.equal(
-        over_all_ranks(module, batch_normalized, columns), batch_normalized(columns["rewards"], columns["group_id"])
+        alone.apply(batch_normalized, columns), batch_normalized(columns["rewards"], columns["group_id"])
     )
-    assert everyones(module, columns["mask"]) is columns["mask"]
-    assert all_tokens(module, columns["rewards"]) is columns["rewards"]
-    module._trainer = None
-    assert over_ranks.over_all_ranks(module, batch_normalized, columns).shape == (3,)
+    assert alone.gather(columns["mask"]) is columns["mask"]
+    assert alone.gather_tokens(columns["rewards"]) is columns["rewards"]
+    assert torch.equal(alone.total(columns["rewards"]), columns["rewards"])
+    assert alone.counts(3) == [3] and alone.any(True) and not alone.any(False)
+    assert alone.objects("x") == ["x"] and alone.first_ranks("x") == "x" and alone.names(["b", "a"]) == ["a", "b"]
+
+
+def test_rewards_and_groups_go_by_position_whatever_they_are_called():
+    seen = {}
+
+    def estimator(scores_of_rows, whose, *, lengths):
+        seen.update(first=scores_of_rows, second=whose, lengths=lengths)
+        return scores_of_rows
+
+    columns = columns_of(0, [3])
+    Ranks().apply(estimator, columns)
+    assert seen["first"] is columns["rewards"] and seen["second"] is columns["group_id"]
+    assert seen["lengths"] is columns["lengths"]
+
+
+# ---------------------------------------------------------------------- signatures
+
+
+def estimator(r, groups, lengths, *, scale=2.0):
+    return r
+
+
+def test_what_a_function_names_is_what_it_gets():
+    offered = {"lengths": 1, "values": 2, "scale": 3}
+    assert arguments_for(estimator, offered) == {"lengths": 1, "scale": 3}
+    # a setting that the config has made is not overwritten by a column of that name
+    assert arguments_for(functools.partial(estimator, scale=5), offered) == {"lengths": 1}
+    assert parameters(functools.partial(estimator, scale=5)) == ("r", "groups", "lengths")
+    assert reads(estimator, "scale") and not reads(functools.partial(estimator, scale=5), "scale")
+
+
+def test_a_function_with_keywords_gets_everything_but_what_is_set():
+    def greedy(r, groups, **columns):
+        return r
+
+    offered = {"lengths": 1, "values": 2}
+    assert takes_everything(greedy) and not takes_everything(estimator)
+    assert arguments_for(greedy, offered) == offered and reads(greedy, "values")
+    assert arguments_for(functools.partial(greedy, values=7), offered) == {"lengths": 1}
+    assert parameters(greedy) == ("r", "groups")
+
+
+def test_a_setting_is_what_was_given_or_the_default():
+    given_twice = functools.partial(functools.partial(estimator, scale=5), lengths=None)
+    assert setting(estimator, "scale") == 2.0 and setting(given_twice, "scale") == 5
+    assert unwrapped(given_twice) is estimator and unwrapped(estimator) is estimator
+
+
+def test_positions_that_a_function_takes():
+    assert [takes_positions(estimator, count) for count in range(5)] == [False, False, False, True, False]
+
+
+def test_only_a_loss_that_says_so_multiplies_the_weights_in_itself():
+    def inside(logprobs, old_logprobs, advantages, mask, weights: WeightsInside = None):
+        return logprobs
+
+    def outside(logprobs, old_logprobs, advantages, mask, weights=None):
+        return logprobs
+
+    assert multiplies_weights(inside) and multiplies_weights(functools.partial(inside, mask=None))
+    assert not multiplies_weights(outside)

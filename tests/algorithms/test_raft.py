@@ -11,10 +11,12 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from small_rollouts import EachBatch, batch, completions, scores, trainer
+from small_rollouts import EachBatch, completions, scored, scores, trainer
 
 from lit_rl.algorithms import GRPO, Reinforce
-from lit_rl.algorithms.terms.best_of_group import BestOfGroup
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.terms.groups import BestOfGroup
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.datamodule import RolloutDataModule
@@ -39,27 +41,21 @@ def length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text)) for text in completions]
 
 
-class Kept:
-    """Stands in for a module: what `BestOfGroup` asks of one."""
+class BesideOne(Ranks):
+    """Another rank takes part, and counts 1 of whatever is counted."""
 
-    group_size, compares_completions = 3, False
-
-    def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
-
-    def record(self, metrics: dict[str, Any]) -> None:
-        self.seen |= {name: float(top / bottom) for name, (top, bottom) in metrics.items()}
-
-    def counts_of_ranks(self, count: int) -> list[int]:
-        return [count, 1]  # another rank has one
+    def counts(self, count: int) -> list[int]:
+        return [count, 1]
 
 
 def chosen(rewards: list[float]) -> tuple[list[bool], dict[str, float]]:
-    module: Any = Kept()
-    count = len(rewards) // 3
-    *_, kept = BestOfGroup()(module, batch(range(count)), completions([2] * len(rewards), 3), scores(rewards))
-    assert kept is not None
-    return kept.tolist(), module.seen
+    found = scored(completions([2] * len(rewards), 3), scores(rewards))
+    nothing: Any = None  # the choice asks for no spare prompt and no text
+    kept, metrics = BestOfGroup()(found, spare=nothing, tokenizer=nothing, ranks=BesideOne())
+    averages = Averages()
+    averages.add(metrics)
+    assert kept.kept is not None and torch.equal(kept.completions.response_ids, found.completions.response_ids)
+    return kept.kept.tolist(), averages.reduce()
 
 
 def test_the_best_of_each_group_is_kept():
@@ -120,7 +116,7 @@ def test_the_preset_is_these_parts():
     assert type(module) is Reinforce and isinstance(module.groups, BestOfGroup)
     terms: Any = module
     assert terms.advantage.func is constant and terms.policy_loss.func is reinforce_loss
-    assert (module.group_size, module.beta, module.reward_beta, module.iterations) == (8, 0.0, 0.0, 1)
+    assert (module.group_size, module.kl.weight, module.credit.kl.weight, module.iterations) == (8, 0.0, 0.0, 1)
     assert not module.needs_reference and isinstance(module.reward_functions, Rewards)
 
 

@@ -1,38 +1,80 @@
-"""Parts of scored batches put together: whatever there is a row of goes along with its row."""
+"""Rows put together, taken apart and trimmed: whatever there is a row of goes along with its row."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from small_rollouts import batch, completions, scores
+from hypothesis import given
+from hypothesis import strategies as st
+from small_rollouts import batch, completions, rollout, scores
+from torch import Tensor
 
-from lit_rl.algorithms.ppo_parts import with_values
-from lit_rl.algorithms.rollouts.rows import Part, join_completions, joined, take_rows
+from lit_rl.algorithms.ppo import with_function
+from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.rollout import (
+    Completions,
+    Rollout,
+    Width,
+    columns_of,
+    join_completions,
+    join_rollouts,
+    select,
+    trim,
+    trim_rollout,
+)
 
 
-def part(rows: list[int], weights: list[list[float]]) -> Part:
+def part(rows: list[int], weights: list[list[float]]) -> Scored:
     """Two completions a prompt."""
     values = [[float(row), 10.0 * row] for row in rows for _ in range(2)]
     drawn = completions([1 + row for row in rows for _ in range(2)], 2)
     said = dataclasses.replace(scores(values), weights=torch.tensor(weights).repeat_interleave(2, 0))
-    return batch(rows), drawn, said
+    return Scored(batch(rows), drawn, said)
 
 
 def test_the_weights_of_a_row_stay_with_it():
-    both = joined(part([0, 1], [[1.0, 0.0], [2.0, 0.0]]), part([2], [[0.0, 3.0]]))
-    _, _, taken = take_rows(*both, [2, 0])
+    both = part([0, 1], [[1.0, 0.0], [2.0, 0.0]]).followed_by(part([2], [[0.0, 3.0]]))
+    taken = both.prompts([2, 0]).scores
     assert taken.values.tolist() == [[2.0, 20.0]] * 2 + [[0.0, 0.0]] * 2
     assert taken.weights.tolist() == [[0.0, 3.0]] * 2 + [[1.0, 0.0]] * 2
 
 
+def test_prompts_completions_and_scores_of_a_row_stay_together():
+    one, two = (part(rows, [[1.0, 0.0]] * len(rows)) for rows in ([0, 1], [2]))
+    one = dataclasses.replace(one, scores=dataclasses.replace(one.scores, extras={"a": [0, 0, 1, 1]}))
+    two = dataclasses.replace(
+        two, scores=dataclasses.replace(two.scores, extras={"b": [2, 2]}, span_rewards=[[(0, 1, 1.0)], []])
+    )
+    both = one.followed_by(two)
+    assert both.group_size == 2 and len(both.batch) == 3
+    taken = both.prompts([2, 0])
+    assert taken.batch.rows == [2, 0] and taken.batch.prompts == ["prompt 2", "prompt 0"]
+    assert taken.batch.prompt_ids == [[2], [0]] and taken.batch.columns == {"answer": ["2", "0"]}
+    assert taken.completions.lengths.tolist() == [3, 3, 1, 1]
+    assert taken.scores.extras == {"a": [None, None, 0, 0], "b": [2, 2, None, None]}
+    assert taken.scores.span_rewards == [[(0, 1, 1.0)], [], [], []]
+
+
+def test_what_functions_logged_of_both_is_added_up():
+    one, two = (part([row], [[1.0, 0.0]]) for row in (0, 1))
+    one = dataclasses.replace(one, scores=dataclasses.replace(one.scores, metrics={"x": (1.0, 2), "y": (1.0, 1)}))
+    two = dataclasses.replace(two, scores=dataclasses.replace(two.scores, metrics={"x": (3.0, 4)}))
+    assert one.followed_by(two).scores.metrics == {"x": (4.0, 6), "y": (1.0, 1)}
+
+
 def test_a_function_beside_the_others_has_weight_one():
-    _, _, said = part([1, 2], [[2.0, 0.5], [1.0, 0.0]])
+    said = part([1, 2], [[2.0, 0.5], [1.0, 0.0]]).scores
     said = dataclasses.replace(said, total=(said.weights * said.values).sum(1))
-    more = with_values(said, "adapter", torch.tensor([0.5, 1.5, 2.5, 3.5]))
+    more = with_function(said, "adapter", torch.tensor([0.5, 1.5, 2.5, 3.5]))
     assert more.names[-1] == "adapter" and more.weights[:, -1].tolist() == [1.0] * 4
     torch.testing.assert_close((more.weights * more.values).sum(1), more.total)
+
+
+# ---------------------------------------------------------------------- columns
 
 
 @pytest.mark.parametrize("told", [(True, True), (True, False), (False, True), (False, False)])
@@ -50,3 +92,130 @@ def test_a_kept_mass_that_is_told_of_some_rows_only_is_told_of_none(told):
     else:
         assert joint.kept_logmass is None
     assert joint.response_mask.tolist() == [[True, False, False], [True, True, False], [True] * 3, [True, False, False]]
+
+
+def with_a_tools_tokens(drawn: Completions) -> Completions:
+    """Two more columns: a tool answers the first row, in a second turn, and the policy says no more."""
+    wide = join_completions(drawn, completions([drawn.response_ids.shape[1] + 2], 1))
+    wide = select(wide, torch.arange(len(drawn)))
+    attended, turn = wide.response_mask.clone(), torch.zeros_like(wide.response_ids)
+    attended[0, -2:], turn[0, -2:] = True, 1
+    return dataclasses.replace(wide, attended=attended, turn=turn)
+
+
+@pytest.mark.parametrize("tool", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("lengths", [([1, 2], [3, 1]), ([2, 1], [6, 2])], ids=["narrower", "wider"])
+def test_what_was_attended_survives_joining_also_where_one_side_says_nothing_of_it(tool, lengths):
+    """Who says nothing has attended to what it sampled, in one turn."""
+    parts = [
+        with_a_tools_tokens(drawn) if has else drawn for drawn, has in zip((completions(n, 2) for n in lengths), tool)
+    ]
+    joint = join_completions(*parts)
+    if not any(tool):
+        assert joint.attended is None and joint.turn is None
+    else:
+        assert joint.attended is not None and joint.turn is not None
+    width = joint.response_ids.shape[1]
+    seen = joint.attention_mask[:, joint.prompt_ids.shape[1] :]
+    for start, drawn, has in zip((0, 2), parts, tool):
+        mine = drawn.attention_mask[:, drawn.prompt_ids.shape[1] :]
+        padded = torch.nn.functional.pad(mine, (0, width - mine.shape[1]))
+        assert torch.equal(seen[start : start + 2], padded)
+        if joint.turn is not None:
+            turns = drawn.turn if has and drawn.turn is not None else torch.zeros_like(drawn.response_ids)
+            assert torch.equal(joint.turn[start : start + 2, : turns.shape[1]], turns)
+    assert torch.equal(joint.response_mask & seen, joint.response_mask)
+
+
+@pytest.mark.parametrize("kind", [Completions, Rollout])
+def test_every_tensor_of_rows_says_what_its_second_dimension_counts(kind):
+    """A column without a width would be neither trimmed nor joined: its rows would be those of the first part."""
+    hints = get_type_hints(kind)
+
+    def is_tensor(hint: Any) -> bool:
+        return hint is Tensor or (get_origin(hint) in (Union, UnionType) and Tensor in get_args(hint))
+
+    tensors = {each.name for each in dataclasses.fields(kind) if is_tensor(hints[each.name])}
+    widths = {each.name: each.metadata.get("width") for each in dataclasses.fields(kind)}
+    assert {name for name, width in widths.items() if width is not None} == tensors
+    assert all(isinstance(widths[name], Width) for name in tensors)
+    assert tensors >= {"completions": {"rewards"}, "prompt_ids": {"prompt_ids"}}.get(next(iter(widths)), set())
+
+
+# Lengths of prompts and responses, whether a row's tool answers, and whether everything optional is there.
+ROWS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 2)), min_size=1, max_size=4)
+
+
+def drawn_of(rows: list[tuple[int, int, int]], first: int, *, wider: int = 0) -> Completions:
+    """Every column, told apart by its numbers; `wider` columns of padding on both sides."""
+    p, t = max(row[0] for row in rows) + wider, max(row[1] + row[2] for row in rows) + wider
+    prompt_mask = torch.arange(p).flip(0)[None] < torch.tensor([[row[0]] for row in rows])
+    mask = torch.arange(t)[None] < torch.tensor([[row[1]] for row in rows])
+    attended = torch.arange(t)[None] < torch.tensor([[row[1] + row[2]] for row in rows])
+    numbers = first + torch.arange(len(rows) * 100).view(len(rows), 100)
+    return Completions(
+        prompt_ids=numbers[:, 50 : 50 + p] * prompt_mask,
+        prompt_mask=prompt_mask,
+        response_ids=numbers[:, :t] * attended,
+        response_mask=mask,
+        sampler_logprobs=-numbers[:, :t] * mask / 7.0,
+        ended=torch.tensor([row[1] % 2 == 0 for row in rows]),
+        group_id=first + torch.arange(len(rows)),
+        attended=attended,
+        kept_logmass=-numbers[:, :t] * mask / 9.0,
+        turn=(attended & ~mask).long(),
+        model_inputs={"pixels": numbers[:, :3].float()},
+    )
+
+
+def rollout_of(drawn: Completions, *, per_token: bool) -> Rollout:
+    tokens = drawn.response_ids.float()
+    return rollout(
+        drawn.group_id.float(),
+        tokens if per_token else drawn.group_id / 2,
+        drawn,
+        verdicts=drawn.group_id / 4,
+        **{name: tokens / n for n, name in enumerate(("old_logprobs", "ref_logprobs", "weights", "old_values"), 3)},
+        returns=tokens / 11,
+        kl_factor=0.5,
+    )
+
+
+def same(one: Any, two: Any) -> bool:
+    """In every column."""
+    pairs = zip(columns_of(one), columns_of(two), strict=True)
+    return all(
+        name == other and x is not None and y is not None and x.shape == y.shape and torch.equal(x, y)
+        for (name, _, x), (other, _, y) in pairs
+    )
+
+
+@given(ROWS, ROWS, st.integers(0, 2), st.booleans())
+def test_joining_and_taking_apart_again_gives_every_column_back(rows, others, wider, per_token):
+    one, two = drawn_of(rows, 1, wider=wider), drawn_of(others, 1001)
+    parts = [rollout_of(drawn, per_token=per_token) for drawn in (one, two)]
+    joint, count = join_rollouts(*parts), len(rows)
+    assert joint.kl_factor == 0.5 and len(joint) == count + len(others)
+    for part_of, at in zip(parts, (torch.arange(count), count + torch.arange(len(others)))):
+        found, expected = trim_rollout(select(joint, at)), trim_rollout(part_of)
+        assert same(found, expected) and same(found.completions, expected.completions)
+        pixels = [taken.completions.model_inputs["pixels"] for taken in (found, expected)]
+        assert torch.equal(*pixels)
+
+
+@given(ROWS, st.integers(0, 2))
+def test_trimming_takes_off_padding_and_nothing_else(rows, wider):
+    drawn, tight = drawn_of(rows, 1, wider=wider), drawn_of(rows, 1)
+    found = trim(drawn)
+    assert found.attention_mask.any(0).all() and found.attention_mask.sum() == drawn.attention_mask.sum()
+    assert found.prompt_ids.shape == tight.prompt_ids.shape and found.response_ids.shape == tight.response_ids.shape
+    assert found.prompt_ids[found.prompt_mask].tolist() == drawn.prompt_ids[drawn.prompt_mask].tolist()
+    assert drawn.attended is not None and found.attended is not None
+    assert found.response_ids[found.attended].tolist() == drawn.response_ids[drawn.attended].tolist()
+    assert same(trim(found), found)
+
+
+def test_parts_that_have_other_columns_are_not_joined():
+    one, two = (rollout_of(drawn_of([(1, 2, 0)], first), per_token=False) for first in (1, 1001))
+    with pytest.raises(AssertionError, match="weights"):
+        join_rollouts(one, dataclasses.replace(two, weights=None))

@@ -12,6 +12,7 @@ from oracle_cases import (
     GIVEN,
     GROUP,
     LIMIT,
+    PROMPTS,
     ROWS,
     TEMPERATURE,
     WEIGHTS,
@@ -25,17 +26,18 @@ from oracle_cases import (
 from oracle_trl import Oracle
 
 from lit_rl.algorithms import GRPO, RLOO
+from lit_rl.algorithms.evaluation.statistics import SUMMARIES
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
 from lit_rl.models import LanguageModel
 from lit_rl.models.reference.base import FrozenCopy
 from lit_rl.ops import advantages, kl, losses, mismatch, ratios, reductions, selection
-from lit_rl.ops.mismatch import effective_share
-from lit_rl.ops.step import Effective, Highest, Lowest, Metrics
+from lit_rl.ops.step import ForController, Highest, Lowest, Metrics, Summed
 from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, Rollout, Sampling
+from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
 
 MODEL = LanguageModel("tiny")
 """Lends its tokenizer; its weights are never loaded."""
@@ -155,15 +157,18 @@ def plan_of(case: Case) -> BatchPlan:
 def our_rollout(
     oracle: Oracle, module: PolicyGradient, case: Case, completions: Completions
 ) -> tuple[Rollout, Metrics]:
-    """The rollout with the weights of then, and what it recorded of itself."""
+    """The rollout with the weights of then, and its metrics, as `take_rollout` makes them of these completions."""
     GIVEN.update(first=case.first, second=case.second)
-    recorded: Metrics = {}
-    module.record = recorded.update  # pyright: ignore
     module.policy, module.reference_policy = oracle.model, oracle.trainer.ref_model
     oracle.at("rollout")
-    scores = module.reward_functions.score([""] * ROWS, [""] * ROWS, {})
+    prompts = PROMPTS[::GROUP]
+    rows = list(range(len(prompts)))
+    batch = PromptBatch(prompts, [MODEL.tokenizer.encode(p) for p in prompts], {}, rows, [0] * len(prompts))
+    scored = Scored(batch, completions, module.reward_functions.score([""] * ROWS, [""] * ROWS, {}))
     with torch.no_grad():
-        return module.advantages(completions, scores), recorded
+        old = module.old_logprobs(completions) if module.needs_old_logprobs else None
+        ref = module.reference_of(scored) if module.needs_reference else None
+        return module.advantages(scored, old, ref)
 
 
 def ours(oracle: Oracle, module: PolicyGradient, case: Case, completions: Completions) -> Outcome:
@@ -174,17 +179,18 @@ def ours(oracle: Oracle, module: PolicyGradient, case: Case, completions: Comple
     oracle.at(case.now)
     shares, found = [], {name: [value(metric)] for name, metric in recorded.items()}
     for slot in range(case.micro_batches):
-        micro = module.of_step(micro_batch(rollout, plan, slot=slot, seed=0, index=0), counts)
-        loss, metrics = module.loss(micro, totals_of(counts, plan))
+        micro = micro_batch(rollout, plan, slot=slot, seed=0, index=0)
+        loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
         shares.append(loss)
         for name, metric in metrics.items():
-            found.setdefault(name, []).append(value(metric))
+            if not isinstance(metric, ForController):
+                found.setdefault(name, []).append(value(metric))
     return replace(backward(oracle.model, shares), advantages=rollout.advantages, metrics=found)
 
 
 def value(metric: Any) -> float:
-    if isinstance(metric, Effective):
-        return effective_share(metric.moments).item()
+    if isinstance(metric, Summed):
+        return SUMMARIES[metric.summary](metric.sums).item()
     if isinstance(metric, (Highest, Lowest)):
         return metric.value.item()
     return (metric[0] / metric[1]).item()

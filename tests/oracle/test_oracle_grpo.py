@@ -217,7 +217,8 @@ def rows_alone(oracle: Oracle, settings: dict[str, Any], case: Case, name: str) 
     counts = rollout.loss_mask.sum(1)
     alone = torch.zeros(ROWS)
     for row in counts.nonzero().flatten():
-        alone[row] = value(module.loss(select(rollout, row[None]), totals)[1][name])
+        micro = select(rollout, row[None])
+        alone[row] = value(module.loss(micro, module.token_scores(micro.completions), totals)[1][name])
     return alone, counts
 
 

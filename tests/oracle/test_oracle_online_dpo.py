@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from lit_rl.algorithms import OnlineDPO
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.models import LanguageModel
 from lit_rl.models.reference.base import AdapterBase, FrozenCopy
 from lit_rl.ops import preference
@@ -128,15 +130,17 @@ def ours(
     module.policy, module.reference_policy = trainer.model, trainer.ref_model
     batch = PromptBatch(PROMPTS, [tokenizer.encode(p) for p in PROMPTS], {}, list(range(4)), [0] * 4)
     with torch.no_grad():
-        scores = module.judged(batch, completions, module.reward(batch, completions))
-        rollout = module.replaced(module.advantages(completions, scores))
+        scored = Scored(batch, completions, module.reward(batch, completions))
+        scored = replace(scored, scores=module.judged(scored))
+        drawn, _ = module.advantages(scored, None, module.reference_of(scored))
+        rollout, _ = module.replaced(drawn)
     plan = BatchPlan(len(PROMPTS), 2, minibatches=1, iterations=1, accumulate=accumulate, world_size=1)
     counts = step_counts(rollout, plan, seed=0, index=0)[0]
     module.policy.train()
     total, sums = 0.0, {}
     for slot in range(accumulate):
-        micro = module.of_step(micro_batch(rollout, plan, slot=slot, seed=0, index=0), counts)
-        loss, metrics = module.loss(micro, totals_of(counts, plan))
+        micro = micro_batch(rollout, plan, slot=slot, seed=0, index=0)
+        loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
         loss.backward()
         total += loss.item()
         for name, (value, count) in metrics.items():  # pyright: ignore

@@ -11,13 +11,14 @@ import torch
 from oracle_cases import Case, Outcome, assert_same_step, backward
 from oracle_ours import our_grpo, our_rollout, ours, plan_of
 from oracle_trl import Oracle, completions_of, theirs
+from torch import Tensor
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
-from lit_rl.algorithms.terms.look_ahead import look_ahead
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import score
 from lit_rl.ops.reductions import StepTotals
+from lit_rl.ops.step import StepTokens
 from lit_rl.rollout import Rollout, select
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -90,6 +91,13 @@ def step_of(oracle: Oracle, settings: dict[str, Any], case: Case) -> tuple[Polic
     return module, micro_batches, totals_of(counts, plan)
 
 
+def share_of(module: PolicyGradient, micro: Rollout, totals: StepTotals, step: StepTokens | None = None) -> Tensor:
+    """A micro-batch's share of the objective; controllers are told of it as in `training_step`."""
+    loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals, step)
+    module._tell_controllers_later(metrics)
+    return loss
+
+
 @pytest.mark.filterwarnings("ignore:GPU available")
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
 @pytest.mark.parametrize("names", [("top_entropy",), ("entropy",), ("top_entropy", "entropy")], ids="-".join)
@@ -99,8 +107,8 @@ def test_terms_of_a_step_do_not_depend_on_its_cut(grpo: Oracle, loss_type: str, 
     whole = Case(micro_batches=1)
     other = theirs(grpo, settings, whole, completions_of(grpo, whole))
     module, micro_batches, totals = step_of(grpo, settings, replace(whole, micro_batches=2))
-    step = look_ahead(module, micro_batches) if module.needs_step else None
-    mine = backward(grpo.model, [module.loss(micro, totals, step)[0] for micro in micro_batches])
+    step = module.look_ahead(micro_batches) if module.needs_step else None
+    mine = backward(grpo.model, [share_of(module, micro, totals, step) for micro in micro_batches])
     assert_same_step(replace(mine, advantages=other.advantages), other)
 
 
@@ -110,7 +118,7 @@ def test_the_bonus_of_trl_is_a_mean_of_means(grpo: Oracle) -> None:
     other = theirs(grpo, settings, case, completions_of(grpo, case))
     module, micro_batches, totals = step_of(grpo, settings, case)
     counted = [replace(totals, tokens=case.micro_batches * micro.loss_mask.sum()) for micro in micro_batches]
-    mine = backward(grpo.model, [module.loss(micro, counts)[0] for micro, counts in zip(micro_batches, counted)])
+    mine = backward(grpo.model, [share_of(module, micro, counts) for micro, counts in zip(micro_batches, counted)])
     assert_same_step(replace(mine, advantages=other.advantages), other)
     assert len({int(micro.loss_mask.sum()) for micro in micro_batches}) == 2
 
@@ -144,9 +152,9 @@ def test_adaptive_entropy(grpo: Oracle, micro_batches: int, more: dict[str, Any]
         with torch.no_grad():
             head.mul_(sharpness)
         other = grpo.step(split_tensor_dict(taken, micro_batches))
-        mine = backward(grpo.model, [module.loss(micro, totals)[0] for micro in ours_cut])
+        mine = backward(grpo.model, [share_of(module, micro, totals) for micro in ours_cut])
         module.after_step()
         assert_same_step(mine, other)
         coefficients.append(grpo.trainer.entropy_coef)
-        assert module.entropy.state()["entropy_coef"] == pytest.approx(coefficients[-1])
+        assert module.entropy.control.state()["entropy_coef"] == pytest.approx(coefficients[-1])
     assert {min(coefficients), max(coefficients)} == {0.07, 0.23}, "both limits are reached"

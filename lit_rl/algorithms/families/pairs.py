@@ -59,6 +59,8 @@ class PairModule(OfflineModule, ABC):
         self.beta = beta
         self.preference = pair_checks.by_name(preference)
         self.preference_weights = pair_checks.weights(self.preference, preference_weights)
+        self.coupled_losses = pair_checks.over_step(self.preference)
+        self.couples_rows = bool(self.coupled_losses)
 
     @abstractmethod
     def columns(self, batch: PairBatch, scores: TextScores) -> Columns:
@@ -69,12 +71,16 @@ class PairModule(OfflineModule, ABC):
 
     def pairs(self, columns: Columns, batch: PairBatch) -> Pairs:
         """The columns as what a loss reads."""
-        counts: Any = {"nll_tokens": float(batch.totals.tokens), "step_rows": float(batch.totals.rows)}
-        return Pairs(**columns, **counts, divergence=self.divergence)
+        return Pairs(**columns, **self._constants(batch))  # pyright: ignore[reportArgumentType]
 
-    @property
-    def couples_rows(self) -> bool:
-        return bool(pair_checks.over_step(self.preference))
+    def _constants(self, batch: PairBatch) -> dict[str, Any]:
+        """What a loss reads beside the columns: what the step counts, and the divergence."""
+        totals = batch.totals
+        return {
+            "nll_tokens": float(totals.tokens),
+            "step_rows": float(totals.rows),
+            "divergence": self.divergence,
+        }
 
     def look(self, batch: PairBatch) -> Columns:
         return self.columns(batch, self.text_scores(batch.tokens))
@@ -90,17 +96,18 @@ class PairModule(OfflineModule, ABC):
             whole: Those of the whole step, where a loss couples rows.
             weights: `(b,)`: what each pair's loss is multiplied by. None: 1.
         """
-        total, coupled = torch.zeros((), device=self.device), pair_checks.over_step(self.preference)
+        total, constants = torch.zeros((), device=self.device), self._constants(batch)
         for name, function in self.preference.items():
-            compared = partial(self._compare, function, batch)
-            rows = share_of(compared, batch, whole if name in coupled else None, **columns)
+            compared = partial(_losses_of_pairs, function, self.beta, constants)
+            rows = share_of(compared, batch, whole if name in self.coupled_losses else None, **columns)
             if weights is not None:
                 rows = rows * weights
             total = total + self.preference_weights[name] * rows.sum() / self.denominator(batch.totals)
         return total
 
-    def _compare(self, function: Preference, batch: PairBatch, **columns: Tensor) -> Tensor:
-        return function(self.pairs(columns, batch), self.beta)
+
+def _losses_of_pairs(function: Preference, beta: float, constants: dict[str, Any], **columns: Tensor) -> Tensor:
+    return function(Pairs(**columns, **constants), beta)
 
 
 class Sides(NamedTuple):

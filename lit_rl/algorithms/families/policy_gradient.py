@@ -132,7 +132,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
         self._check_terms()
-        self.needs_reference = bool(self.kl or self.credit.kl)
+        self.needs_reference = bool(self.kl.weight or self.credit.kl.weight)
+        self.needs_greedy_rewards = advantage is not None and "greedy_rewards" in parameters(advantage)
+        of_step = "step" in parameters(loss) or self.selection.needs_step
+        self.needs_step = of_step or (selection is not None and entropy is not None)
+        made_of_old = self.credit.kl.weight, self.engine.needs_old_logprobs, replay, isinstance(kl_control, AdaptiveKL)
+        self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
+        self._loss_reads = tuple(arguments_for(loss, dict.fromkeys(("weights", "step"))))
+        self._loss_multiplies_weights = multiplies_weights(loss)
 
     # ------------------------------------------------------------------ advantages
 
@@ -147,9 +154,9 @@ class PolicyGradient(OnPolicyModule, ABC):
     def assign_credit(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Credit, Metrics]:
         """Rewards of rows and tokens. The KL's controller is told how far the policy is, after its factor was used."""
         credit, metrics = self.credit(
-            scored, old, ref, kl_factor=self.kl_control.factor, tokenizer=self.tokenizer, ranks=self.ranks
+            scored, old, ref, kl_factor=self.kl_control.factor, tokenizer=self.model.tokenizer, ranks=self.ranks
         )
-        return credit, {} if self.kl else metrics  # one `kl` is logged: that of the loss, where it has one
+        return credit, {} if self.kl.weight else metrics  # one `kl` is logged: that of the loss, where it has one
 
     def as_rollout(
         self,
@@ -187,7 +194,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             advantages=advantages,
             loss_mask=loss_mask,
             old_logprobs=old,
-            ref_logprobs=ref if self.kl else None,
+            ref_logprobs=ref if self.kl.weight else None,
             kl_factor=factor,
             **more,
         )
@@ -202,22 +209,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         return self.advantage is not None and estimators.compares_within_groups(self.advantage)
 
     @property
-    def needs_greedy_rewards(self) -> bool:
-        return self.advantage is not None and "greedy_rewards" in parameters(self.advantage)
-
-    @property
     def needs_old_logprobs(self) -> bool:
         """Taken anew only where the ratio can differ from 1, or a term is made of them.
 
         For weights against an engine alone the training's own forward pass will do, unless it has dropout: then it is
         of another policy than the one that sampled.
         """
-        others = self.credit.kl, self.engine.needs_old_logprobs, self.replay, self._engine_meets_dropout
-        return not self.ratio_is_one or isinstance(self.kl_control, AdaptiveKL) or any(others)
-
-    @property
-    def _engine_meets_dropout(self) -> bool:
-        return self.engine.compares and self.policy is not None and drops_out(self.policy)
+        engine_meets_dropout = self.engine.compares and self.policy is not None and drops_out(self.policy)
+        return self._reads_old_logprobs or engine_meets_dropout
 
     # ------------------------------------------------------------------ loss
 
@@ -230,12 +229,13 @@ class PolicyGradient(OnPolicyModule, ABC):
         sampler = rollout.completions.sampler_logprobs if self.engine.correction is not None else old
 
         weights, weighing = self.engine.in_loss(rollout, logprobs, totals)
-        offered = arguments_for(self.policy_loss, {"weights": weights, "step": step})
-        tokens, metrics = self.policy_loss(logprobs, old, rollout.advantages, mask, **offered)
+        offered = {"weights": weights, "step": step}
+        read = {name: offered[name] for name in self._loss_reads}
+        tokens, metrics = self.policy_loss(logprobs, old, rollout.advantages, mask, **read)
         tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
         acting = self.selection(entropy, mask, step)
-        tokens = self.selection.weighted(tokens, acting)
-        if weights is not None and not multiplies_weights(self.policy_loss):
+        tokens = tokens * acting
+        if weights is not None and not self._loss_multiplies_weights:
             tokens = tokens * weights
         penalty, distances = self._kl_in_loss(rollout, logprobs, old)
         tokens = tokens if penalty is None else tokens + penalty
@@ -267,11 +267,6 @@ class PolicyGradient(OnPolicyModule, ABC):
     def score_terms(self) -> dict[str, bool]:
         """What the objective needs of the policy's forward pass beside log-probs."""
         return {"entropy_gradient": self.entropy is not None, "router_aux": self.router_aux_loss_coef > 0}
-
-    @property
-    def needs_step(self) -> bool:
-        of_step = "step" in parameters(self.policy_loss) or self.selection.needs_step
-        return of_step or (self.selection.choose is not None and self.entropy is not None)
 
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
         return step_tokens(self.policy, micro_batches, self.sampling, self.selection, self.ranks)

@@ -106,7 +106,7 @@ class GeneratingModule(PolicyModule):
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
         ids = response_ids(completions)
-        return self.reward_texts(batch, self.tokenizer.batch_decode(ids, skip_special_tokens=True), ids)
+        return self.reward_texts(batch, self.model.tokenizer.batch_decode(ids, skip_special_tokens=True), ids)
 
     def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""

@@ -113,7 +113,6 @@ class OnPolicyModule(GeneratingModule, ABC):
             with self.rollout_context():
                 rollout = self.take_rollout(batch)
             self.rest()
-            self._records.add(self.source.proof(self.device))
             self._open(*rollout)
         self._slot = batch.slot
 
@@ -293,17 +292,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
         self.scored, visible = self.shown(scored, drawn)
-        self._records.add(metrics)
+        self.rollout, replacing = self.replaced(drawn)
+        self._records.add(self.source.proof(self.device) | metrics | replacing)
         self._records.open(
             self.scored,
             visible,
             step=self.step,
             sampled_tokens=self.source.sampled_tokens,
-            tokenizer=self.tokenizer,
+            tokenizer=self.model.tokenizer,
             ranks=self.ranks,
         )
-        self.rollout, replacing = self.replaced(drawn)
-        self._records.add(replacing)
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:

@@ -119,7 +119,7 @@ def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment) -> None:
         f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
     }
     unread = [key for key, is_set in changes.items() if is_set and not _reads_changes(estimator)]
-    if credit.kl and not _reads_kl(estimator):
+    if credit.kl.weight and not _reads_kl(estimator):
         unread.append(f"algo.reward_beta={credit.kl.weight}")
     if unread:
         raise ConfigError(

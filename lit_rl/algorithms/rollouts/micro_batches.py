@@ -3,16 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.rollouts.plan import BatchPlan, Slot, micro_rows, minibatch_rows
+from lit_rl.algorithms.rollouts.plan import BatchPlan, mix
 from lit_rl.models.policy.forward import score
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a micro-batch stands in its rollout."""
+
+    iteration: int
+    minibatch: int
+    micro: int
+
+    @staticmethod
+    def of(slot: int, plan: BatchPlan) -> Slot:
+        step, micro = divmod(slot, plan.accumulate)
+        iteration, minibatch = divmod(step, plan.minibatches)
+        return Slot(iteration, minibatch, micro)
+
+
+def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
+    """Rows of each mini-batch of one pass: whole groups, permuted anew at each pass by (seed, rollout, iteration)."""
+    groups = torch.unique(group_id)
+    if plan.minibatches > 1:
+        generator = torch.Generator().manual_seed(mix(seed, rollout, iteration))
+        groups = groups[torch.randperm(len(groups), generator=generator).to(groups.device)]
+    return [torch.isin(group_id, part).nonzero().flatten() for part in groups.chunk(plan.minibatches)]
+
+
+def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan) -> list[Tensor]:
+    """Cut a mini-batch into `accumulate` micro-batches of equally many group slices, balanced by their tokens.
+
+    Slices are dealt out from long to short, back and forth, so that no micro-batch gets all the long ones.
+    """
+    if plan.accumulate == 1:
+        return [rows]
+    slices = [
+        part
+        for group in torch.unique(group_id[rows])
+        for part in rows[group_id[rows] == group].chunk(plan.split_groups)
+    ]
+    slices.sort(key=lambda part: (-int(lengths[part].sum()), int(part[0])))
+    hands: list[list[Tensor]] = [[] for _ in range(plan.accumulate)]
+    for i, part in enumerate(slices):
+        lap, seat = divmod(i, plan.accumulate)
+        hands[seat if lap % 2 == 0 else plan.accumulate - 1 - seat].append(part)
+    return [torch.cat(hand).sort().values for hand in hands]
 
 
 def micro_batch(rollout: Rollout, plan: BatchPlan, *, slot: int, seed: int, index: int) -> Rollout:

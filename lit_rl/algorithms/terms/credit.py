@@ -101,7 +101,7 @@ class CreditAssignment:
         rewards = self._of_rows(completions, total, ranks)
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
         metrics: Metrics = {}
-        if self.kl and old is not None and ref is not None:
+        if self.kl.weight and old is not None and ref is not None:
             penalty, metrics = self.kl(old, ref, old, mask, kl_factor)
             penalty = penalty.masked_fill(~mask, 0.0)
             per_token = per_token - penalty.masked_fill(rewards.isnan()[:, None], 0.0)

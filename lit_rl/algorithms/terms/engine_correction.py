@@ -44,17 +44,11 @@ class EngineCorrection:
     ) -> None:
         automatic = correction is not None and unwrapped(correction) is auto_correction
         self.correction = None if automatic and exact else correction
-        self.rejection, self.normalisation, self.exact = rejection, normalisation, exact
-
-    @property
-    def compares(self) -> bool:
+        self.rejection, self.normalisation = rejection, normalisation
+        self.compares = self.correction is not None or rejection is not None or not exact
         """Whether the engine's log-probs are held against the policy's: always where the engine is not the policy."""
-        return self.correction is not None or self.rejection is not None or not self.exact
-
-    @property
-    def needs_old_logprobs(self) -> bool:
+        self.needs_old_logprobs = bool(rejection or normalisation)
         """Whether a term needs the weights before the loss is computed."""
-        return bool(self.rejection or self.normalisation)
 
     def at_rollout(self, rollout: Rollout, version: int) -> tuple[Rollout, Metrics]:
         """The rollout with weights, and without the tokens that are rejected, where its old log-probs are known.

@@ -28,9 +28,6 @@ class KLPenalty:
         in_range(key, weight, low=0)
         self.weight, self.estimator = weight, estimator
 
-    def __bool__(self) -> bool:
-        return bool(self.weight)
-
     def __call__(
         self, logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, factor: float
     ) -> tuple[Tensor, Metrics]:

@@ -42,10 +42,6 @@ class TokenSelection:
             return mask
         return mask & self.choose(entropy.detach(), mask, **arguments_for(self.choose, {"step": step}))
 
-    def weighted(self, per_token: Tensor, acting: Tensor) -> Tensor:
-        """The losses of tokens with 0 where the loss does not act."""
-        return per_token if self.choose is None else per_token * acting
-
     def count(self, acting: Tensor, totals: StepTotals, step: StepTokens | None) -> Tensor:
         """How many tokens the loss acts on in the whole step."""
         if self.choose is None:
