@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.pairs import Columns, PairModule, Sides, pair_metrics, policy_columns
-from lit_rl.algorithms.ranks import inner, setting
+from lit_rl.algorithms.signatures import setting, unwrapped
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
@@ -95,11 +95,11 @@ class CPO(PairModule):
 
 def _reward_of(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None:
     """What these losses make of a log-prob per token, without beta; None where one is of the sum over tokens."""
-    functions = [inner(function) for function in preferences]
+    functions = [unwrapped(function) for function in preferences]
     if not all(function in PER_TOKEN for function in functions):
         return None
-    return partial(alpha_reward, alpha=setting(preferences[0], "alpha")) if functions == [alphapo] else _itself
+    return partial(alpha_reward, alpha=setting(preferences[0], "alpha")) if functions == [alphapo] else _unchanged
 
 
-def _itself(mean: Tensor) -> Tensor:
+def _unchanged(mean: Tensor) -> Tensor:
     return mean

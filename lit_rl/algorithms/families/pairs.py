@@ -92,14 +92,15 @@ class PairModule(OfflineModule, ABC):
         """
         total, coupled = torch.zeros((), device=self.device), pair_checks.over_step(self.preference)
         for name, function in self.preference.items():
-            compared = partial(self._compare, function, batch)
-            rows = share_of(compared, batch, whole if name in coupled else None, **columns)
+            pair_loss = partial(self.pair_loss, function, batch)
+            rows = share_of(pair_loss, batch, whole if name in coupled else None, **columns)
             if weights is not None:
                 rows = rows * weights
             total = total + self.preference_weights[name] * rows.sum() / self.denominator(batch.totals)
         return total
 
-    def _compare(self, function: Preference, batch: PairBatch, **columns: Tensor) -> Tensor:
+    def pair_loss(self, function: Preference, batch: PairBatch, **columns: Tensor) -> Tensor:
+        """One loss a pair, of these columns: the micro-batch's, or those of the whole step."""
         return function(self.pairs(columns, batch), self.beta)
 
 
