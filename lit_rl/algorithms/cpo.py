@@ -98,8 +98,8 @@ def _reward_of(preferences: list[Callable]) -> Callable[[Tensor], Tensor] | None
     functions = [unwrapped(function) for function in preferences]
     if not all(function in PER_TOKEN for function in functions):
         return None
-    return partial(alpha_reward, alpha=setting(preferences[0], "alpha")) if functions == [alphapo] else _itself
+    return partial(alpha_reward, alpha=setting(preferences[0], "alpha")) if functions == [alphapo] else _unchanged
 
 
-def _itself(mean: Tensor) -> Tensor:
+def _unchanged(mean: Tensor) -> Tensor:
     return mean

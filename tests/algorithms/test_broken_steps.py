@@ -121,12 +121,9 @@ def test_a_gradient_scaler_leaves_out_its_own_steps(tmp_path):
     """Under 16-mixed an infinite norm is how the scale is found: no step of ours, and no count."""
     from types import SimpleNamespace
 
-    from lit_rl.algorithms.optim.broken_steps import BrokenSteps
-
-    module: Any = SimpleNamespace(
-        trainer=SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object())), grad_norm=torch.tensor(math.inf)
-    )
-    steps = BrokenSteps()
+    module: Any = GRPO("tiny", varied)
+    module._trainer = SimpleNamespace(precision_plugin=SimpleNamespace(scaler=object()))
+    module.grad_norm = torch.tensor(math.inf)
     for _ in range(2 * LIMIT):
-        steps.check(module, optimizer=None)
-    assert steps.in_a_row == 0 and not steps.last
+        module._leave_out_broken(optimizer=None)
+    assert module.broken_steps.in_a_row == 0 and not module.broken_steps.last

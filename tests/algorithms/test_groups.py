@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +12,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_rollouts import EachBatch, Ranks, batch, completions, scores, trainer
+from small_rollouts import EachBatch, batch, completions, credited, scored, scores, trainer
+from small_rollouts import Ranks as Threads
 
 from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.loop.on_policy import Spare
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.micro_batches import step_counts
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.ops.advantages import group_normalized
+from lit_rl.ops.step import Metrics
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 GROUP = 2
@@ -30,44 +37,43 @@ SPARE = 1000
 class World:
     """What a module does for `DynamicSampling`. Which rows are flat is known; a row's tokens and scores name it."""
 
-    def __init__(self, flat: set[int]) -> None:
-        self.flat = flat
+    def __init__(self, flat: set[int], *, exact: bool = True) -> None:
+        self.flat, self.exact = flat, exact
         self.positions: list[int] = []
         self.logged: list[dict[str, float]] = []
+        self.asked = threading.local()
 
-    def on(self, module: Any) -> Any:
-        module.trainer.datamodule = SimpleNamespace(spare=SimpleNamespace(batch=self._spare))
-        module.generate, module.reward, module.record = self.generate, self.reward, self._record
-        module.generator = SimpleNamespace(exact=True)
-        alone = module.world_size == 1
-        module.counts_of_ranks = lambda n: [n] if alone else module.all_gather(torch.tensor(n)).tolist()
-        return module
+    def choice(self, groups: DynamicSampling, rows: list[int], ranks: Ranks) -> Scored:
+        """The rollout of these rows, with the groups that are learned from."""
+        data = SimpleNamespace(spare=SimpleNamespace(batch=self._spare))
+        spare = Spare(data, self.generate, self.reward, self.exact)
+        selected, metrics = groups(self.rollout(rows), spare=spare, tokenizer=None, ranks=ranks)
+        self.logged.append({name.partition("/")[2]: float(a / b) for name, (a, b) in metrics.items()})  # pyright: ignore
+        return selected
 
-    def generate(self, prompts: PromptBatch) -> Completions:
-        drawn = completions([1 + row % 3 for row in prompts.rows for _ in range(GROUP)], GROUP)
-        ids = torch.tensor(prompts.rows).repeat_interleave(GROUP)[:, None]
+    def generate(self, prompts: PromptBatch, group_size: int = GROUP) -> Completions:
+        self.asked.times = getattr(self.asked, "times", 0) + 1
+        drawn = completions([1 + row % 3 for row in prompts.rows for _ in range(group_size)], group_size)
+        ids = torch.tensor(prompts.rows).repeat_interleave(group_size)[:, None]
         return dataclasses.replace(drawn, response_ids=ids * drawn.response_mask)
 
     def reward(self, prompts: PromptBatch, drawn: Completions) -> Any:
         values = [value for row in prompts.rows for value in ([0.5, 0.5] if row in self.flat else [0.0, 1.0])]
         return scores(values, extras={"row": [row for row in prompts.rows for _ in range(GROUP)]})
 
-    def rollout(self, rows: list[int]) -> tuple[PromptBatch, Completions, Any]:
+    def rollout(self, rows: list[int]) -> Scored:
         prompts = batch(rows)
         drawn = self.generate(prompts)
-        return prompts, drawn, self.reward(prompts, drawn)
+        return Scored(prompts, drawn, self.reward(prompts, drawn))
 
     def _spare(self, positions: range, *, rollout: int, first: int) -> PromptBatch:
         self.positions += positions
         return batch([SPARE + p for p in positions], rollout=rollout)
 
-    def _record(self, metrics: dict[str, Any]) -> None:
-        self.logged.append({name.partition("/")[2]: float(a / b) for name, (a, b) in metrics.items()})
 
-
-def check(world: World, before: list[int], selected: Any, empty: int) -> list[int]:
+def check(world: World, before: list[int], selected: Scored, empty: int) -> list[int]:
     """Prompts, completions and scores still belong together; returns the rows that came from the spare prompts."""
-    prompts, drawn, scored, kept = selected
+    prompts, drawn, kept = selected.batch, selected.completions, selected.kept
     assert len(prompts) == len(before)
     group = torch.arange(len(before)).repeat_interleave(GROUP)
     assert torch.equal(drawn.group_id, group)
@@ -76,10 +82,13 @@ def check(world: World, before: list[int], selected: Any, empty: int) -> list[in
     assert prompts.columns["answer"] == [str(row) for row in prompts.rows]
     assert torch.equal(drawn.response_ids, rows[:, None] * drawn.response_mask)
     assert drawn.lengths.tolist() == [1 + row % 3 for row in rows.tolist()]
-    assert scored.extras["row"] == rows.tolist()
+    assert selected.scores.extras["row"] == rows.tolist()
     flat = torch.tensor([row in world.flat for row in prompts.rows])
     assert int(flat.sum()) == empty
-    assert kept is None if not empty else torch.equal(kept, ~flat.repeat_interleave(GROUP))
+    if empty:
+        assert kept is not None and torch.equal(kept, ~flat.repeat_interleave(GROUP))
+    else:
+        assert kept is None
     for place, (was, now) in enumerate(zip(before, prompts.rows)):
         assert now == was or was in world.flat, place
     return [row for row in prompts.rows if row >= SPARE]
@@ -92,11 +101,10 @@ def check(world: World, before: list[int], selected: Any, empty: int) -> list[in
 )
 def test_groups_without_spread_are_replaced_from_spare_prompts_up_to_the_cap(flat, prompts, cap):
     world, groups = World(flat), DynamicSampling(cap)
-    module = world.on(Ranks(1).module(0))
     start = 0
     for _ in range(2):  # the second rollout goes on where the first one stopped
         rows = list(range(prompts))
-        selected = groups(module, *world.rollout(rows))
+        selected = world.choice(groups, rows, Ranks())
         counts = world.logged[-1]
         new = check(world, rows, selected, int(counts["empty"]))
         assert counts["dropped"] == len(flat & set(rows))
@@ -122,11 +130,11 @@ def test_ranks_draw_different_spare_prompts_under_one_cap(flat, ranks, cap):
 
     def work(module: Any) -> Any:
         groups = DynamicSampling(cap)
-        selected = groups(world.on(module), *world.rollout(rows[module.global_rank]))
+        selected = world.choice(groups, rows[module.ranks.rank], module.ranks)
         states.append(groups.state())
         return selected
 
-    parts = Ranks(ranks).run(work, trainer={})
+    parts = Threads(ranks).run(work)
     counts = world.logged[0]
     assert all(logged == counts for logged in world.logged) and len(world.logged) == ranks
     assert sorted(world.positions) == list(range(int(counts["drawn"]))) and counts["drawn"] <= cap
@@ -134,25 +142,37 @@ def test_ranks_draw_different_spare_prompts_under_one_cap(flat, ranks, cap):
     assert counts["dropped"] == len(flat & set(range(3 * ranks)))
     new: list[int] = []
     for rank, part in enumerate(parts):
-        left = sum(row in flat for row in part[0].rows)
+        left = sum(row in flat for row in part.batch.rows)
         new += check(world, rows[rank], part, left)
     assert len(set(new)) == len(new) == counts["dropped"] - counts["empty"]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_engine_of_its_own_is_asked_by_every_rank_as_often(exact):
+    """To ask an engine is a collective; the policy itself is asked by the ranks that need it."""
+    world = World({0, 1, SPARE, SPARE + 1, SPARE + 2}, exact=exact)
+
+    def work(module: Any) -> int:
+        world.choice(DynamicSampling(8), [[0, 1], [2, 3]][module.ranks.rank], module.ranks)
+        return world.asked.times
+
+    assert Threads(2).run(work) == ([4, 4] if not exact else [4, 1])
 
 
 def test_unscored_completions_make_no_spread():
     world = World(set())
     world.reward = lambda prompts, drawn: scores([math.nan, 1.0, 0.0, 1.0, math.nan, math.nan][: len(drawn)])  # type: ignore
-    _, _, _, kept = DynamicSampling(0)(world.on(Ranks(1).module(0)), *world.rollout([0, 1, 2]))
+    kept = world.choice(DynamicSampling(0), [0, 1, 2], Ranks()).kept
     assert kept is not None and kept.tolist() == [False, False, True, True, False, False]
 
 
 def test_the_position_survives_a_checkpoint():
     world = World({0, SPARE, SPARE + 1})
     first, second = DynamicSampling(8), DynamicSampling(8)
-    first(world.on(Ranks(1).module(0)), *world.rollout([0]))
+    world.choice(first, [0], Ranks())
     second.load_state(first.state())
     world.positions.clear()
-    second(world.on(Ranks(1).module(0)), *world.rollout([0]))
+    world.choice(second, [0], Ranks())
     assert world.positions == [3]
 
 
@@ -161,7 +181,7 @@ def test_the_position_survives_a_checkpoint():
 
 def counts_of(module: GRPO, kept: torch.Tensor, rewards: list[float]) -> tuple[torch.Tensor, Any]:
     drawn = completions([3, 1, 2, 2], 2)
-    rollout = module.advantages(drawn, scores(rewards), kept=kept)
+    rollout, _ = credited(module, scored(drawn, scores(rewards), kept=kept))
     plan = BatchPlan(2, 2, 1, 1, 1, 1)
     return step_counts(rollout, plan, seed=0, index=0)[0], rollout
 
@@ -171,14 +191,15 @@ def test_a_group_that_is_left_out_has_no_loss_token_and_is_in_no_denominator():
     kept = torch.tensor([False, False, True, True])
     counts, rollout = counts_of(module, kept, [1.0, 1.0, 0.0, 1.0])
     assert not rollout.loss_mask[:2].any() and rollout.loss_mask[2:].sum() == 4
-    assert counts.tolist() == [2, 4, 2, 4, 2]  # rows, tokens, rows with tokens, weights of tokens and of rows
+    # rows, tokens, rows with tokens, weights of tokens and of rows, tokens of rows that a judge found better
+    assert counts.tolist() == [2, 4, 2, 4, 2, 0]
     assert rollout.advantages[:2].tolist() == [0, 0] and rollout.rewards[:2].isnan().all()
 
 
 def test_a_truncated_completion_is_a_row_and_an_unscored_one_is_too():
     module = GRPO("tiny", len, mask_truncated=True)
     drawn = dataclasses.replace(completions([3, 1, 2, 2], 2), ended=torch.tensor([False, True, True, True]))
-    rollout = module.advantages(drawn, scores([1.0, math.nan, 0.0, 1.0]))
+    rollout, _ = credited(module, scored(drawn, scores([1.0, math.nan, 0.0, 1.0])))
     counts = step_counts(rollout, BatchPlan(2, 2, 1, 1, 1, 1), seed=0, index=0)[0]
     assert counts[:3].tolist() == [4, 5, 3]
 
@@ -262,25 +283,28 @@ class Alone:
     def __init__(self, **settings: Any) -> None:
         self.module = GRPO("tiny", len, **{"group_size": 4, **settings})
 
-    def select(self, lengths: list[int], rewards: list[float]) -> Any:
-        drawn = completions(lengths, self.module.group_size)
-        prompts = batch(range(len(lengths) // self.module.group_size))
+    def select(self, lengths: list[int], rewards: list[float]) -> tuple[Scored, torch.Tensor, Metrics]:
+        found = scored(completions(lengths, self.module.group_size), scores(rewards))
+        nothing: Any = None  # no spare prompt is asked for
         assert self.module.groups is not None
-        _, _, scored, kept = self.module.groups(self.module, prompts, drawn, scores(rewards))
-        return drawn, scored, kept
+        selected, metrics = self.module.groups(found, spare=nothing, tokenizer=self.module.tokenizer, ranks=Ranks())
+        assert selected.kept is not None
+        return selected, selected.kept, metrics
 
 
 def test_statistics_of_advantages_are_those_of_the_kept_ones():
     # the two shortest of each group of four: rewards 1, 0 and 0, 1; the others would change mean and deviation
     alone = Alone(groups=TopOfGroup(2, shortest))
-    drawn, scored, kept = alone.select([1, 2, 3, 4, 4, 1, 3, 2], [1.0, 0.0, 9.0, 9.0, 9.0, 0.0, 9.0, 1.0])
+    selected, kept, metrics = alone.select([1, 2, 3, 4, 4, 1, 3, 2], [1.0, 0.0, 9.0, 9.0, 9.0, 0.0, 9.0, 1.0])
     assert kept.tolist() == [True, True, False, False, False, True, False, True]
-    rollout = alone.module.advantages(drawn, scored, kept=kept)
+    rollout, _ = credited(alone.module, selected)
     size = 0.5 / (math.sqrt(0.5) + 1e-4)
     expected = torch.tensor([size, -size, 0, 0, 0, -size, 0, size])
     torch.testing.assert_close(rollout.advantages, expected)
     assert torch.equal(rollout.loss_mask.any(1), kept)
-    assert float(alone.module._records.averages.reduce()["groups/kept_length"]) == 1.5
+    averages = Averages()
+    averages.add(metrics)
+    assert averages.reduce()["groups/kept_length"] == 1.5
 
 
 @given(st.data())
@@ -289,7 +313,7 @@ def test_kept_are_the_best_scored_ones_and_of_equals_the_earlier(data):
     points = data.draw(st.lists(st.integers(0, 3), min_size=8, max_size=8))
     rewards = data.draw(st.lists(st.sampled_from([0.0, 1.0, math.nan]), min_size=8, max_size=8))
     alone = Alone(groups=TopOfGroup(keep, lambda completions: points))
-    _, _, kept = alone.select([2] * 8, rewards)
+    _, kept, _ = alone.select([2] * 8, rewards)
     for start in (0, 4):
         order = sorted(
             range(start, start + 4),
@@ -300,9 +324,10 @@ def test_kept_are_the_best_scored_ones_and_of_equals_the_earlier(data):
 
 def test_keeping_all_is_leaving_none_out():
     alone = Alone(groups=TopOfGroup(4, reward_per_token))
-    drawn, scored, kept = alone.select([1, 2, 3, 4], [1.0, 0.0, 3.0, 0.5])
-    rollout = alone.module.advantages(drawn, scored, kept=kept)
-    torch.testing.assert_close(rollout.advantages, group_normalized(scored.total, drawn.group_id))
+    selected, *_ = alone.select([1, 2, 3, 4], [1.0, 0.0, 3.0, 0.5])
+    drawn = selected.completions
+    rollout, _ = credited(alone.module, selected)
+    torch.testing.assert_close(rollout.advantages, group_normalized(selected.scores.total, drawn.group_id))
     assert torch.equal(rollout.loss_mask, drawn.response_mask)
 
 

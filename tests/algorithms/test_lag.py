@@ -102,7 +102,7 @@ def test_without_a_lag_nothing_changes(tmp_path):
     assert_same(weights_of(plain), weights_of(lagless))
     for (_, now, one), (_, _, two) in zip(first.rollouts, second.rollouts, strict=True):
         assert torch.equal(one.response_ids, two.response_ids) and one.version == two.version == now
-    assert not lagless.ahead.pending
+    assert not lagless.source._ahead.pending
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -235,7 +235,7 @@ def test_from_any_step_a_resumed_run_equals_the_uninterrupted_one(tmp_path, algo
 def test_completions_of_other_prompts_are_thrown_away_and_said(tmp_path):
     fitted(tmp_path, module_of(), max_steps=2, callbacks=[Saves(tmp_path)])
     module = module_of()
-    module.ahead.put((7, (1, 2)), completions([1], 1))
+    module.source._ahead.put((7, (1, 2)), completions([1], 1))
     with pytest.warns(UserWarning, match="rollout 7.*rollout 0"):
         drawn, _ = fitted(tmp_path, module, max_steps=1)
     assert drawn.rollouts[0][2].version == 0

@@ -98,8 +98,8 @@ def test_the_tokens_of_all_ranks_are_all_tokens_and_no_padding(counts):
     assert [part.tolist() for part in seen] == [[x for part in tokens for x in part]] * len(counts)
 
 
-def test_every_rank_knows_the_sum_the_numbers_and_the_names_of_all():
-    group = Threads(3)
+def test_every_rank_knows_the_sum_the_numbers_and_the_names_of_all(ranks):
+    group = ranks(3)
     mine = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
     assert [s.tolist() for s in group.run(lambda m: m.ranks.total(mine[m.ranks.rank]))] == [[7.0, 70.0]] * 3
     assert group.run(lambda m: m.ranks.counts(5 - m.ranks.rank)) == [[5, 4, 3]] * 3

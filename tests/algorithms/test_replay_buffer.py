@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_rollouts import ONE, EachBatch, completions, rollout, trainer
+from small_rollouts import EachBatch, completions, rollout, trainer
 
 from lit_rl.algorithms import GRPO, AdamW, Constant
-from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.rollouts.micro_batches import trimmed_rollout
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
 from lit_rl.ops.losses import clipped_policy_loss
-from lit_rl.rollout import PER_TOKEN, Rollout, Sampling, select
+from lit_rl.ops.step import Metrics
+from lit_rl.rollout import Rollout, Sampling, columns_of, select, trim_rollout
 
 
-class Module:
-    """What the buffer needs of a module."""
+def learned(buffer: GroupReplay, fresh: Rollout, seed: int = 3) -> Rollout:
+    """What is learned from instead of this."""
+    return buffer(fresh, seed=seed, ranks=Ranks())[0]
 
-    seed, global_rank, device = 3, 0, ONE
 
-    def __init__(self) -> None:
-        self.logged: dict[str, float] = {}
-
-    def record(self, metrics: dict[str, Any]) -> None:
-        self.logged = {name: float(a / b) if b else 0.0 for name, (a, b) in metrics.items()}
+def means(metrics: Metrics) -> dict[str, float]:
+    return {name: float(a / b) if b else 0.0 for name, (a, b) in metrics.items()}  # pyright: ignore
 
 
 SIZES = st.sampled_from([0.0, 0.0, 0.5, 1.0, 2.0, 3.0])
@@ -55,14 +51,14 @@ def rollout_of(sizes: list[float], version: int, *, per_token: bool = False, wid
 
 def groups(rollout: Rollout) -> list[Rollout]:
     """One for each group, without padding, under group id 0."""
-    return [trimmed_rollout(select(rollout, torch.tensor([2 * i, 2 * i + 1]))) for i in range(len(rollout) // 2)]
+    return [trim_rollout(select(rollout, torch.tensor([2 * i, 2 * i + 1]))) for i in range(len(rollout) // 2)]
 
 
 def same(a: Rollout, b: Rollout) -> bool:
     """In every tensor but the group's number."""
-    fields = [(getattr(a, name), getattr(b, name)) for name in ("rewards", *PER_TOKEN)]
-    names = ("prompt_ids", "prompt_mask", "response_ids", "response_mask", "sampler_logprobs", "ended")
-    fields += [(getattr(a.completions, name), getattr(b.completions, name)) for name in names]
+    pairs = zip((*columns_of(a), *columns_of(a.completions)), (*columns_of(b), *columns_of(b.completions)), strict=True)
+    fields = [(x, y) for (name, _, x), (_, _, y) in pairs if name != "group_id"]
+    assert len(fields) > 15
     return all((x is None and y is None) or (x.shape == y.shape and torch.equal(x, y)) for x, y in fields)
 
 
@@ -76,10 +72,11 @@ RUNS = st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=1, max_size=5)
 
 @given(RUNS, st.integers(1, 5), st.booleans())
 def test_flat_groups_are_replaced_by_stored_ones_and_nothing_else_changes(runs, size, per_token):
-    buffer, module, stored = GroupReplay(size), Module(), []
+    buffer, stored = GroupReplay(size), []
     for version, sizes in enumerate(runs):
         fresh = rollout_of(sizes, version, per_token=per_token, width=2 + version % 3)
-        out = buffer(module, fresh)
+        out, metrics = buffer(fresh, seed=3, ranks=Ranks())
+        logged = means(metrics)
         assert torch.equal(out.completions.group_id, fresh.completions.group_id)
         replaced = []
         for before, after, was in zip(groups(fresh), groups(out), sizes):
@@ -89,9 +86,9 @@ def test_flat_groups_are_replaced_by_stored_ones_and_nothing_else_changes(runs, 
                 replaced.append(next(i for i, group in enumerate(stored) if same(group, after)))
         flat = sizes.count(0.0)
         assert len(replaced) == len(set(replaced)) == min(flat, len(stored))
-        assert module.logged["replay/groups"] == len(replaced)
+        assert logged["replay/groups"] == len(replaced)
         ages = [version - stored[i].completions.version for i in replaced]
-        assert module.logged["replay/age"] == pytest.approx(sum(ages) / len(ages) if ages else 0.0)
+        assert logged["replay/age"] == pytest.approx(sum(ages) / len(ages) if ages else 0.0)
         stored = sorted([*stored, *(g for g, s in zip(groups(fresh), sizes) if s)], key=score_of, reverse=True)[:size]
         kept = [value for value, _ in buffer._groups]
         assert kept == sorted(kept, reverse=True) and len(kept) <= size
@@ -99,31 +96,30 @@ def test_flat_groups_are_replaced_by_stored_ones_and_nothing_else_changes(runs, 
 
 
 def test_an_unscored_group_is_replaced_too_and_never_stored():
-    buffer, module = GroupReplay(4), Module()
-    good = buffer(module, rollout_of([1.0], 0))
+    buffer = GroupReplay(4)
+    good = learned(buffer, rollout_of([1.0], 0))
     nothing = rollout_of([0.0], 1)
     nothing = select(nothing, torch.tensor([0, 1]))
     nothing.rewards.fill_(torch.nan)
-    assert same(groups(buffer(module, nothing))[0], groups(good)[0])
+    assert same(groups(learned(buffer, nothing))[0], groups(good)[0])
     assert len(buffer._groups) == 1
 
 
 def test_groups_are_drawn_in_proportion_to_their_scores():
     drawn = []
     for seed in range(400):
-        buffer, module = GroupReplay(4), Module()
-        module.seed = seed
-        buffer(module, rollout_of([1.0, 2.0], 0))  # scores in the proportion of 1 to 4
-        drawn.append(float(buffer(module, rollout_of([0.0], 1)).rewards[0]))
+        buffer = GroupReplay(4)
+        learned(buffer, rollout_of([1.0, 2.0], 0), seed)  # scores in the proportion of 1 to 4
+        drawn.append(float(learned(buffer, rollout_of([0.0], 1), seed).rewards[0]))
     assert drawn.count(2.0) / len(drawn) == pytest.approx(0.8, abs=0.05)
 
 
 @given(RUNS, st.integers(0, 4))
 def test_a_restored_buffer_goes_on_bit_for_bit(runs, cut):
     def play(buffer: GroupReplay, start: int, stop: int) -> list[Rollout]:
-        return [buffer(module, rollout_of(runs[i], i)) for i in range(start, min(stop, len(runs)))]
+        return [learned(buffer, rollout_of(runs[i], i)) for i in range(start, min(stop, len(runs)))]
 
-    whole, first, second, module = GroupReplay(3), GroupReplay(3), GroupReplay(3), Module()
+    whole, first, second = GroupReplay(3), GroupReplay(3), GroupReplay(3)
     expected = play(whole, 0, len(runs))
     play(first, 0, cut)
     file = io.BytesIO()
@@ -186,16 +182,17 @@ def odd_length(completions: list[str], answer: list[str]) -> list[float]:
     return [float((len(text) + len(right)) % 2) if int(right) % 3 else 0.0 for text, right in zip(completions, answer)]
 
 
-def test_samples_and_metrics_are_of_what_was_drawn(tmp_path):
+def test_samples_and_metrics_are_of_what_was_drawn(tmp_path, monkeypatch):
     drawn: list[int] = []
+    generate = GRPO.generate
 
-    class Counted(PolicyGradient):
-        def generate(self, *args, **more):
-            completions = super().generate(*args, **more)
-            drawn.append(int(completions.lengths.sum()))
-            return completions
+    def counted(self, *args, **more):
+        completions = generate(self, *args, **more)
+        drawn.append(int(completions.lengths.sum()))
+        return completions
 
-    module = Counted(
+    monkeypatch.setattr(GRPO, "generate", counted)
+    module = GRPO(
         "tiny", odd_length, group_size=2, replay=GroupReplay(16), sampling=Sampling(max_new_tokens=4, temperature=1.5),
         optimizer=AdamW(lr=1e-3), scheduler=Constant(),
     )  # fmt: skip

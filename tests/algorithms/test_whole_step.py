@@ -201,7 +201,7 @@ def test_a_look_that_draws_nothing_takes_nothing_back() -> None:
     (batches,) = micro_batches(data_of(VERDICTS, "verdicts"), 4)
     before = torch.get_rng_state()
     whole = WholeStep.of(module.look, batches[0], Ranks())
-    assert whole.drawn == (None,) * 4 and torch.equal(torch.get_rng_state(), before)
+    assert whole.noise == (None,) * 4 and torch.equal(torch.get_rng_state(), before)
     module.loss(batches[0], whole)
     between = torch.get_rng_state()
     whole.draw_again(batches[1])

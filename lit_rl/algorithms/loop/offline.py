@@ -73,12 +73,11 @@ class OfflineModule(GeneratingModule, ABC):
 
         Args:
             batch: The micro-batch; `batch.totals` is what its step counts.
-            whole: What `look` said of the whole step, where `couples_rows`; None: this micro-batch is all of it.
+            whole: What `look` said of the whole step, where `couples_rows`. None: this micro-batch is all of it.
         """
 
     def training_loss(self, batch: Any, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        """The loss that a step learns from. What a method keeps of it until `after_step`, it keeps here: `loss` changes
-        no state."""
+        """The loss in a training step. A method that keeps something of it until `after_step` does that here."""
         return self.loss(batch, whole)
 
     couples_rows = False

@@ -33,7 +33,7 @@ class Noise:
         return cls({kind: _generator(kind).get_rng_state() for kind in ("cpu", torch.device(device).type)})
 
     @property
-    def stands(self) -> bool:
+    def is_current(self) -> bool:
         """Whether nothing was drawn since."""
         return all(torch.equal(_generator(kind).get_rng_state(), state) for kind, state in self.states.items())
 
@@ -54,7 +54,7 @@ class WholeStep:
     """`(n,)` each, by name."""
     first: int
     """Place of this rank's first row."""
-    drawn: tuple[Noise | None, ...] = ()
+    noise: tuple[Noise | None, ...] = ()
     """Of each micro-batch on this rank: the state of the random numbers before its look, None if it drew none."""
 
     @classmethod
@@ -67,19 +67,19 @@ class WholeStep:
             batch: The step's first micro-batch.
             ranks: Who shares the step.
         """
-        parts, drawn = [], []
+        parts, noise = [], []
         for micro in batch.whole or (batch,):
             before = Noise.of(ranks.device)
             parts.append(look(micro.to(ranks.device)))
-            drawn.append(None if before.stands else before)
+            noise.append(None if before.is_current else before)
         mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         rows = len(next(iter(mine.values())))
         columns = {name: ranks.gather(column) for name, column in mine.items()}
-        return cls(columns, ranks.rank * rows, tuple(drawn))
+        return cls(columns, ranks.rank * rows, tuple(noise))
 
     def draw_again(self, batch: ExampleBatch) -> None:
         """Let the micro-batch draw what it drew in the look. Ends where it then ended, so no draw comes twice."""
-        if self.drawn and (before := self.drawn[batch.slot]) is not None:
+        if self.noise and (before := self.noise[batch.slot]) is not None:
             before.restore()
 
     def place(self, batch: ExampleBatch) -> slice:
