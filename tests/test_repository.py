@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 
@@ -30,3 +31,18 @@ def test_no_file_names_a_path_of_a_machine(tracked):
     pattern = re.compile(r"(?<![\w.])/(work|root|home/\w+)/")
     texts = [p for p in tracked if p.suffix in {".py", ".md", ".yaml", ".toml", ".ipynb", ".txt"} and p.is_file()]
     assert [str(p) for p in texts if p.name != "test_repository.py" and pattern.search(p.read_text())] == []
+
+
+def test_below_families_and_loop_nothing_takes_a_lightning_module(root):
+    """Helpers that take the module back are how a layout grows circles: they are given values."""
+    algorithms = root / "lit_rl" / "algorithms"
+    below = [p for f in ("preflight", "terms", "evaluation", "rollouts", "optim") for p in (algorithms / f).glob("*.py")]
+    below += [algorithms / f"{name}.py" for name in ("records", "ranks", "signatures")]
+    found = []
+    for path in below:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.arg):
+                kind = "" if node.annotation is None else ast.unparse(node.annotation)
+                if node.arg in ("module", "pl_module") or "LightningModule" in kind:
+                    found.append(f"{path.name}:{node.lineno} {node.arg}: {kind}")
+    assert len(below) > 40 and found == []

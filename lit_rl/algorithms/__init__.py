@@ -1,5 +1,4 @@
-"""One final LightningModule a file. What they share, mechanics and no method, is in `on_policy.py`,
-`offline.py` and `policy_module.py`."""
+"""The methods, one final LightningModule a file; what they are made of stands in the folders beside them."""
 
 from lit_rl.algorithms.bco import BCO as BCO
 from lit_rl.algorithms.cpo import CPO as CPO

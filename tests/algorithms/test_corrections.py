@@ -80,12 +80,12 @@ def with_the_pass(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("algorithm", [GRPO, RLOO, Reinforce, PPO])
 def test_by_default_an_engine_of_its_own_is_corrected_and_the_policy_itself_is_not(algorithm):
-    assert algorithm("tiny", len, **OTHER).correction is auto_correction
+    assert algorithm("tiny", len, **OTHER).engine.correction is auto_correction
     for generator in (NativeGenerator(), HFGenerator(), None):
-        assert algorithm("tiny", len, generator=generator).correction is None
-    assert algorithm("tiny", len, correction=None, **OTHER).correction is None
+        assert algorithm("tiny", len, generator=generator).engine.correction is None
+    assert algorithm("tiny", len, correction=None, **OTHER).engine.correction is None
     chosen = partial(mismatch.token_mask, high=2.0)
-    assert algorithm("tiny", len, correction=chosen).correction is chosen
+    assert algorithm("tiny", len, correction=chosen).engine.correction is chosen
 
 
 def test_a_generator_that_says_nothing_is_exact():
@@ -96,7 +96,7 @@ def test_a_generator_that_says_nothing_is_exact():
         def generate(self, prompts, sampling):
             raise NotImplementedError
 
-    assert GRPO("tiny", len, generator=Silent()).correction is None
+    assert GRPO("tiny", len, generator=Silent()).engine.correction is None
 
 
 def test_the_automatic_one_is_truncated_importance_sampling_by_tokens():
@@ -112,8 +112,8 @@ def test_every_preset_takes_it_and_none_switches_it_off(name):
     assert off["correction"] is None
     settings = {key: value for key, value in tree.items() if key != "generator"}
     made = build(settings | {"_partial_": True})
-    assert getattr(made(**OTHER).correction, "func", None) is auto_correction
-    assert made(generator=NativeGenerator()).correction is None
+    assert getattr(made(**OTHER).engine.correction, "func", None) is auto_correction
+    assert made(generator=NativeGenerator()).engine.correction is None
 
 
 def test_weights_to_be_normalised_must_be_there():
@@ -170,8 +170,9 @@ def test_weights_change_the_gradient(tmp_path):
 
 def forwards(tmp_path: Any, monkeypatch: Any, settings: dict[str, Any], **how: Any) -> tuple[int, int]:
     """Rows that the policy scored with and without gradient; the engine's copy is another model."""
-    import lit_rl.algorithms.loop.on_policy as on_policy
+    import lit_rl.algorithms.families.policy_gradient as policy_gradient
     import lit_rl.algorithms.rollouts.micro_batches as micro_batches
+    import lit_rl.algorithms.terms.step_tokens as step_tokens
 
     rows = {True: 0, False: 0}
 
@@ -183,7 +184,7 @@ def forwards(tmp_path: Any, monkeypatch: Any, settings: dict[str, Any], **how: A
         return counted
 
     with monkeypatch.context() as patch:
-        for module in (micro_batches, on_policy):
+        for module in (micro_batches, policy_gradient, step_tokens):
             patch.setattr(module, "score", counting(module.score))
         fitted(tmp_path, GRPO, settings, **how)
     return rows[True], rows[False]

@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_rollouts import completions, scores
+from small_rollouts import batch, completions, scores
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
+from lit_rl.algorithms.evaluation.statistics import Averages
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.controllers import AdaptiveKL, FixedEntropy
 from lit_rl.algorithms.terms.credit import token_rewards
 from lit_rl.algorithms.terms.running_norm import RunningNorm
@@ -25,7 +27,9 @@ from lit_rl.ops import advantages, returns, selection
 from lit_rl.ops.kl import k2
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.shaping import missing_eos
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.ops.step import Metrics
+from lit_rl.rewards.sums.weighted import Scores
+from lit_rl.rollout import Completions, Rollout, Sampling
 
 CHARACTERS = "ab é€😀"
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -121,8 +125,23 @@ def drawn() -> Completions:
     return completions([2, 1, 2, 2], 2)
 
 
-def logged(module: Any) -> dict[str, float]:
-    return module._records.averages.reduce()
+def taken(module: Any, completions: Completions, said: Scores, **more: Any) -> tuple[Rollout, Metrics]:
+    """The rollout of scored completions, each prompt with as many as it has, and what was logged of it."""
+    prompts = batch(range(len(completions.group_id.unique())))
+    scored = Scored(prompts, completions, said, **more)
+    old = module.old_logprobs(completions) if module.needs_old_logprobs else None
+    ref = module.reference_of(scored) if module.needs_reference else None
+    return module.advantages(scored, old, ref)
+
+
+def credited(module: Any, completions: Completions, said: Scores, **more: Any) -> Rollout:
+    return taken(module, completions, said, **more)[0]
+
+
+def logged(metrics: Metrics) -> dict[str, float]:
+    averages = Averages()
+    averages.add(metrics)
+    return averages.reduce()
 
 
 def test_shaping_comes_before_the_norm_and_the_clip_before_the_kl(monkeypatch):
@@ -131,7 +150,7 @@ def test_shaping_comes_before_the_norm_and_the_clip_before_the_kl(monkeypatch):
         reward_clip=(-0.5, 10), reward_beta=0.1,
     )  # fmt: skip
     ended = torch.tensor([True, True, False, True])
-    rollout = module.advantages(dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
+    rollout = credited(module, dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
     shaped = torch.tensor([1.0, 2.0, 1.0, 4.0])  # mean 2, deviation sqrt(2)
     clipped = ((shaped - 2) / math.sqrt(2)).clamp(min=-0.5)
     assert clipped.tolist()[0] == clipped.tolist()[2] == -0.5
@@ -147,19 +166,19 @@ def test_the_kl_is_taken_off_token_by_token(monkeypatch):
         return token_rewards
 
     module = by_hand(monkeypatch, advantage=estimator, reward_beta=0.1)
-    rollout = module.advantages(drawn(), scores([1.0, 2.0, math.nan, 4.0]))
+    rollout, metrics = taken(module, drawn(), scores([1.0, 2.0, math.nan, 4.0]))
     # every token pays for its own KL, the last one has the reward; the unscored row neither earns nor pays
     expected = torch.tensor([[-0.05, 1.1], [1.95, 0.0], [0.0, 0.0], [-0.05, 4.0]])
     torch.testing.assert_close(got["token_rewards"], expected)
     torch.testing.assert_close(got["token_rewards"].sum(1)[[0, 1, 3]], rollout.rewards[[0, 1, 3]])
     assert rollout.rewards[2].isnan() and torch.equal(got["mask"], drawn().response_mask)
     assert rollout.ref_logprobs is None  # the loss has no KL term
-    assert logged(module)["kl"] == pytest.approx(float(KL.sum()) / 7)
+    assert logged(metrics)["kl"] == pytest.approx(float(KL.sum()) / 7)
 
 
 def test_another_estimator_of_the_kl_in_the_reward(monkeypatch):
     module = by_hand(monkeypatch, RLOO, reward_beta=1.0, reward_kl=k2, advantage=advantages.raw)
-    rollout = module.advantages(drawn(), scores([0.0] * 4))
+    rollout = credited(module, drawn(), scores([0.0] * 4))
     k2s = torch.where(drawn().response_mask, (OLD - REF).square() / 2, 0.0).sum(1)
     torch.testing.assert_close(rollout.advantages, -k2s)
 
@@ -169,23 +188,23 @@ def test_the_adaptive_weight_is_that_of_the_rollouts_before(monkeypatch):
     # the mean over rows of the mean KL of their tokens: (-0.25 + 0.5 + 1 + 0.25) / 4 = 0.375; far above the target
     factor = 1.0
     for _ in range(3):
-        rollout = module.advantages(drawn(), scores([0.0] * 4))
+        rollout = credited(module, drawn(), scores([0.0] * 4))
         torch.testing.assert_close(rollout.rewards, -0.5 * factor * KL)
-        assert module.kl_factor == factor
+        assert rollout.kl_factor == factor
         factor *= 1 + 0.2 * 4 / 8
         assert module.kl_control.factor == pytest.approx(factor)
 
 
 def test_the_adaptive_weight_hears_the_mean_over_rows(monkeypatch):
     module = by_hand(monkeypatch, beta=0.5, kl_control=AdaptiveKL(target=0.375, horizon=8))
-    rollout = module.advantages(drawn(), scores([0.0] * 4))
+    rollout = credited(module, drawn(), scores([0.0] * 4))
     assert module.kl_control.factor == pytest.approx(1.0)  # exactly on target
     assert rollout.ref_logprobs is REF and torch.equal(rollout.rewards, torch.zeros(4))  # this one is in the loss
 
 
 def test_a_row_that_is_left_out_is_in_no_statistic(monkeypatch):
     module = by_hand(monkeypatch, advantage=advantages.group_normalized, reward_norm=RunningNorm(eps=0.0))
-    rollout = module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0]), kept=torch.tensor([True, True, True, False]))
+    rollout = credited(module, drawn(), scores([1.0, 2.0, 3.0, 4.0]), kept=torch.tensor([True, True, True, False]))
     assert rollout.rewards.tolist() == pytest.approx([-1.0, 0.0, 1.0, math.nan], nan_ok=True)
     assert rollout.advantages[2:].tolist() == [0, 0]  # alone in its group
     assert rollout.loss_mask.any(1).tolist() == [True, True, True, False]
@@ -193,21 +212,21 @@ def test_a_row_that_is_left_out_is_in_no_statistic(monkeypatch):
 
 def test_advantages_are_whitened_and_then_clipped(monkeypatch):
     module = by_hand(monkeypatch, whitening=functools.partial(advantages.whiten_rows, eps=0.0), advantage_clip=0.9)
-    rollout = module.advantages(drawn(), scores([1.0, 2.0, math.nan, 3.0]))
+    rollout = credited(module, drawn(), scores([1.0, 2.0, math.nan, 3.0]))
     assert rollout.advantages.tolist() == pytest.approx([-0.9, 0.0, 0.0, 0.9])
 
 
 def test_truncated_rows_have_an_advantage_and_no_loss(monkeypatch):
     module = by_hand(monkeypatch, mask_truncated=True)
     ended = torch.tensor([True, False, True, True])
-    rollout = module.advantages(dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
+    rollout = credited(module, dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
     assert torch.equal(rollout.loss_mask, drawn().response_mask & ended[:, None])
     assert rollout.advantages.tolist() == [1, 2, 3, 4]
 
 
 def test_whitened_by_tokens_an_advantage_of_a_row_counts_at_each_of_its_tokens(monkeypatch):
     module = by_hand(monkeypatch, whitening=functools.partial(advantages.whiten_tokens, eps=0.0))
-    rollout = module.advantages(drawn(), scores([1.0, 2.0, math.nan, 4.0]))
+    rollout = credited(module, drawn(), scores([1.0, 2.0, math.nan, 4.0]))
     # tokens 1, 1, 2, 4, 4: mean 2.4, variance 9.2 / 4
     expected = (torch.tensor([[1.0, 1.0], [2.0, 2.4], [2.4, 2.4], [4.0, 4.0]]) - 2.4) / math.sqrt(2.3)
     torch.testing.assert_close(rollout.advantages, expected)
@@ -219,7 +238,7 @@ def test_a_users_advantages_of_tokens_are_not_whitened_by_rows(monkeypatch):
 
     module = by_hand(monkeypatch, advantage=mine, whitening=advantages.whiten_rows)
     with pytest.raises(ConfigError, match=r"algo/whitening: whiten_rows .* mine .*algo/whitening=tokens"):
-        module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0]))
+        credited(module, drawn(), scores([1.0, 2.0, 3.0, 4.0]))
 
 
 SPANS = [[(0, 1, 0.5)], [], [(0, 1, 2.0)], []]
@@ -234,14 +253,14 @@ ON_ROWS = {
 def test_what_changes_rewards_of_rows_is_refused_where_rewards_are_of_spans(monkeypatch, key, settings):
     module = by_hand(monkeypatch, **settings)
     with pytest.raises(ConfigError, match=rf"{key}: .*spans"):
-        module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0], span_rewards=SPANS))
+        credited(module, drawn(), scores([1.0, 2.0, 3.0, 4.0], span_rewards=SPANS))
 
 
 def test_a_kl_in_the_reward_goes_with_spans(monkeypatch):
     module = by_hand(monkeypatch, reward_beta=0.1)
     monkeypatch.setattr(type(module), "tokenizer", tokenizer())
     drawn_texts = dataclasses.replace(drawn(), response_ids=torch.tensor([[0, 1], [2, 0], [3, 4], [5, 6]]))
-    rollout = module.advantages(drawn_texts, scores([1.0, 2.0, 3.0, 4.0], span_rewards=SPANS))
+    rollout = credited(module, drawn_texts, scores([1.0, 2.0, 3.0, 4.0], span_rewards=SPANS))
     torch.testing.assert_close(rollout.rewards, torch.tensor([1.0, 2.0, 3.0, 4.0]) - 0.1 * KL)
 
 
@@ -275,7 +294,7 @@ def test_an_estimator_gets_every_column_that_it_names(monkeypatch):
     assert module.needs_greedy_rewards
     table = [[1.0, 0.0], [1.0, math.nan], [0.5, 0.5], [math.nan, math.nan]]
     greedy = torch.tensor([0.5, 0.5, 0.0, 0.0])
-    rollout = module.advantages(drawn(), scores(table), greedy_rewards=greedy)
+    rollout = credited(module, drawn(), scores(table), greedy_rewards=greedy)
     assert rollout.advantages.tolist() == pytest.approx([3, 3, 3, math.nan], nan_ok=True)
     assert got["r"].tolist() == pytest.approx([1, 1, 1, math.nan], nan_ok=True)
     assert got["g"].tolist() == [0, 0, 1, 1] and got["lengths"].tolist() == [2, 1, 2, 2]
@@ -295,7 +314,7 @@ def test_values_of_a_row_that_is_left_out_are_unscored(monkeypatch):
 
     module = by_hand(monkeypatch, advantage=mine)
     kept = torch.tensor([True, False, True, True])
-    module.advantages(drawn(), scores([[1.0, 2.0]] * 4), kept=kept)
+    credited(module, drawn(), scores([[1.0, 2.0]] * 4), kept=kept)
     assert torch.equal(got["values"].isnan().all(1), ~kept)
 
 
@@ -305,7 +324,7 @@ def test_a_shaping_function_gets_lengths_and_ends(monkeypatch):
 
     module = by_hand(monkeypatch, shaping=mine)
     ended = torch.tensor([True, False, True, True])
-    rollout = module.advantages(dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
+    rollout = credited(module, dataclasses.replace(drawn(), ended=ended), scores([1.0, 2.0, 3.0, 4.0]))
     assert rollout.rewards.tolist() == [-1, -9, 1, 2]
 
 
@@ -342,7 +361,7 @@ def test_a_greedy_reward_is_normalised_and_clipped_as_those_that_it_is_compared_
     norm = RunningNorm(eps=0.0)
     module = by_hand(monkeypatch, advantage=estimator, reward_norm=norm, reward_clip=(-1.0, 0.5))
     greedy = torch.tensor([2.5, -7.0, 30.0, math.nan])
-    rollout = module.advantages(drawn(), scores([1.0, 2.0, 3.0, 4.0]), greedy_rewards=greedy)
+    rollout = credited(module, drawn(), scores([1.0, 2.0, 3.0, 4.0]), greedy_rewards=greedy)
     std = math.sqrt(5 / 3)  # of 1, 2, 3, 4; the greedy ones are not among them
     expected = [-1.0 - 0.0, -0.5 / std + 1.0, 0.5 / std - 0.5, 0.0]
     firsts = rollout.advantages if rollout.advantages.ndim == 1 else rollout.advantages[:, 0]
@@ -366,7 +385,7 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion():
         baseline = module.greedy_rewards(prompts)
         drawn = module.generate(prompts)
         said = module.reward(prompts, drawn)
-        rollout = module.advantages(drawn, said, greedy_rewards=baseline)
+        rollout = credited(module, drawn, said, greedy_rewards=baseline)
     texts = module.tokenizer.batch_decode(
         [row[m].tolist() for row, m in zip(greedy.response_ids, greedy.response_mask)], skip_special_tokens=True
     )

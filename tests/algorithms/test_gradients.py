@@ -132,7 +132,8 @@ def test_at_the_first_step_ratio_is_one_and_kl_is_zero(algorithm, lora, tmp_path
 
     class First(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            seen.append({name: (num / den).item() for name, (num, den) in pl_module._records.averages.sums.items()})
+            means = pl_module._records.averages.state()["means"]
+            seen.append({name: (num / den).item() for name, (num, den) in means.items()})
             trainer.should_stop = True
 
     trainer = L.Trainer(

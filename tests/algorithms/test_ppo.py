@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_rollouts import EachBatch, completions, scores, trainer
+from small_rollouts import EachBatch, batch, completions, scores, trainer
 
 from lit_rl.algorithms import PPO, AdamW, Constant, Linear
+from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.optim.optimizers import ByPath
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.data.tasks import Addition
@@ -23,8 +25,9 @@ from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic, SharedTr
 from lit_rl.ops.kl import k1
 from lit_rl.ops.losses import clipped_policy_loss
 from lit_rl.ops.returns import gae
+from lit_rl.ops.step import Metrics
 from lit_rl.rewards import exact_match
-from lit_rl.rollout import Sampling
+from lit_rl.rollout import Rollout, Sampling
 
 CRITICS = {
     "separate": (SeparateCritic(), None),
@@ -80,13 +83,28 @@ def by_hand(monkeypatch: Any, **settings: Any) -> PPO:
     module = PPO("tiny", len, **{"whitening": None, "reward_beta": 0.1, **settings})
     monkeypatch.setattr(module, "old_logprobs", lambda drawn: OLD)
     monkeypatch.setattr(module, "ref_logprobs", lambda drawn: REF)
-    monkeypatch.setattr("lit_rl.algorithms.ppo.frozen_values", lambda m, drawn: VALUES)
+    monkeypatch.setattr(module, "values", lambda drawn: VALUES)
     return module
+
+
+def taken(module: PPO, rewards: list[float]) -> tuple[Rollout, Metrics]:
+    """The rollout of three rows, of 2, 1 and 2 tokens, and what was logged of it."""
+    drawn = completions([2, 1, 2], 1)
+    scored = Scored(batch([0, 1, 2]), drawn, scores(rewards))
+    old = module.old_logprobs(drawn) if module.needs_old_logprobs else None
+    ref = module.reference_of(scored) if module.needs_reference else None
+    return module.advantages(scored, old, ref)
+
+
+def logged(metrics: Metrics) -> dict[str, float]:
+    averages = Averages()
+    averages.add(metrics)
+    return averages.reduce()
 
 
 def test_advantages_and_returns_by_hand(monkeypatch):
     module = by_hand(monkeypatch)
-    rollout = module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    rollout, _ = taken(module, [1.0, 2.0, math.nan])
     # row 0: rewards -0.05 and 1 + 0.1; the last delta is 1.1 - 0.6, the first -0.05 + 0.6 - 0.3. Row 1: 2 - 0.05 - 0.5
     advantages = torch.tensor([[0.25 + 0.95 * 0.5, 0.5], [1.45, 0.0]])
     torch.testing.assert_close(rollout.advantages[:2], advantages)
@@ -100,16 +118,16 @@ def test_advantages_and_returns_by_hand(monkeypatch):
 
 def test_gamma_and_lambda_are_the_users(monkeypatch):
     module = by_hand(monkeypatch, advantage=functools.partial(gae, gamma=0.5, lam=0.0), reward_beta=0.0)
-    rollout = module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, 3.0]))
+    rollout, _ = taken(module, [1.0, 2.0, 3.0])
     torch.testing.assert_close(rollout.advantages[0], torch.tensor([0.5 * 0.6 - 0.3, 1 - 0.6]))
 
 
 def test_whitening_leaves_the_returns_alone(monkeypatch):
-    plain = by_hand(monkeypatch).advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    plain, _ = taken(by_hand(monkeypatch), [1.0, 2.0, math.nan])
     module = PPO("tiny", len, reward_beta=0.1)
-    for name in ("old_logprobs", "ref_logprobs"):
-        monkeypatch.setattr(module, name, lambda drawn, values=OLD if name == "old_logprobs" else REF: values)
-    white = module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
+    for name, values in {"old_logprobs": OLD, "ref_logprobs": REF, "values": VALUES}.items():
+        monkeypatch.setattr(module, name, lambda drawn, values=values: values)
+    white, _ = taken(module, [1.0, 2.0, math.nan])
     tokens = white.advantages[white.loss_mask]
     torch.testing.assert_close(tokens.mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     assert len(tokens) == 3 and torch.equal(white.returns, plain.returns)
@@ -118,8 +136,7 @@ def test_whitening_leaves_the_returns_alone(monkeypatch):
 
 def test_the_objectives_parts_add_up(monkeypatch):
     module = by_hand(monkeypatch)
-    module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
-    seen = module._records.averages.reduce()
+    seen = logged(taken(module, [1.0, 2.0, math.nan])[1])
     assert seen["objective/scores"] == pytest.approx(1.5)  # over rows with a reward
     assert seen["objective/kl"] == pytest.approx((-0.5 + 0.5) / 2, abs=1e-6)
     assert seen["objective/non_score_reward"] == pytest.approx((0.05 - 0.05) / 2, abs=1e-6)
@@ -161,8 +178,7 @@ def test_with_the_kl_in_the_loss_only_the_kl_of_the_objective_is_the_same(tmp_pa
 
 def test_without_a_reference_there_is_no_kl_to_tell_of(monkeypatch):
     module = by_hand(monkeypatch, reward_beta=0.0, iterations=1)
-    module.advantages(completions([2, 1, 2], 1), scores([1.0, 2.0, math.nan]))
-    seen = module._records.averages.reduce()
+    seen = logged(taken(module, [1.0, 2.0, math.nan])[1])
     assert "objective/scores" in seen and not {"objective/kl", "objective/entropy"} & seen.keys()
 
 
@@ -181,7 +197,7 @@ def test_the_variance_of_the_ratio_is_that_of_all_tokens_of_all_updates(accumula
     expected = float(torch.cat(ratios).double().var(correction=0))
     assert expected > 1e-5
     assert float(module.trainer.callback_metrics["train/value/ratio_var"]) == pytest.approx(expected, rel=1e-4)
-    assert module._ratio_moments.eq(0).all()  # of the next rollout
+    assert "value/ratio_var" not in module._records.averages.reduce()  # of the next rollout
 
 
 # ---------------------------------------------------------------------- training
@@ -237,8 +253,8 @@ def test_the_critic_has_a_schedule_of_its_own(tmp_path):
 
 def test_at_the_start_policy_and_reference_agree_and_the_critic_says_nothing(tmp_path):
     module = ppo(iterations=2, reward_beta=0.1, beta=0.1)
-    looks = lambda m: {k: float(n / d) for k, (n, d) in m._records.averages.sums.items() if float(d)}  # noqa: E731
-    first = fit(tmp_path, module, 2, looks)[0]
+    first, _ = fit(tmp_path, module, 2, lambda m: m._records.averages.state()["means"])
+    first = {name: float(total / count) for name, (total, count) in first.items() if count}
     for name in ("policy/approxkl_avg", "objective/kl", "objective/non_score_reward", "kl"):
         assert first[name] == pytest.approx(0, abs=1e-5), name
     assert first["value/ratio"] == pytest.approx(1, abs=1e-5)

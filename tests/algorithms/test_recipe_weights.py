@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from small_rollouts import completions
+from small_rollouts import batch, completions
 
 from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.ops.advantages import normalize_then_sum
 from lit_rl.rewards import RewardRecipes, Rewards
 
@@ -27,7 +28,8 @@ def short(completions: list[str]) -> list[float]:
 def advantages(reward: Rewards, **columns: Any) -> list[float]:
     module = GRPO("tiny", reward, group_size=2, advantage=normalize_then_sum)
     scores = reward.score(["p"] * 4, TEXTS, columns)
-    return module.advantages(completions([1] * 4, 2), scores).advantages.tolist()
+    rollout, _ = module.advantages(Scored(batch([0, 1]), completions([1] * 4, 2), scores), None, None)
+    return rollout.advantages.tolist()
 
 
 def test_each_recipe_weighs_its_functions_after_they_are_normalised():

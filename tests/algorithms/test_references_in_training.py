@@ -168,7 +168,7 @@ def test_the_adaptive_weight_is_logged_and_steers(tmp_path):
     module = grpo(
         LanguageModel("tiny"), FrozenCopy(), beta=0.5, kl_control=AdaptiveKL(target=1e6, horizon=64), minibatches=2
     )
-    seen = fit(tmp_path, module, 6, lambda m: (m.kl_factor, m.trainer.callback_metrics.get("train/kl_coef")))
+    seen = fit(tmp_path, module, 6, lambda m: (m.rollout.kl_factor, m.trainer.callback_metrics.get("train/kl_coef")))
     # 32 sequences a rollout of two steps, always far below the target: 1 - 0.2 * 32 / 64 a rollout
     assert [factor for factor, _ in seen] == pytest.approx([1, 1, 0.9, 0.9, 0.81, 0.81])
     # logged at a rollout's end is what comes next
