@@ -24,7 +24,7 @@ from metric_meanings import MEANINGS, METRICS
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lit_rl.algorithms import GKD, ORPO, SFT
-from lit_rl.algorithms.families.judged import OnlinePairs
+from lit_rl.algorithms.families.judged import JudgedModule
 from lit_rl.algorithms.families.pairs import PairModule
 from lit_rl.algorithms.families.scalar import ScalarModule
 from lit_rl.algorithms.families.verdicts import VerdictModule
@@ -50,14 +50,14 @@ CLASSES = {name: _class_of(name) for name in PRESETS}
 """The LightningModule of each preset."""
 OFFLINE = [name for name in PRESETS if issubclass(CLASSES[name], OfflineModule)]
 """Presets that learn from a data set."""
-ONLINE_PAIRS = [name for name in PRESETS if issubclass(CLASSES[name], OnlinePairs)]
+ONLINE_PAIRS = [name for name in PRESETS if issubclass(CLASSES[name], JudgedModule)]
 """Presets that write their own pairs, which a judge compares."""
 ON_POLICY = [name for name in PRESETS if name not in (*OFFLINE, *ONLINE_PAIRS)]
 """Presets that learn from rewards of what they write."""
 
 FAMILIES: dict[str, Callable[[type], bool]] = {
-    "From rewards of what the policy writes": lambda kind: not issubclass(kind, OfflineModule | OnlinePairs),
-    "From pairs that the policy writes and a judge compares": lambda kind: issubclass(kind, OnlinePairs),
+    "From rewards of what the policy writes": lambda kind: not issubclass(kind, OfflineModule | JudgedModule),
+    "From pairs that the policy writes and a judge compares": lambda kind: issubclass(kind, JudgedModule),
     "From a data set of pairs": lambda kind: issubclass(kind, PairModule | ORPO),
     "From a data set of single good and bad completions": lambda kind: issubclass(kind, VerdictModule),
     "From texts": lambda kind: issubclass(kind, SFT | GKD),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lit_rl.algorithms import CPO, GKD, ORPO, SFT, NashMD, ProcessRewardModeling
-from lit_rl.algorithms.families.judged import OnlinePairs
+from lit_rl.algorithms.families.judged import JudgedModule
 from lit_rl.algorithms.families.verdicts import VerdictModule
 
 METRICS = {
@@ -127,6 +127,6 @@ MEANINGS: dict[type, dict[str, str]] = {
         "rewards/accuracies": "share of judged prompts where the policy's completion is more likely to win",
         "judge/ties": "share of prompts whose two completions are as likely to win: only their KL is learned from",
     },
-    OnlinePairs: PER_PAIR_KL,
+    JudgedModule: PER_PAIR_KL,
 }
 """What a name means in the presets of a class, where that is something else; the first class that fits."""

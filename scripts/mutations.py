@@ -118,8 +118,8 @@ MUTATIONS = [
         "gather",
         "the rows of all ranks come in the wrong order of ranks",
         "lit_rl/algorithms",
-        "all_gather(column).flatten(0, 1)",
-        "all_gather(column).flip(0).flatten(0, 1)",
+        "return torch.cat(self._gather(column))",
+        "return torch.cat(self._gather(column)[::-1])",
         "tests/algorithms/test_over_ranks.py",
     ),
     Mutation(

@@ -36,7 +36,9 @@ def test_no_file_names_a_path_of_a_machine(tracked):
 def test_below_families_and_loop_nothing_takes_a_lightning_module(root):
     """Helpers that take the module back are how a layout grows circles: they are given values."""
     algorithms = root / "lit_rl" / "algorithms"
-    below = [p for f in ("preflight", "terms", "evaluation", "rollouts", "optim") for p in (algorithms / f).glob("*.py")]
+    below = [
+        p for f in ("preflight", "terms", "evaluation", "rollouts", "optim") for p in (algorithms / f).glob("*.py")
+    ]
     below += [algorithms / f"{name}.py" for name in ("records", "ranks", "signatures")]
     found = []
     for path in below:

@@ -30,16 +30,11 @@ from lit_rl.rewards.sums.weighted import Rewards
 class GRPO(PolicyGradient):
     """Group-relative policy optimisation.
 
+    Every keyword is `PolicyGradient`'s, which says what it means; those that are named make GRPO what it is.
+
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
-        advantage: Estimator of advantages from rewards.
-        loss: The loss of each token.
-        kl: The estimator of the KL in the loss.
-        reduction: Which tokens and sequences the loss is averaged over.
-        correction: Weights against an engine that samples from a slightly other policy.
-        beta: Weight of the KL in the loss.
-        group_size: Completions a prompt; 2 or more where the advantage compares completions of one prompt.
         terms: Everything else that a `PolicyGradient` takes.
     """
 

@@ -63,10 +63,6 @@ class PPO(PolicyGradient):
         critic_scheduler: Schedule of the critic's learning rate. None: the policy's.
         critic_warmup: Optimizer steps in which only the critic learns.
         advantage: `(token_rewards, values, mask) -> (advantages, returns)`, all `(b, t)`.
-        loss: The loss of each token.
-        kl: The estimator of the KL in the loss, where `beta` is above 0.
-        reduction: Which tokens and sequences the loss is averaged over.
-        correction: Weights against an engine that samples from a slightly other policy.
         value_clip: How far a value may move from the rollout's in one step. None: as far as it likes.
         vf_coef: Weight of the critic's loss.
         ptx: Supervised text that is learned beside the rollouts. None: none.

@@ -32,10 +32,6 @@ class Reinforce(PolicyGradient):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
         advantage: Estimator of advantages from rewards.
-        loss: The loss of each token.
-        kl: The estimator of the KL in the loss, where `beta` is above 0.
-        reduction: Which tokens and sequences the loss is averaged over.
-        correction: Weights against an engine that samples from a slightly other policy.
         group_size: Completions a prompt, 1 or more.
         terms: Everything else that a `PolicyGradient` takes.
     """

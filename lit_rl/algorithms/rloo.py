@@ -40,9 +40,7 @@ class RLOO(PolicyGradient):
         reward: Reward functions and weights, or one function.
         advantage: Estimator of advantages from rewards.
         loss: The loss of each token.
-        kl: The estimator of the KL in the loss, where `beta` is above 0.
         reduction: Which tokens and sequences the loss is averaged over.
-        correction: Weights against an engine that samples from a slightly other policy.
         reward_beta: Weight of the KL in the reward.
         group_size: Completions a prompt, 2 or more.
         terms: Everything else that a `PolicyGradient` takes.

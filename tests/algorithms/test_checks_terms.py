@@ -297,4 +297,5 @@ def test_a_users_estimator_is_not_tried_out():
         return rewards
 
     GRPO("tiny", len, advantage=mine, shaping=mine)
+    GRPO("tiny", len, advantage=mine, groups=DynamicSampling())
     assert not seen

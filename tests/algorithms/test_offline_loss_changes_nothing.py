@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from held_state import same, state_of
 from offline_cuts import MODEL, PAIRS, VERDICTS, loaded
-from torch import Tensor, nn
 
 import lit_rl.algorithms
 from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, ProcessRewardModeling, RewardModeling
@@ -51,44 +49,6 @@ def test_every_offline_method_is_here() -> None:
     methods = {value for value in vars(lit_rl.algorithms).values() if isinstance(value, type)}
     offline = {method for method in methods if issubclass(method, OfflineModule)}
     assert {type(make()) for make in METHODS.values()} == offline
-
-
-def state_of(item: Any, seen: dict[int, Any] | None = None) -> Any:
-    """All that an object of ours holds, as values that can be compared; weights as copies."""
-    seen = {} if seen is None else seen
-    if id(item) in seen:
-        return "seen"
-    if isinstance(item, Tensor):
-        return item.detach().clone()
-    if isinstance(item, Mapping):
-        seen[id(item)] = item
-        return {str(key): state_of(value, seen) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        return [state_of(value, seen) for value in item]
-    if isinstance(item, nn.Module) and not type(item).__module__.startswith("lit_rl"):
-        return state_of(item.state_dict(), seen)
-    if dataclasses.is_dataclass(item) or type(item).__module__.startswith("lit_rl"):
-        seen[id(item)] = item
-        return (
-            {name: state_of(value, seen) for name, value in vars(item).items()} if hasattr(item, "__dict__") else item
-        )
-    return item if isinstance(item, int | float | str | bytes | None) else type(item).__name__
-
-
-def same(before: Any, after: Any, where: str = "module") -> None:
-    assert type(before) is type(after), where
-    if isinstance(before, dict):
-        assert before.keys() == after.keys(), where
-        for name, value in before.items():
-            same(value, after[name], f"{where}.{name}")
-    elif isinstance(before, list):
-        assert len(before) == len(after), where
-        for i, pair in enumerate(zip(before, after)):
-            same(*pair, f"{where}[{i}]")
-    elif isinstance(before, Tensor):
-        assert torch.equal(before, after), where
-    else:
-        assert before == after, where
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "validation"])

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
+from lit_rl.ops.masking import masked_moments
+from lit_rl.ops.step import ForController, Highest, Lowest, Metrics, Summed
 from lit_rl.rewards.sums.weighted import Scores
 
 
@@ -62,6 +64,34 @@ def test_averages_are_sums_over_sums():
     result = averages.reduce()
     assert result["x"] == pytest.approx(0.7) and math.isnan(result["empty"])
     assert averages.reduce() == {}
+
+
+def of_part(numbers: list[float]) -> Metrics:
+    """What a micro-batch with these numbers says of itself, one metric of each kind."""
+    x, mask = torch.tensor([numbers]), torch.ones(1, len(numbers), dtype=torch.bool)
+    return {
+        "mean": (x.sum(), torch.tensor(float(len(numbers)))),
+        "highest": Highest(x.max()),
+        "lowest": Lowest(x.min()),
+        "variance": Summed(masked_moments(x, mask), "variance"),
+        "told": ForController(x.sum(), torch.tensor(1.0)),
+    }
+
+
+@given(st.lists(st.lists(st.floats(-4, 4, width=32), min_size=1, max_size=4), min_size=1, max_size=5), st.data())
+def test_how_a_rollout_is_cut_and_where_it_is_resumed_changes_no_number(parts, data):
+    cut = data.draw(st.integers(0, len(parts)))
+    first, second, whole = Averages(), Averages(), Averages()
+    for part in parts[:cut]:
+        first.add(of_part(part))
+    second.load_state(first.state(), torch.device("cpu"))
+    for part in parts[cut:]:
+        second.add(of_part(part))
+    whole.add(of_part([x for part in parts for x in part]))
+    found = second.reduce()
+    assert found == pytest.approx(whole.reduce(), rel=1e-4, abs=1e-5)
+    assert set(found) == {"mean", "highest", "lowest", "variance"}  # what a controller is told is not logged
+    assert (found["highest"], found["lowest"]) == (max(map(max, parts)), min(map(min, parts)))
 
 
 N = math.nan

@@ -437,7 +437,8 @@ def _module(saved: SavedRollout) -> Any:
     """What the callback asks of a module, holding a saved rollout."""
     batch = SimpleNamespace(rows=saved.rows, rollout=saved.number)
     total = saved.scores.total
-    rollout = Rollout(saved.completions, total, total, saved.completions.response_mask, saved.old_logprobs)
+    mask, old = saved.completions.response_mask, saved.old_logprobs
+    rollout = Rollout(saved.completions, total, total, mask, old_logprobs=old)
     return SimpleNamespace(
         scored=SimpleNamespace(batch=batch, completions=saved.completions, scores=saved.scores, greedy_rewards=None),
         rollout=rollout,

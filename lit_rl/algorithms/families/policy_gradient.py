@@ -58,7 +58,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
         advantage: `(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`,
-            `lengths`, `greedy_rewards`, `token_rewards`, `mask`. None: the method estimates advantages itself.
+            `lengths`, `greedy_rewards`, `token_rewards`, `mask`.
         loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token.
         reduction: `(per_token, mask, totals) -> scalar`: which tokens and sequences the loss is averaged over.
         beta: Weight of the KL in the loss.
@@ -203,7 +203,6 @@ class PolicyGradient(OnPolicyModule, ABC):
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
 
-    @property
     def compares_completions(self) -> bool:
         """Whether an advantage needs several completions of one prompt."""
         return self.advantage is not None and estimators.compares_within_groups(self.advantage)
@@ -320,6 +319,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         """Refuse terms that do not go together, before anything is loaded; each has checked itself."""
         name, corrected = type(self).__name__, self.engine.correction is not None
         preflight.rewards_are_there(name, self.reward_functions.names)
+        preflight.advantage_is_there(self.advantage, estimates=type(self).advantages is PolicyGradient.advantages)
         sampling_teaches(self.sampling, self.generator, corrected=corrected)
         lag_is_corrected(self.generator, corrected=corrected)
         if self.advantage is not None:

@@ -43,7 +43,7 @@ def groups_are_compared(name: str, group_size: int, split_groups: int, groups: G
             "every pair would be without a verdict. Take algo/groups=all, or algo=raft to imitate the best one."
         )
     if groups is not None:
-        groups.fits(group_size, compares_completions=True)
+        groups.fits(group_size, compares_completions=lambda: True)
 
 
 def judge_has_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalty: float | None) -> None:

@@ -27,6 +27,19 @@ def rewards_are_there(algorithm: str, names: tuple[str, ...]) -> None:
         )
 
 
+def advantage_is_there(advantage: Callable | None, *, estimates: bool) -> None:
+    """
+    Args:
+        advantage: The estimator.
+        estimates: Whether advantages come from it; a method with a critic estimates them itself.
+
+    Raises:
+        ConfigError: they do, and there is none.
+    """
+    if advantage is None and estimates:
+        raise ConfigError("algo.advantage=null: advantages need an estimator, such as algo/advantage=group_normalized.")
+
+
 def terms_take_their_settings(
     loss: Callable,
     selection: Callable | None,
@@ -61,12 +74,12 @@ def terms_take_their_settings(
             settings(key, partial(columns_to_rows, function, two_prompts()))
 
 
-def group_is_large_enough(algorithm: str, group_size: int, *, compares_completions: bool) -> None:
+def group_is_large_enough(algorithm: str, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
     """
     Raises:
         ConfigError: the advantage compares completions of a prompt, and there is one.
     """
-    if group_size < 2 and compares_completions:
+    if group_size < 2 and compares_completions():  # not asked otherwise: the estimator is tried out
         raise ConfigError(
             f"algo.group_size={group_size}: this advantage compares completions of one prompt, so {algorithm} needs "
             "2 or more (8 is usual). For one completion a prompt take algo=reinforce_pp or algo=remax."

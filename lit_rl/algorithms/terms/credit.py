@@ -116,8 +116,8 @@ class CreditAssignment:
             offered = {"lengths": completions.lengths, "ended": completions.ended}
             rewards = self.shaping(rewards, completions.group_id, **arguments_for(self.shaping, offered))
         if self.norm is not None:
-            everyones = self.norm(ranks.gather(rewards))
-            rewards = everyones[ranks.rank * len(rewards) :][: len(rewards)]
+            of_all = self.norm(ranks.gather(rewards))
+            rewards = of_all[ranks.rank * len(rewards) :][: len(rewards)]
         return self._clipped(rewards)
 
     def _greedy(self, rewards: Tensor) -> Tensor:

@@ -48,12 +48,13 @@ class GroupSelection(ABC):
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         """The rollout, with `kept` where some of its rows are not learned from, and what is logged of the choice."""
 
-    def fits(self, group_size: int, *, compares_completions: bool) -> None:  # noqa: B027 (any run may fit)
+    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:  # noqa: B027 (any run may fit)
         """Refuse a run in which there is nothing to choose.
 
         Args:
             group_size: Completions of a prompt.
-            compares_completions: Whether the advantage needs several completions of one prompt.
+            compares_completions: Says whether the advantage needs several completions of one prompt. To be asked only
+                where it matters: the estimator is tried out, and a user's own may hold a state.
 
         Raises:
             ConfigError: says what fits.
@@ -108,7 +109,7 @@ class DynamicSampling(GroupSelection):
         scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
         return scored, {name: _count(count, ranks) for name, count in counts.items()}
 
-    def fits(self, group_size: int, *, compares_completions: bool) -> None:
+    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         needs_spread("algo/groups=dynamic", group_size)
 
     def state(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class TopOfGroup(GroupSelection):
     def __post_init__(self) -> None:
         in_range("algo.groups.keep", self.keep, low=2)
 
-    def fits(self, group_size: int, *, compares_completions: bool) -> None:
+    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         if self.keep > group_size:
             raise ConfigError(
                 f"algo.groups.keep={self.keep} is more than algo.group_size={group_size}: nothing to leave out."
@@ -202,13 +203,13 @@ class BestOfGroup(GroupSelection):
         }
         return dataclasses.replace(scored, kept=kept.flatten().to(scored.completions.group_id.device)), metrics
 
-    def fits(self, group_size: int, *, compares_completions: bool) -> None:
+    def fits(self, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
         if group_size < 2:
             raise ConfigError(
                 f"algo.group_size={group_size} with algo/groups=best: the best of one completion is that one, so "
                 "nothing would be learned of the rewards. Take 2 or more."
             )
-        if compares_completions:
+        if compares_completions():
             raise ConfigError(
                 "algo/groups=best leaves one completion a group, and this advantage compares several: it would be 0 "
                 "everywhere. Take algo/advantage=constant (algo=raft), or algo/groups=top."
