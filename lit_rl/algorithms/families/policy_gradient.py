@@ -152,11 +152,11 @@ class PolicyGradient(OnPolicyModule, ABC):
         return rollout, metrics | weighing
 
     def assign_credit(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Credit, Metrics]:
-        """Rewards of rows and tokens. The KL's controller is told how far the policy is, after its factor was used."""
+        """Rewards of rows and of tokens, and the mean KL where only the reward has one."""
         credit, metrics = self.credit(
             scored, old, ref, kl_factor=self.kl_control.factor, tokenizer=self.model.tokenizer, ranks=self.ranks
         )
-        return credit, {} if self.kl.weight else metrics  # one `kl` is logged: that of the loss, where it has one
+        return credit, {} if self.kl.weight else metrics
 
     def as_rollout(
         self,
@@ -168,7 +168,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         learned: Tensor | None = None,
         **more: Tensor,
     ) -> tuple[Rollout, Metrics]:
-        """The rollout with its loss mask and its weights against the engine.
+        """The rollout with its loss mask and its weights against the engine. The KL's controller is told how far it is.
 
         Args:
             scored: As it was drawn.
