@@ -79,7 +79,9 @@ class NashMD(JudgedModule):
         own = super().generate(batch, group_size=1)
         return duels(self.source, self.request(batch), own, mixture, self.reference_policy)
 
-    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+    def advantages(
+        self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
+    ) -> tuple[Rollout, Metrics]:
         wins = self.wins(scored)[:, 0]
         judged = ~wins.isnan()
         learned = torch.stack([judged, torch.zeros_like(judged)], 1).flatten()

@@ -133,7 +133,9 @@ class PPO(PolicyGradient):
         values = self.adapter.rewards(self.policy, self.reward_adapter, completions)
         return with_function(scores, "reward_adapter", values)
 
-    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+    def advantages(
+        self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
+    ) -> tuple[Rollout, Metrics]:
         completions = scored.completions
         credit, metrics = self.assign_credit(scored, old, ref)
         values = self.values(completions)

@@ -65,7 +65,9 @@ class JudgedPairs(JudgedModule, ABC):
 
     # ------------------------------------------------------------------ which completions are learned from
 
-    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+    def advantages(
+        self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
+    ) -> tuple[Rollout, Metrics]:
         completions, better = scored.completions, self.verdicts(scored)
         return self.as_rollout(
             scored,

@@ -141,9 +141,21 @@ class PolicyGradient(OnPolicyModule, ABC):
         self._loss_reads = tuple(arguments_for(loss, dict.fromkeys(("weights", "step"))))
         self._loss_multiplies_weights = multiplies_weights(loss)
 
+    @property
+    def beta(self) -> float:
+        """Weight of the KL in the loss."""
+        return self.kl.weight
+
+    @property
+    def reward_beta(self) -> float:
+        """Weight of the KL in the reward."""
+        return self.credit.kl.weight
+
     # ------------------------------------------------------------------ advantages
 
-    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+    def advantages(
+        self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
+    ) -> tuple[Rollout, Metrics]:
         assert self.advantage is not None
         credit, metrics = self.assign_credit(scored, old, ref)
         advantages = self.ranks.apply(self.advantage, credit.columns(scored.completions))

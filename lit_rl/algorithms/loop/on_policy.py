@@ -73,7 +73,9 @@ class OnPolicyModule(GeneratingModule, ABC):
     # ------------------------------------------------------------------ what an algorithm is
 
     @abstractmethod
-    def advantages(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Rollout, Metrics]:
+    def advantages(
+        self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
+    ) -> tuple[Rollout, Metrics]:
         """Credit: from scored completions to a rollout that the loss can learn from. Runs without gradient.
 
         Args:
