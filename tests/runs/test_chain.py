@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.chain, pytest.mark.all]
+pytestmark = [pytest.mark.chain, pytest.mark.all, pytest.mark.xdist_group("chain")]
 
 
 @pytest.fixture(scope="module")
