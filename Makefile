@@ -56,10 +56,10 @@ chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the las
 
 engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
-test: lint  ## what a newcomer needs to trust the install: under ten minutes on two cores (args='-n 0' for one)
+test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
 	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines $(args)
 
-test-all: lint $(ENGINES)/.stamp  ## everything that a change has to pass: under 45 minutes on two cores
+test-all: lint $(ENGINES)/.stamp  ## everything that a change has to pass
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
