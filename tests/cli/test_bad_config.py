@@ -239,6 +239,7 @@ class TestRunDirectory:
 
     def test_of_a_run_that_did_not_finish(self, step: Command, cwd: Path):
         (cwd / "run").mkdir()
+        (cwd / "run" / "config.yaml").write_text("{algo: {}, data: {}, run_dir: run, task: fit, trainer: {}}\n")
         (cwd / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
         refused(step("run_dir=run"), 2, "did not finish", "ckpt_path=last")
 
