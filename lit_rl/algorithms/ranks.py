@@ -92,7 +92,7 @@ class Ranks:
         """The names that any rank has, in one order for all: what one rank logs, another may not know."""
         return sorted({name for theirs in self.objects(list(mine)) for name in theirs})
 
-    def first_ranks(self, mine: Any) -> Any:
+    def broadcast(self, mine: Any) -> Any:
         """What rank 0 gives."""
         if self.world_size == 1:
             return mine

@@ -125,7 +125,7 @@ def test_one_rank_or_none_asks_nobody(alone, monkeypatch):
     assert alone.gather_tokens(columns["rewards"]) is columns["rewards"]
     assert torch.equal(alone.total(columns["rewards"]), columns["rewards"])
     assert alone.counts(3) == [3] and alone.any(True) and not alone.any(False)
-    assert alone.objects("x") == ["x"] and alone.first_ranks("x") == "x" and alone.names(["b", "a"]) == ["a", "b"]
+    assert alone.objects("x") == ["x"] and alone.broadcast("x") == "x" and alone.names(["b", "a"]) == ["a", "b"]
 
 
 def test_rewards_and_groups_go_by_position_whatever_they_are_called():

@@ -27,7 +27,7 @@ from lit_rl.algorithms.preflight import estimators, losses
 from lit_rl.algorithms.preflight import policy_gradient as preflight
 from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import arguments_for, multiplies_weights, parameters
+from lit_rl.algorithms.signatures import multiplies_weights, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
 from lit_rl.algorithms.terms.credit import Credit, CreditAssignment
@@ -138,7 +138,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.needs_step = of_step or (selection is not None and entropy is not None)
         made_of_old = self.credit.kl.weight, self.engine.needs_old_logprobs, replay, isinstance(kl_control, AdaptiveKL)
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
-        self._loss_reads = tuple(arguments_for(loss, dict.fromkeys(("weights", "step"))))
+        self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.signatures import arguments_for, parameters, reads
+from lit_rl.algorithms.signatures import arguments_for, parameters
 from lit_rl.algorithms.terms.advantages import Whitening
 from lit_rl.algorithms.terms.credit import CreditAssignment
 from lit_rl.errors import ConfigError
@@ -36,7 +36,7 @@ def check_call(estimator: Estimator, algorithm: str) -> None:
 
 def check_what_it_reads(estimator: Estimator, credit: CreditAssignment, whitening: Whitening) -> None:
     """Refuse settings that would not reach the advantages, or not alike on both sides of a comparison."""
-    if credit.shaping is not None and reads(estimator, "greedy_rewards"):
+    if credit.shaping is not None and "greedy_rewards" in parameters(estimator):
         raise ConfigError(
             f"algo/shaping: {name_of(estimator)} compares drawn completions with a greedy one, and the greedy one is "
             "alone: there is no group that it could be shaped in. Take algo/shaping=none; a reward function "

@@ -128,7 +128,7 @@ class PromptWeights:
             tokens = tokens.to(ranks.device)
             found.append(embed(tokens, tokens.attention_mask))
         self.ratio.fit(torch.cat(found), torch.tensor([bool(example.desirable) for example in rows]))
-        self.ratio.load_state(ranks.first_ranks(self.ratio.state()))
+        self.ratio.load_state(ranks.broadcast(self.ratio.state()))
 
     def compute(
         self, examples: Iterable[Example], embed: Embed, *, pad_id: int, device: torch.device | str = "cpu"

@@ -52,7 +52,7 @@ class ReferenceFiles:
                     pass
             except OSError as error:
                 problem = error.strerror or str(error)
-        if problem := self.ranks.first_ranks(problem):
+        if problem := self.ranks.broadcast(problem):
             raise StorageError(
                 f"{self.folder} cannot be written ({problem}): set algo.reference_cache to a folder that can."
             )
@@ -76,7 +76,7 @@ class ReferenceFiles:
                 problem = "" if len(found) == count else f"it holds {len(found)} numbers for {count} tokens"
             except (SafetensorError, KeyError, OSError) as error:
                 problem = str(error)
-        found, problem = self.ranks.first_ranks((found, problem))
+        found, problem = self.ranks.broadcast((found, problem))
         if problem:
             raise StorageError(f"{path} cannot be used ({problem}): remove it, and it is computed anew.")
         return found

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.signatures import arguments_for, reads
+from lit_rl.algorithms.signatures import arguments_for, parameters
 from lit_rl.errors import in_range
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
@@ -28,7 +28,7 @@ class TokenSelection:
     @property
     def needs_step(self) -> bool:
         """Whether the choice is made over all tokens of an optimizer step."""
-        return self.choose is not None and reads(self.choose, "step")
+        return self.choose is not None and "step" in parameters(self.choose)
 
     def __call__(self, entropy: Tensor, mask: Tensor, step: StepTokens | None) -> Tensor:
         """Bool `(b, t)`, a subset of `mask`.
