@@ -149,9 +149,13 @@ def parts(config: DictConfig) -> tuple[Any, Any]:
     return build(tree["algo"]), build(tree["data"])
 
 
+def silence_lightning() -> None:
+    """For a script's own process: a caller that imports these functions keeps its log."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
 def trainer_of(logger: Any, **settings: Any) -> L.Trainer:
     """A Trainer that writes nothing and shows nothing."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
     quiet |= {"max_epochs": -1, "accelerator": "cpu", "log_every_n_steps": 1, "use_distributed_sampler": False}
     return L.Trainer(logger=logger, gradient_clip_val=1.0, **{**quiet, "limit_val_batches": 0, **settings})
@@ -293,6 +297,7 @@ def write(path: Path, contents: dict[str, str]) -> None:
 
 
 def main() -> None:
+    silence_lightning()
     for preset in PRESETS:
         write(PAGES / f"{preset}.md", {"options": options(preset), "metrics": metrics(logged(preset), preset)})
     write(PAGES / "README.md", {"index": index()})

@@ -19,7 +19,7 @@ import curve_runs
 import lightning as L
 import matplotlib.pyplot as plt
 import numpy as np
-from algorithm_pages import ON_POLICY, ONLINE_PAIRS, PAGES, composed, parts, trainer_of, write
+from algorithm_pages import ON_POLICY, ONLINE_PAIRS, PAGES, composed, parts, silence_lightning, trainer_of, write
 from curve_runs import BLUE, GREY, IMAGES, INK, band, spread, styled, written
 from matplotlib.axes import Axes
 
@@ -212,6 +212,7 @@ def table(curves: Curves) -> str:
 
 
 def main() -> None:
+    silence_lightning()
     asked = curve_runs.asked(__doc__, PRESETS, "learn from what the policy writes")
     presets, path = asked.presets, asked.out / "curves.csv"
     curves = read(path)

@@ -19,7 +19,18 @@ import lightning as L
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
-from algorithm_pages import CLASSES, COMPLETED, FAMILIES, OFFLINE, PAGES, composed, parts, trainer_of, write
+from algorithm_pages import (
+    CLASSES,
+    COMPLETED,
+    FAMILIES,
+    OFFLINE,
+    PAGES,
+    composed,
+    parts,
+    silence_lightning,
+    trainer_of,
+    write,
+)
 from curve_runs import BLUE, GREY, IMAGES, ORANGE, band, spread, styled
 from offline_points import Curve, Curves, Point, column, read, save
 
@@ -199,6 +210,7 @@ def table(curves: Curves) -> str:
 
 
 def main() -> None:
+    silence_lightning()
     asked = curve_runs.asked(__doc__, OFFLINE, "learn from a data set")
     presets, path = asked.presets, asked.out / "offline_curves.csv"
     curves = read(path)
