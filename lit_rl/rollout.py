@@ -299,7 +299,15 @@ def join_completions(first: Completions, second: Completions) -> Completions:
 
     What one of them lacks is filled with what its absence means: all that was sampled was attended, in the first turn;
     how much truncation left is known of all rows, or of none.
+
+    Raises:
+        ValueError: one has model inputs that the other lacks: nothing says what their absence means.
     """
+    if first.model_inputs.keys() != second.model_inputs.keys():
+        raise ValueError(
+            f"Completions with the model inputs {sorted(first.model_inputs)} cannot be joined with completions that "
+            f"have {sorted(second.model_inputs)}."
+        )
     joined = _joined(_filled(first, second), _filled(second, first))
     inputs = {key: torch.cat([value, second.model_inputs[key]]) for key, value in first.model_inputs.items()}
     return dataclasses.replace(joined, model_inputs=inputs)

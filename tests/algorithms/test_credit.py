@@ -99,6 +99,23 @@ def test_a_span_is_earned_at_the_token_that_writes_its_last_byte_and_the_rest_at
     assert not out[~drawn.response_mask].any() and not ends[~drawn.response_mask].any()
 
 
+def test_a_span_of_a_second_turn_is_earned_behind_the_observation():
+    """The policy writes `ab`, a tool two tokens, the policy `é`: the third character stands in the last column."""
+    ids = [tokenizer()(text).input_ids for text in ("a", "b", "é")]
+    assert [len(one) for one in ids] == [1, 1, 1]
+    written, tool = [one[0] for one in ids], [0, 0]
+    drawn = completions([5], 1)
+    drawn = dataclasses.replace(
+        drawn,
+        response_ids=torch.tensor([written[:2] + tool + written[2:]]),
+        response_mask=torch.tensor([[True, True, False, False, True]]),
+        attended=torch.ones(1, 5, dtype=torch.bool),
+    )
+    out, ends = token_rewards(torch.tensor([3.0]), drawn, [[(1, 2, 0.5), (2, 3, 2.5)]], tokenizer())
+    assert out.tolist() == [[0, 0.5, 0, 0, 2.5]]
+    assert ends.tolist() == [[False, True, False, False, True]]
+
+
 def test_without_spans_a_row_earns_at_its_last_token():
     out, ends = token_rewards(torch.tensor([2.0, math.nan, -1.0]), completions([3, 2, 1], 3), None, None)
     assert out.tolist() == [[0, 0, 2], [0, 0, 0], [-1, 0, 0]]

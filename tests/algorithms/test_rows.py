@@ -94,6 +94,18 @@ def test_a_kept_mass_that_is_told_of_some_rows_only_is_told_of_none(told):
     assert joint.response_mask.tolist() == [[True, False, False], [True, True, False], [True] * 3, [True, False, False]]
 
 
+@pytest.mark.parametrize("has", [(True, False), (False, True)])
+def test_rows_with_other_model_inputs_are_not_joined(has):
+    image = {"pixel_values": torch.ones(2, 3)}
+    parts = [
+        dataclasses.replace(completions([1, 2], 2), model_inputs=image if with_image else {}) for with_image in has
+    ]
+    with pytest.raises(ValueError, match="pixel_values"):
+        join_completions(*parts)
+    both = dataclasses.replace(completions([1, 2], 2), model_inputs=image)
+    assert join_completions(both, both).model_inputs["pixel_values"].shape == (4, 3)
+
+
 def with_a_tools_tokens(drawn: Completions) -> Completions:
     """Two more columns: a tool answers the first row, in a second turn, and the policy says no more."""
     wide = join_completions(drawn, completions([drawn.response_ids.shape[1] + 2], 1))

@@ -153,8 +153,9 @@ def token_rewards(
         ids = response_ids(completions)
         for row, row_spans in enumerate(spans):
             if not rewards[row].isnan():
+                columns = mask[row].nonzero().flatten().tolist()
                 for _, end, value in row_spans:
-                    token = _token_at(ids[row], end, tokenizer)
+                    token = columns[_token_at(ids[row], end, tokenizer)]
                     out[row, token] += value
                     ends[row, token] = True
                     rest[row] -= value
