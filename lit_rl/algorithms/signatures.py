@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from types import UnionType
+from types import SimpleNamespace, UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from lit_rl.ops.step import WeightsInside
@@ -56,14 +56,23 @@ def _given(function: Callable[..., Any]) -> Mapping[str, Any]:
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The annotation of each parameter, in their order and with what `Annotated` adds; `Any` where there is none.
 
-    A function whose annotations cannot be resolved, such as one with a name that only a type checker imports, has none.
+    One that cannot be resolved, such as a name that only a type checker imports, is `Any` too.
     """
     plain = unwrapped(function)
+    routine = plain if inspect.isroutine(plain) else type(plain).__call__
+    return {name: _resolved(routine, name) for name in inspect.signature(plain).parameters}
+
+
+def _resolved(routine: Callable[..., Any], name: str) -> Any:
+    annotations = getattr(routine, "__annotations__", {})
+    if name not in annotations:
+        return Any
+    alone = SimpleNamespace(__annotations__={name: annotations[name]})
+    names = getattr(inspect.unwrap(routine), "__globals__", {})
     try:
-        hints = get_type_hints(plain if inspect.isroutine(plain) else type(plain).__call__, include_extras=True)
+        return get_type_hints(alone, globalns=names, include_extras=True)[name]
     except (NameError, TypeError):
-        hints = {}
-    return {name: hints.get(name, Any) for name in inspect.signature(plain).parameters}
+        return Any
 
 
 def notes(annotation: Any) -> tuple[Any, ...]:

@@ -10,14 +10,16 @@ from typing import Annotated, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lit_rl.algorithms.preflight.losses import loss_settings
-from lit_rl.algorithms.signatures import annotations_of, notes
+from lit_rl.algorithms.preflight.losses import loss_settings, weights_are_declared
+from lit_rl.algorithms.signatures import annotations_of, multiplies_weights, notes
 from lit_rl.cli import schemas
 from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.errors import ConfigError
 from lit_rl.ops import losses
 from lit_rl.ops.ranges import Above, Pair, Range, Share
+from lit_rl.ops.step import WeightsInside
 
 
 def ceiling(*, floor: float) -> float:
@@ -95,6 +97,35 @@ def test_functions_that_declare_nothing_are_left_alone():
     for function in (plain, unresolved, lambda logprobs, share: None):
         assert refused(partial(function, share=-5.0)) is None
     assert refused(declared) is None and refused(len) is None
+
+
+def test_an_annotation_that_cannot_be_read_hides_no_other():
+    def loss(logprobs: NotThere, *, share: Share = 0.5, weights: WeightsInside = None):  # noqa: F821 # pyright: ignore
+        """One name is known to a type checker only."""
+
+    assert "algo.loss.share" in (refused(partial(loss, share=2.0)) or "")
+    assert multiplies_weights(loss)
+
+
+def test_a_loss_that_takes_weights_says_by_their_type_who_multiplies():
+    def silent(logprobs, old, advantages, mask, weights=None):
+        """Multiplies, or looks."""
+
+    def unread(logprobs, old, advantages, mask, weights: NotThere = None):  # noqa: F821 # pyright: ignore
+        """A type that is imported for the type checker only."""
+
+    def looks(logprobs, old, advantages, mask, weights: Tensor | None = None):
+        """And is multiplied afterwards."""
+
+    def multiplies(logprobs, old, advantages, mask, weights: WeightsInside = None):
+        """Itself."""
+
+    for loss in (silent, unread, partial(silent, old=None)):
+        with pytest.raises(ConfigError, match="weights: WeightsInside"):
+            weights_are_declared(loss)
+    for loss in (looks, multiplies, losses.clipped_policy_loss, losses.vespo_loss, lambda *args, **kwargs: None):
+        weights_are_declared(loss)
+    assert multiplies_weights(multiplies) and not multiplies_weights(looks)
 
 
 def test_an_object_that_is_called_declares_by_its_call():
