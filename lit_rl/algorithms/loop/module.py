@@ -116,15 +116,15 @@ class PolicyModule(L.LightningModule):
         """What is trained, made from the description: a language model, unless a method trains another head."""
         return self.model.load()
 
-    def export(self, state: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
+    def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
         """Write what was trained as a Hugging Face folder, and verify it.
 
         Args:
-            state: Every tensor of the policy, whole, under the policy's own names.
+            weights: Every tensor of the policy, whole, under the policy's own names.
             folder: A new folder, or an earlier export, which is replaced.
             facts: Of the model card, see `model_card`.
         """
-        return export_policy(self.model, state, self.policy, folder, card=model_card(facts))
+        return export_policy(self.model, weights, self.policy, folder, card=model_card(facts))
 
     loaded_by = "AutoModelForCausalLM"
     """The class of transformers that loads what `export` writes."""
@@ -219,8 +219,8 @@ class PolicyModule(L.LightningModule):
             trained = self._trained_names()
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
-        mine = {"module": self.rank_state(), "rng": state.rng_state(), "broken_steps": self.broken_steps.in_a_row}
-        checkpoint["lit_rl"] = self.ranks.objects(mine)
+        mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state()}
+        checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
 
@@ -231,6 +231,7 @@ class PolicyModule(L.LightningModule):
             self._load_reference(checkpoint)
         if "lit_rl" in checkpoint and self.trainer_or_none is not None:
             saved = state.of_rank(checkpoint["lit_rl"], self.global_rank, self.world_size)
+            state.check_format(saved)
             self.load_rank_state(saved["module"])
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 

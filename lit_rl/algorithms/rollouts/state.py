@@ -47,6 +47,24 @@ def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:
     return Rollout(**{**plain, "completions": Completions(**plain["completions"])})
 
 
+FORMAT = 2
+"""Of what a rank keeps in a checkpoint. 1, which was not written down, had the KL's factor outside the rollout."""
+
+
+def check_format(saved: Mapping[str, Any]) -> None:
+    """Refuse what another version of lit_rl kept of a half-used rollout.
+
+    Raises:
+        StorageError: the format is another.
+    """
+    if (found := saved.get("format", 1)) != FORMAT:
+        raise StorageError(
+            f"The checkpoint keeps the state of a rank in format {found}, and this version of lit_rl reads format "
+            f"{FORMAT}. Its weights are sound: export them with the version that wrote them and start a new run from "
+            "model.name=<run_dir>/hf, or go on with that version."
+        )
+
+
 def of_rank(parts: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """This rank's entry.
 
