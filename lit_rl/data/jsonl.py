@@ -36,7 +36,8 @@ class JsonlReader:
         """Bad lines met by the latest iteration."""
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """
+        """Yield the rows of the file, one a line.
+
         Raises:
             DataError: the file cannot be read, or a line is bad and `on_bad_row` is `error`.
         """

@@ -109,7 +109,8 @@ class SlottedLoader(ABC, Generic[Batch]):
         return {"position": self._position, "epoch": self._epoch, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
+        """Go on where the saved loader was.
+
         Raises:
             DataError: the state belongs to other data, and `allow_changed` is off.
         """

@@ -30,7 +30,8 @@ class Source:
 
 
 def exactly_one(**given: Any) -> None:
-    """
+    """Check that one of these settings came, and no other.
+
     Raises:
         ConfigError: none or several of the settings came.
     """
@@ -41,7 +42,8 @@ def exactly_one(**given: Any) -> None:
 
 
 def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
-    """
+    """Read `data.sources`: the paths of the files, and the weight of each.
+
     Raises:
         ConfigError: no source, an unknown or missing key, or a weight that is not above 0.
     """

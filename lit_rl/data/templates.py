@@ -50,7 +50,8 @@ def encode_prompt(
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """
+    """Check that the tokenizer can render messages.
+
     Raises:
         DataError: the tokenizer has no chat template; the message gives the three ways out.
     """
@@ -62,7 +63,8 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, where: str) -> Non
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
-    """
+    """Refuse keywords of the chat template that are not the user's to set.
+
     Raises:
         ConfigError: a keyword that `encode_prompt` fixes itself.
     """

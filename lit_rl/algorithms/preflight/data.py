@@ -30,7 +30,8 @@ def rollout_data(trainer: Any) -> Any:
 
 
 def one_accumulation(trainer: Any, because: str) -> None:
-    """
+    """Refuse a `GradientAccumulationScheduler`.
+
     Raises:
         ConfigError: the number of micro-batches of a step changes during the run.
     """

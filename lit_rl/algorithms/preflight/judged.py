@@ -15,7 +15,8 @@ from lit_rl.rewards.judges.base import Judge
 
 
 def newest_policy(name: str, generator: Generator) -> None:
-    """
+    """Refuse `generator.lag`: both completions of a pair are drawn by the policy of now.
+
     Raises:
         ConfigError: the generator draws with weights of the rollout before.
     """
@@ -27,7 +28,8 @@ def newest_policy(name: str, generator: Generator) -> None:
 
 
 def groups_are_compared(name: str, group_size: int, split_groups: int, groups: GroupSelection | None) -> None:
-    """
+    """Refuse group sizes and cuts that leave a completion without another to be compared with.
+
     Raises:
         ConfigError: fewer than two completions of a prompt stand side by side in a micro-batch.
     """
@@ -47,7 +49,8 @@ def groups_are_compared(name: str, group_size: int, split_groups: int, groups: G
 
 
 def judge_has_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalty: float | None) -> None:
-    """
+    """Refuse a judge and rewards of which one does not read the other.
+
     Raises:
         ConfigError: the judge compares rewards that are not there, or there is a penalty on rewards it does not read.
     """
@@ -67,7 +70,8 @@ def judge_has_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalty:
 
 
 def for_each_epoch(key: str, value: float | Sequence[float], *, high: float = float("inf"), open_low: bool) -> None:
-    """
+    """Check a setting that is one number, or one for each epoch.
+
     Raises:
         ConfigError: the number, or one of the numbers of the epochs, is out of range, or there is none.
     """
@@ -79,7 +83,8 @@ def for_each_epoch(key: str, value: float | Sequence[float], *, high: float = fl
 
 
 def two_policies(name: str, group_size: int, reference: Reference) -> None:
-    """
+    """Check what a method needs that draws from the policy and from an opponent.
+
     Raises:
         ConfigError: the method cannot draw one completion of the policy and one of an opponent made of the reference.
     """
@@ -98,7 +103,8 @@ def two_policies(name: str, group_size: int, reference: Reference) -> None:
 
 
 def native_generator(generator: Generator) -> None:
-    """
+    """Refuse generators that cannot draw from a mixture of two models.
+
     Raises:
         ConfigError: the engine cannot decode from a mixture of two models.
     """
@@ -110,7 +116,8 @@ def native_generator(generator: Generator) -> None:
 
 
 def pairs_stand_alone(functions: Mapping[str, Callable[..., Any]]) -> None:
-    """
+    """Refuse losses that sort completions over all pairs of a step.
+
     Raises:
         ConfigError: a loss sorts completions over all pairs of a step.
     """

@@ -38,7 +38,8 @@ def examples_of(trainer: Any, kind: Kind, method: str) -> Any:
 
 
 def texts_fit(model: LanguageModel, longest: int, *, streamed: bool) -> None:
-    """
+    """Refuse texts that are longer than the model's context.
+
     Args:
         model: Whose context has to hold every text.
         longest: Tokens of the longest row; of a stream, what a later row may have.

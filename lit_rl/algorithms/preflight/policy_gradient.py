@@ -17,7 +17,8 @@ from lit_rl.errors import ConfigError, in_range
 
 
 def rewards_are_there(algorithm: str, names: tuple[str, ...]) -> None:
-    """
+    """Refuse a run without a reward function.
+
     Raises:
         ConfigError: there is no reward function to learn from.
     """
@@ -28,7 +29,8 @@ def rewards_are_there(algorithm: str, names: tuple[str, ...]) -> None:
 
 
 def advantage_is_there(advantage: Callable | None, *, estimates: bool) -> None:
-    """
+    """Refuse a method that is given no estimator and does not bring its own.
+
     Args:
         advantage: The estimator.
         estimates: Whether advantages come from it; a method with a critic estimates them itself.
@@ -75,7 +77,8 @@ def terms_take_their_settings(
 
 
 def group_is_large_enough(algorithm: str, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
-    """
+    """Refuse groups of one where the advantage compares completions of a prompt.
+
     Raises:
         ConfigError: the advantage compares completions of a prompt, and there is one.
     """
@@ -88,7 +91,8 @@ def group_is_large_enough(algorithm: str, group_size: int, *, compares_completio
 
 
 def controller_has_a_term(control: KLControl, *weights: float) -> None:
-    """
+    """Refuse a controller that has no weight to steer.
+
     Raises:
         ConfigError: the controller steers the weight of a KL, and there is none.
     """

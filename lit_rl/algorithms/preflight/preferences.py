@@ -49,7 +49,8 @@ def weights(functions: Mapping[str, Any], given: Mapping[str, float] | None) -> 
 
 
 def divergence_is_read(functions: Mapping[str, Any], divergence: Callable[[Tensor], Tensor]) -> None:
-    """
+    """Refuse a divergence that a loss would not read.
+
     Raises:
         ConfigError: a divergence was chosen that a loss does not read.
     """
@@ -85,7 +86,8 @@ def over_step(functions: Mapping[str, Any]) -> list[str]:
 
 
 def weighs_pairs(functions: Mapping[str, Any]) -> None:
-    """
+    """Refuse weights of pairs where a loss compares no pairs of the data.
+
     Raises:
         ConfigError: a loss compares quantiles over pairs, which no weight of a pair fits.
     """
@@ -97,7 +99,8 @@ def weighs_pairs(functions: Mapping[str, Any]) -> None:
 
 
 def lengths_are_read(functions: Mapping[str, Any]) -> None:
-    """
+    """Refuse `algo.per_token` where it would change nothing.
+
     Raises:
         ConfigError: `algo.per_token` is on, and no loss divides by a length: found by calling them with other lengths.
     """

@@ -12,7 +12,8 @@ from lit_rl.rewards.judges.base import Judge, RewardJudge
 
 
 def can_be_compared(against: str, judge: Judge, rewards: Sequence[str], data: Any) -> None:
-    """
+    """Check what `eval.win_rate_against` needs.
+
     Args:
         against: The other model.
         judge: Who compares.

@@ -31,7 +31,8 @@ class RunLength:
         return cls(trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches)
 
     def check(self) -> None:
-        """
+        """Refuse a run without an end.
+
         Raises:
             ConfigError: nobody says when the run ends, so that not all its steps can be looked at before the first.
         """

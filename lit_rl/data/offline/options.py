@@ -77,7 +77,8 @@ class ExampleOptions:
         return None if self.packing == "wrapped" else self.max_length
 
     def check_kind(self, kind: Kind) -> None:
-        """
+        """Refuse options that do nothing for this kind of examples.
+
         Raises:
             ConfigError: an option that would do nothing for this kind.
         """

@@ -58,7 +58,8 @@ def marked_tokens(
 
 
 def check_prefix(begin: str, whole: str, where: str) -> None:
-    """
+    """Check that a conversation begins with its prompt, so that the rest is the completion.
+
     Raises:
         DataError: the rendered conversation does not begin with the rendered prompt. The message shows where they part.
     """

@@ -100,7 +100,8 @@ class StreamLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """
+        """Go on where the saved loader was.
+
         Raises:
             DataError: the state belongs to other rows or another order, and `allow_changed` is off; or to a run that
                 had all rows from its beginning.

@@ -44,7 +44,8 @@ def corpus_beside(
 
 
 def check_settings(data: SourcedDataModule, size: int, *, batch_size: int, max_length: int | None) -> None:
-    """
+    """Check the settings of the data against `data.stream_buffer`.
+
     Args:
         data: Where the rows come from.
         size: `data.stream_buffer`, the rows of a window.
@@ -79,7 +80,8 @@ def check_settings(data: SourcedDataModule, size: int, *, batch_size: int, max_l
 
 
 def check_trainer(trainer: L.Trainer) -> None:
-    """
+    """Check that the Trainer says how long the run is.
+
     Raises:
         ConfigError: nothing says how long the run is, or loaders are to be made anew within it.
     """

@@ -61,7 +61,8 @@ class Facts:
 
     @classmethod
     def told(cls, facts: Mapping[str, Any]) -> Facts:
-        """
+        """Make it of what a worker said.
+
         Raises:
             GenerationError: a worker of another version of lit_rl says other things.
         """

@@ -97,7 +97,8 @@ class Probe:
         return Gap(differences.mean().item(), differences.max().item(), len(differences), dtype)
 
     def judge(self, asked: Asked, gap: Gap, version: int) -> None:
-        """
+        """Compare what the engine says of the text with what the policy says.
+
         Raises:
             GenerationError: the two differ by more than the limit, or the policy has moved and the engine has not.
         """

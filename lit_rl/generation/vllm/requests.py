@@ -66,7 +66,8 @@ def requests_of(prompts: Prompts, sampling: Sampling) -> list[Request]:
 
 
 def check_temperature(sampling: Sampling) -> None:
-    """
+    """Refuse temperatures at which vLLM would sample in another way.
+
     Raises:
         ConfigError: a temperature that vLLM does not take as it is.
     """

@@ -77,7 +77,8 @@ class Teacher(Held):
         self.shared_tokens = None if rows == needed else max(ours.values()) + 1  # no embedding has fewer rows
 
     def check_written(self, token_ids: Tensor, writer: str) -> None:
-        """
+        """Refuse tokens that one of the two tokenizers does not have.
+
         Args:
             token_ids: Written by one of the two.
             writer: Which, for the message.
@@ -95,7 +96,8 @@ class Teacher(Held):
         )
 
     def check_differs(self) -> None:
-        """
+        """Refuse a teacher that is the student.
+
         Raises:
             ConfigError: it has the weights that the policy begins with, so that every gradient would be 0.
         """

@@ -26,7 +26,9 @@ def check_smoothing(value: float, *, allow_zero: bool = True, allow_half: bool =
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Raises:
+    """Check a setting of a preference loss.
+
+    Raises:
     ValueError: the setting of this name is below 0, or NaN.
     """
     if not value >= 0:

@@ -90,7 +90,8 @@ class RewardJudge:
 
 
 def check_columns(columns: Sequence[str]) -> None:
-    """
+    """Refuse columns of the data that would hide what a judge is given.
+
     Raises:
         RewardError: a column of the data has the name of what a judge is given.
     """
