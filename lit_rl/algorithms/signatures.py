@@ -43,6 +43,11 @@ def unwrapped(function: Any) -> Any:
     return unwrapped(function.func) if hasattr(function, "func") else function
 
 
+def name_of(function: Any) -> str:
+    """The name of a function, also under the settings it was given."""
+    return getattr(unwrapped(function), "__name__", type(function).__name__)
+
+
 def setting(function: Callable[..., Any], name: str) -> Any:
     """What a keyword of a function is set to: as it was given, or its default."""
     given = _given(function)

@@ -27,7 +27,7 @@ from lit_rl.algorithms.preflight import estimators, losses
 from lit_rl.algorithms.preflight import policy_gradient as preflight
 from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.signatures import multiplies_weights, parameters, reads
+from lit_rl.algorithms.signatures import multiplies_weights, name_of, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
 from lit_rl.algorithms.terms.credit import Credit, CreditAssignment
@@ -122,7 +122,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             shaping, reward_norm, reward_clip, KLPenalty("algo.reward_beta", reward_beta, reward_kl)
         )
         self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
-        self.whitening = Whitening(whitening, of=estimators.name_of(advantage) if advantage else "gae")
+        self.whitening = Whitening(whitening, of=name_of(advantage) if advantage else "gae")
         self.engine = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
         self.policy_loss, self.reduction = loss, reduction
         self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)

@@ -24,12 +24,6 @@ class OptimizerFactory(Protocol):
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
 
-def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The learning rates in force, for the log: `lr` of the policy's group, and `lr_NAME` of each further one."""
-    first, *others = optimizer.param_groups
-    return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}
-
-
 def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0) -> None:
     in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
     for i, beta in enumerate(betas):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.signatures import arguments_for, parameters
+from lit_rl.algorithms.signatures import arguments_for, name_of, parameters
 from lit_rl.algorithms.terms.advantages import Whitening
 from lit_rl.algorithms.terms.credit import CreditAssignment
 from lit_rl.errors import ConfigError
@@ -156,9 +156,3 @@ def _signature(function: Callable) -> str:
     given = inspect.signature(function).parameters.values()
     needed = ", ".join(parameter.name for parameter in given if parameter.default is parameter.empty)
     return f"{name_of(function)}({needed})"
-
-
-def name_of(function: Callable) -> str:
-    """The name of a function, also under a `functools.partial`."""
-    function = getattr(function, "func", function)
-    return getattr(function, "__name__", type(function).__name__)

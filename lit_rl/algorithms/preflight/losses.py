@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lit_rl.algorithms.signatures import annotations_of, notes, parameters, setting, unwrapped
+from lit_rl.algorithms.signatures import annotations_of, name_of, notes, parameters, setting
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.ranges import Above, Pair, Range
 
@@ -33,7 +33,7 @@ def weights_are_declared(loss: Callable[..., Any], key: str = "algo.loss") -> No
     """
     if annotations_of(loss).get("weights") is Any:
         raise ConfigError(
-            f"{key}={getattr(unwrapped(loss), '__name__', loss)}: it takes `weights`, the weights against an engine, "
+            f"{key}={name_of(loss)}: it takes `weights`, the weights against an engine, "
             "and its annotation does not say what for. If the loss multiplies by them itself, write `weights: "
             "WeightsInside = None` (lit_rl.ops.step, imported at run time). If it only looks at them, write `weights: "
             "Tensor | None`: the loss is then multiplied by them afterwards, as every other is."

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.preflight.settings import settings
-from lit_rl.algorithms.signatures import annotations_of, notes, unwrapped
+from lit_rl.algorithms.signatures import annotations_of, name_of, notes, unwrapped
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.pairs import OfStep, Pairs, PolicyPairs, RatioPairs
@@ -114,10 +114,6 @@ def lengths_are_read(functions: Mapping[str, Any]) -> None:
         f"({', '.join(functions)}) reads none. Leave it out, or take a loss that does: algo/preference=[ipo], "
         "[sigmoid_norm] or [simpo]."
     )
-
-
-def name_of(function: Any) -> str:
-    return getattr(unwrapped(function), "__name__", type(function).__name__)
 
 
 def _type_of_pairs(function: Callable[..., Any]) -> Any:

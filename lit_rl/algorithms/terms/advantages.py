@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.signatures import arguments_for, parameters
+from lit_rl.algorithms.signatures import arguments_for, name_of, parameters
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.rollout import Completions
 
@@ -63,9 +63,8 @@ class Whitening:
             return
         names = parameters(self.function)
         if "mask" not in names and "scored" in names:
-            name = getattr(getattr(self.function, "func", self.function), "__name__", type(self.function).__name__)
             raise ConfigError(
-                f"algo/whitening: {name} takes one advantage a completion, and {self.of} gives one a token. Take "
+                f"algo/whitening: {name_of(self.function)} takes one advantage a completion, and {self.of} gives one a token. Take "
                 "algo/whitening=tokens."
             )
 
