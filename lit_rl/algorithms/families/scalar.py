@@ -81,6 +81,6 @@ class ScalarModule(OfflineModule, ABC):
         """How a text must be prepared to be read as in training, for the exported config."""
         return {}
 
-    def export(self, state: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
+    def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
         card = model_card(facts, loaded_by=self.scoring.auto, pipeline=self.scoring.pipeline)
-        return export_scoring(self.model, self.scoring, state, self.policy, folder, card=card, reads=self.reads())
+        return export_scoring(self.model, self.scoring, weights, self.policy, folder, card=card, reads=self.reads())

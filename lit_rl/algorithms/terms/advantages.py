@@ -64,8 +64,8 @@ class Whitening:
         names = parameters(self.function)
         if "mask" not in names and "scored" in names:
             raise ConfigError(
-                f"algo/whitening: {name_of(self.function)} takes one advantage a completion, and {self.of} gives one a token. Take "
-                "algo/whitening=tokens."
+                f"algo/whitening: {name_of(self.function)} takes one advantage a completion, and {self.of} gives "
+                "one a token. Take algo/whitening=tokens."
             )
 
 
