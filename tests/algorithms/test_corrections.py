@@ -106,6 +106,7 @@ def test_the_automatic_one_is_truncated_importance_sampling_by_tokens():
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "rloo", "reinforce_pp", "vespo", "dapo", "gmpo"])
+@pytest.mark.all
 def test_every_preset_takes_it_and_none_switches_it_off(name):
     tree, off = (tree_of("run_dir=run", f"algo={name}", *more)["algo"] for more in ([], ["algo/correction=none"]))
     assert tree["correction"]["_target_"] == "lit_rl.ops.correction.auto_correction"  # so config.yaml says it
@@ -159,6 +160,7 @@ def test_without_the_extra_pass_gradient_and_metrics_are_the_same(tmp_path, monk
         assert logged[metric] == pytest.approx(expected[metric], rel=1e-4, abs=1e-6, nan_ok=True), metric
 
 
+@pytest.mark.all
 def test_weights_change_the_gradient(tmp_path):
     """The comparison above is no comparison of two runs without weights."""
     corrected, plain_ = (fitted(tmp_path, GRPO, {"correction": c})[0] for c in (mismatch.token_truncate, None))
@@ -190,6 +192,7 @@ def forwards(tmp_path: Any, monkeypatch: Any, settings: dict[str, Any], **how: A
     return rows[True], rows[False]
 
 
+@pytest.mark.all
 def test_each_row_is_run_once_where_weights_are_all_that_is_made_of_old_logprobs(tmp_path, monkeypatch):
     assert forwards(tmp_path, monkeypatch, {}) == (32, 0)
     assert forwards(tmp_path, monkeypatch, {"correction": mismatch.sequence_mask}, accumulate=4) == (32, 0)
@@ -207,6 +210,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("name", NEEDED)
+@pytest.mark.all
 def test_where_another_term_needs_them_they_are_taken(tmp_path, monkeypatch, name):
     settings, steps = NEEDED[name]
     assert forwards(tmp_path, monkeypatch, settings, steps=steps) == (32, 32)
@@ -220,6 +224,7 @@ def test_a_kl_in_the_reward_needs_them():
 
 
 @pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.all
 def test_the_mismatch_is_logged_of_every_engine_of_its_own_corrected_or_not(tmp_path, steps):
     _, logged, rollout = fitted(tmp_path, GRPO, {"correction": None}, steps=steps, accumulate=2)
     assert 0 < logged["train/sampling/sampling_logp_difference/mean"] < 0.2

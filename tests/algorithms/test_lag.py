@@ -91,6 +91,7 @@ def assert_same_tokens(one: Completions, two: Completions) -> None:
 # ---------------------------------------------------------------------- which weights draw what
 
 
+@pytest.mark.all
 def test_without_a_lag_nothing_changes(tmp_path):
     """An engine that copies the weights at each sync and corrects nothing is the in-process run, bit for bit."""
     plain, lagless = (
@@ -106,6 +107,7 @@ def test_without_a_lag_nothing_changes(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.all
 def test_every_rollout_but_the_first_is_drawn_with_the_weights_of_the_one_before(tmp_path, steps):
     module = module_of(minibatches=steps)
     seen = EachBatch(lambda m: dict(m.trainer.callback_metrics))
@@ -120,6 +122,7 @@ def test_every_rollout_but_the_first_is_drawn_with_the_weights_of_the_one_before
     assert module.generator.synced == [k * steps for k in (0, 0, 1, 2, 3, 4)]  # no sync for a rollout that never comes
 
 
+@pytest.mark.all
 def test_the_second_rollout_is_what_the_initial_weights_draw(tmp_path):
     drawn, _ = fitted(tmp_path, module_of(), max_steps=2)
     still, _ = fitted(tmp_path, module_of(generator=NativeGenerator(), optimizer=AdamW(lr=1e-30)), max_steps=2)
@@ -129,6 +132,7 @@ def test_the_second_rollout_is_what_the_initial_weights_draw(tmp_path):
     assert not torch.allclose(drawn.rollouts[1][2].sampler_logprobs.sum(), moving.rollouts[1][2].sampler_logprobs.sum())
 
 
+@pytest.mark.all
 def test_the_weights_of_the_correction_are_those_of_the_age(tmp_path):
     """By hand: pi_now / pi_then of each token, cut at 3."""
     kept = EachBatch(lambda m: m.rollout)
@@ -140,6 +144,7 @@ def test_the_weights_of_the_correction_are_those_of_the_age(tmp_path):
     assert float((ratio[mask] - 1).abs().max()) > 1e-2 and drawn.rollouts[1][2].version == 0
 
 
+@pytest.mark.all
 def test_prompts_go_on_over_the_end_of_an_epoch_and_end_with_the_run(tmp_path):
     upcoming: list[Any] = []
 
@@ -158,6 +163,7 @@ def test_prompts_go_on_over_the_end_of_an_epoch_and_end_with_the_run(tmp_path):
             assert named.rollout == number and list(named.rows) == list(rows)
 
 
+@pytest.mark.all
 def test_an_epoch_that_is_cut_is_followed_by_the_next(tmp_path):
     drawn, _ = fitted(tmp_path, module_of(), max_steps=5, limit_train_batches=2)
     assert [(number, c.version) for number, _, c in drawn.rollouts] == [(0, 0), (1, 0), (4, 1), (5, 2), (8, 3)]
@@ -181,6 +187,7 @@ def test_drawing_goes_on_while_the_policy_learns(tmp_path):
     assert len(drawn.rollouts) == 2
 
 
+@pytest.mark.all
 def test_validation_and_fresh_groups_wait_for_what_is_in_flight(tmp_path):
     """Whatever else is drawn in between, each rollout is that of the run without it."""
     slow: list[int] = []
@@ -218,6 +225,7 @@ class Saves(L.Callback):
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, PPO])
+@pytest.mark.all
 def test_from_any_step_a_resumed_run_equals_the_uninterrupted_one(tmp_path, algorithm):
     settings: dict[str, Any] = {"minibatches": 2} | ({"iterations": 1, "group_size": 1} if algorithm is PPO else {})
     whole = module_of(algorithm, **settings)
@@ -232,6 +240,7 @@ def test_from_any_step_a_resumed_run_equals_the_uninterrupted_one(tmp_path, algo
         assert len(rest.rollouts) == 5 - (step + 1) // 2
 
 
+@pytest.mark.all
 def test_completions_of_other_prompts_are_thrown_away_and_said(tmp_path):
     fitted(tmp_path, module_of(), max_steps=2, callbacks=[Saves(tmp_path)])
     module = module_of()
@@ -332,6 +341,7 @@ def seven(completions: list[str], **_: Any) -> list[float]:
     return [float(completion.endswith("7")) for completion in completions]
 
 
+@pytest.mark.all
 def test_it_learns(tmp_path):
     rewards = EachBatch(lambda m: float(m.scored.scores.total.mean()))
     settings: dict[str, Any] = {"optimizer": AdamW(lr=3e-4), "group_size": 8}

@@ -288,6 +288,7 @@ def test_a_resumed_run_is_the_run(one_layer: str, tmp_path: Path):
         assert torch.equal(mine, other)
 
 
+@pytest.mark.all
 def test_a_random_student_learns_to_add(tmp_path: Path):
     """The teacher is the shipped policy; the student has its shape and no weights of it."""
     from transformers import AutoModelForCausalLM

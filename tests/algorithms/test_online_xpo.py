@@ -128,6 +128,7 @@ def test_at_the_start_both_are_the_same_model_and_write_different_things(tmp_pat
     assert len(table["completion"]) == 32 and table["completion"] != table["opponent"]
 
 
+@pytest.mark.all
 def test_learns_the_sums(tmp_path: Path) -> None:
     def reward(module: Any) -> float:
         return float(module.trainer.callback_metrics.get("train/reward", math.nan))

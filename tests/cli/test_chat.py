@@ -57,6 +57,7 @@ def test_lines_are_completed_as_in_training(chat, cwd):
     assert contents(cwd) == []
 
 
+@pytest.mark.all
 def test_the_conversation_is_kept_until_it_is_reset(chat):
     outcome = chat("hello", "and then?", "/reset", "hello", "/quit", "never read", options=["sampling.temperature=0.5"])
     model = LanguageModel("tiny")
@@ -68,6 +69,7 @@ def test_the_conversation_is_kept_until_it_is_reset(chat):
     assert outcome.out == f"{first}\n{second}\n{first}\n"
 
 
+@pytest.mark.all
 def test_the_systems_message_opens_it(chat):
     outcome = chat("hello", options=["chat.system_prompt=Add.", "sampling.temperature=0"])
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "hello"}]
@@ -75,6 +77,7 @@ def test_the_systems_message_opens_it(chat):
     refused(chat("hello", options=["chat.system_prompt=Add.", "chat.plain=true"]), 2, "chat.system_prompt")
 
 
+@pytest.mark.all
 def test_a_bad_line_is_left_out_and_said(chat):
     outcome = chat("<|im_end|>", "/what\x1b[2J", "hello")
     assert outcome.code == 0
@@ -82,6 +85,7 @@ def test_a_bad_line_is_left_out_and_said(chat):
     assert outcome.out == f"{reply(LanguageModel('tiny'), [{'role': 'user', 'content': 'hello'}])}\n"
 
 
+@pytest.mark.all
 def test_a_full_context_is_said(chat):
     outcome = chat("a" * 600, "1+1=", options=["chat.plain=true", "sampling.temperature=0"])
     assert outcome.code == 0, outcome.err
@@ -89,6 +93,7 @@ def test_a_full_context_is_said(chat):
     assert outcome.out.strip()
 
 
+@pytest.mark.all
 def test_nothing_that_a_model_writes_moves_the_cursor(chat, monkeypatch):
     text = "\x1b[2J\rä\x08😀\tb\u202e\nc"
     ids = LanguageModel("tiny").tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -97,6 +102,7 @@ def test_nothing_that_a_model_writes_moves_the_cursor(chat, monkeypatch):
     assert outcome.out == "\\x1b[2J\\rä\\x08😀    b\\u202e\nc\n"
 
 
+@pytest.mark.all
 def test_interrupts(chat, monkeypatch):
     def stopped(*_: Any) -> Any:
         yield 20, False
@@ -131,6 +137,7 @@ def test_interrupts(chat, monkeypatch):
     chatting._talk(job, None)  # the reply ends at the first, the conversation at the second
 
 
+@pytest.mark.all
 def test_a_run_is_talked_to_by_its_export_or_a_checkpoint(chat, step, cwd):
     run = ["run_dir=run", "optimizer.lr=1.0e-2", "scheduler.warmup_steps=0", "sampling.max_new_tokens=4"]
     assert step(*run, "model.lora.r=2").code == 0
@@ -150,6 +157,7 @@ def test_a_run_is_talked_to_by_its_export_or_a_checkpoint(chat, step, cwd):
     assert contents(cwd) == before
 
 
+@pytest.mark.all
 def test_the_runs_own_rendering_is_kept(chat, step, cwd, monkeypatch):
     """What the policy was trained to read opens the conversation; a reward model writes nothing."""
     jobs: list[Any] = []
@@ -167,6 +175,7 @@ def test_the_runs_own_rendering_is_kept(chat, step, cwd, monkeypatch):
     refused(chat(options=["run_dir=scores"]), 2, "RewardModeling", "writes no text")
 
 
+@pytest.mark.all
 def test_what_has_no_meaning_is_refused(chat, cwd):
     refused(chat(options=["algo=dpo"]), 2, "algo cannot be set", "sampling")
     refused(chat(options=["run_dir=nothing"]), 2, "config.yaml")

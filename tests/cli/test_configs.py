@@ -106,6 +106,7 @@ def parts(tree: Tree) -> list[Any]:
         ("sampling.top_k=0", "logit_bias", {}),
     ],
 )
+@pytest.mark.all
 def test_constraints_are_set_on_the_command_line(composed, override, field, value):
     assert getattr(build(composed(override)["algo"]["sampling"]), field) == value
 
@@ -137,6 +138,7 @@ def test_every_file_opens_with_a_line_that_says_what_it_is(file):
     assert max(map(len, lines)) <= 120
 
 
+@pytest.mark.all
 class TestJudges:
     """`judge=` is of every algorithm that writes: what `eval.win_rate_against` asks."""
 
@@ -206,6 +208,7 @@ class TestPresets:
         assert composed("experiment=rloo_addition", "algo.group_size=6")["algo"]["group_size"] == 6
 
 
+@pytest.mark.all
 class TestTinysRecommendation:
     def test_is_tinys(self, composed):
         tree = composed()
@@ -232,6 +235,7 @@ class TestTinysRecommendation:
         (["data.chat_template_kwargs={name: value}"], "data", "chat_template_kwargs"),
     ],
 )
+@pytest.mark.all
 def test_keys_of_the_users_own_need_no_plus(composed, overrides, group, key):
     assert composed(*overrides)[group][key] == {"name": "value"}
 
@@ -259,6 +263,7 @@ class TestModels:
         assert build(composed("model.lora.targets=[q_proj]")["model"]).lora.r == 16
 
     @pytest.mark.parametrize("extra", [[], ["model.lora.r=4", "algo.beta=0.1"]], ids=["full", "lora"])
+    @pytest.mark.all
     def test_a_local_folder_trains(self, step: Command, cwd, tmp_path, extra):
         folder = save_model(tmp_path / "small model")
         outcome = step("model=local", f"model.name='{folder}'", "optimizer.lr=1e-3", "run_dir=run", *extra)
@@ -273,6 +278,7 @@ MATH = [{"problem": f"Double ${n}$.", "solution": f"So $\\boxed{{{2 * n}}}$.", "
 
 
 @pytest.mark.parametrize("choice, rows", [("gsm8k", GSM8K), ("math", MATH)])
+@pytest.mark.all
 class TestRecipes:
     def test_from_local_files_of_the_same_schema(self, composed, tmp_path, choice, rows):
         train, val = write_jsonl(tmp_path / "train.jsonl", rows[:6]), write_jsonl(tmp_path / "val.jsonl", rows[6:])
@@ -331,5 +337,6 @@ def test_a_tokenizer_alone_is_enough_to_look_at_the_data(composed, tmp_path):
         (["algo=sft", "data.max_dropped=0.5"], 5e-4),  # what an error of any data module advises is a key of it
     ],
 )
+@pytest.mark.all
 def test_supervised_methods_have_a_learning_rate_of_their_own(composed, overrides, lr):
     assert composed(*overrides)["algo"]["optimizer"]["lr"] == pytest.approx(lr)

@@ -73,6 +73,7 @@ def longest(outcome: Any, part: str) -> int:
     return int(re.findall(rf"Tokens of {part}: \d+ to (\d+)", outcome.out)[0])
 
 
+@pytest.mark.all
 def test_keys_of_the_group_that_is_told_can_be_typed(check, tmp_path):
     """Hydra knows the keys of a group only once it is chosen, and the plain `data=addition` has none of these."""
     rows = [{**row, "completion": "so " * 300} for row in sums(40, completion=str)]
@@ -90,6 +91,7 @@ def test_keys_of_the_group_that_is_told_can_be_typed(check, tmp_path):
     assert check(f"data.path={verdicts}", "data.max_completion_tokens=4").out.startswith("data=preferences")
 
 
+@pytest.mark.all
 def test_the_mapped_row_is_what_tells(check, tmp_path):
     rows = [{"q": row["prompt"], "a": row["answer"], "prompt": "not this one"} for row in sums(40)]
     path = write_jsonl(tmp_path / "mine.jsonl", rows)
@@ -99,6 +101,7 @@ def test_the_mapped_row_is_what_tells(check, tmp_path):
     refused(check(*(word.replace("NAME", "os.system") for word in words)), 2, "os.system", "allow_targets")
 
 
+@pytest.mark.all
 def test_a_wrong_key_of_the_group_is_named(check, tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", sums(40, completion=str))
     refused(check(f"data.path={path}", "data.max_lenght=64"), 2, "data.max_lenght", "'max_length'")
@@ -109,6 +112,7 @@ def test_a_wrong_key_of_the_group_is_named(check, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "typed"), [("texts", False), ("verdicts", True)])
+@pytest.mark.all
 def test_a_file_is_parsed_once(check, tmp_path, monkeypatch, name, typed):
     rows, group, _ = FILES[name]
     path, parsed = write_jsonl(tmp_path / "mine.jsonl", rows), []
@@ -150,6 +154,7 @@ def test_a_first_row_that_cannot_be_read_is_refused_or_left_out(tmp_path):
         first_row(str(path))
 
 
+@pytest.mark.all
 def test_the_algorithm_decides_where_it_is_named(check, tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", sums(40, **PAIRS))
     told = {
@@ -164,6 +169,7 @@ def test_the_algorithm_decides_where_it_is_named(check, tmp_path):
     refused(check(f"data.path={write_jsonl(tmp_path / 'p.jsonl', sums(40))}", "algo=dpo"), 3, "chosen, rejected")
 
 
+@pytest.mark.all
 def test_a_group_that_is_named_stays(check, tmp_path):
     path = write_jsonl(tmp_path / "mine.jsonl", sums(40, **PAIRS))
     outcome = check(f"data.path={path}", "data=texts", "data.learn=all")
@@ -188,6 +194,7 @@ def test_rows_stand_as_the_model_reads_them(check, tmp_path):
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", outcome.out)
 
 
+@pytest.mark.all
 def test_the_assistants_turns_are_marked(check, tmp_path):
     turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
     rows = [{"messages": [{"role": role, "content": f"{text}{n}"} for role, text in turns]} for n in range(40)]
@@ -211,6 +218,7 @@ def test_the_assistants_turns_are_marked(check, tmp_path):
     assert "<|im_start|>user↵\n" in outcome.out
 
 
+@pytest.mark.all
 def test_counts_lengths_columns_and_repeats(check, tmp_path):
     rows = sums(40, **PAIRS)
     rows += [rows[0], {**rows[1], "rejected": "another"}, {**rows[2], "rejected": rows[2]["chosen"]}]
@@ -229,6 +237,7 @@ def test_counts_lengths_columns_and_repeats(check, tmp_path):
 
 
 @pytest.mark.parametrize("width", [20, 80])
+@pytest.mark.all
 def test_lines_fit_the_terminal(check, tmp_path, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
     rows = [{**row, "prompt": "long " * 300 + row["prompt"]} for row in sums(40, **PAIRS)]

@@ -156,6 +156,7 @@ class TestSweep:
         assert json.loads((cwd / "mine" / "1" / "summary.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.all
 def test_import_is_light_and_touches_neither_network_nor_gpu(tmp_path):
     script = """
 import socket, sys

@@ -47,6 +47,7 @@ def test_right_wrong_and_empty_completions_of_the_data(ask):
     assert [(c[0], c[-1]) for c in times] == [("math_answer", "16 of 16"), ("regex_format", "16 of 16")]
 
 
+@pytest.mark.all
 def test_messages_own_completions_and_rows_that_no_function_applies_to(ask, tmp_path):
     prompt = [{"role": "user", "content": "Say \\[hi\\] [bold]!"}]
     data = [{"prompt": prompt, "completion": "<think>a</think>b", "answer": None}]
@@ -79,6 +80,7 @@ def test_what_is_wrong_with_a_reward_is_said_with_its_exit_code(ask, reward, cod
 
 
 @pytest.mark.parametrize("name", [p.stem for p in sorted((CONF / "reward").glob("*.yaml")) if p.stem != "none"])
+@pytest.mark.all
 def test_a_setting_that_no_reward_has_is_refused(ask, name):
     refused(ask(f"reward={name}", "reward.tiemout=20"), 2, "tiemout", "'timeout'")
 
@@ -92,6 +94,7 @@ timeout: 60
 
 
 @pytest.mark.parametrize("head", ["_target_: lit_rl.rewards.Rewards", "defaults: [/schemas/Rewards@_here_]"])
+@pytest.mark.all
 def test_a_yaml_of_ones_own(command, no_weights, cwd, head):
     (cwd / "mine" / "reward").mkdir(parents=True)
     (cwd / "mine" / "reward" / "mine.yaml").write_text(head + MINE)
@@ -104,6 +107,7 @@ def test_a_yaml_of_ones_own(command, no_weights, cwd, head):
     refused(command("reward-test", *options, *settings, "reward.tiemout=20"), 2, "tiemout")
 
 
+@pytest.mark.all
 def test_recipes_show_the_values_before_their_weights(ask, cwd):
     row = {"prompt": "a", "answer": "7", "source": "word_problems"}
     row["completion"] = "<think>.</think><answer>7</answer>"
@@ -114,6 +118,7 @@ def test_recipes_show_the_values_before_their_weights(ask, cwd):
     assert own[4:] == ["none", "1", "1", "1.1"]
 
 
+@pytest.mark.all
 def test_rows_and_completions_are_keys(ask, cwd):
     outcome = ask("reward=contains", "reward_test.rows=1")
     assert len([c for c in rows(outcome.out) if len(c) == 6]) == 4, outcome.err

@@ -126,6 +126,7 @@ def test_a_stream_goes_to_another_process_without_its_open_file(tmp_path):
     assert list(ours) == list(theirs) == ROWS[7:10]
 
 
+@pytest.mark.all
 def test_files_that_are_still_open_when_python_ends_are_no_noise(tmp_path):
     code = (
         "import sys; from lit_rl.data.splits import Source; from lit_rl.data.streams import Mark, RowStream\n"

@@ -228,6 +228,7 @@ LOSSES = {
 """Loss, level of the ratio and reduction, as the tests of tests/oracle compare them with TRL's loss types."""
 
 
+@pytest.mark.all
 def test_the_loss_types_are_what_is_compared_with_trl(page: Path, composed: Any) -> None:
     told = {quoted(row[0])[0]: row[1:] for row in table_rows(page, "Loss types")}
     assert told.keys() == LOSSES.keys()
@@ -249,6 +250,7 @@ def commands(page: Path) -> list[list[str]]:
     return found
 
 
+@pytest.mark.all
 def test_every_command_composes(page: Path, composed: Any) -> None:
     assert len(commands(page)) == 7
     for overrides in commands(page):
@@ -263,6 +265,7 @@ def script_arguments(page: Path) -> dict[str, Any]:
     return {str(word.arg): ast.literal_eval(word.value) for word in config.keywords}
 
 
+@pytest.mark.all
 def test_the_example_says_the_same_twice(page: Path, composed: Any) -> None:
     """Every argument of the script has its key in the command, with the same value where both have the same unit."""
     arguments, command = script_arguments(page), commands(page)[0]
@@ -277,6 +280,7 @@ def test_the_example_says_the_same_twice(page: Path, composed: Any) -> None:
     assert given["algo/reduction"] == "sequence" and given["trainer.precision"] == "bf16-mixed"
 
 
+@pytest.mark.all
 def test_the_batches_of_the_example_are_the_same(page: Path, composed: Any) -> None:
     trl, tree = script_arguments(page), composed(*commands(page)[0])
     plan = BatchPlan(

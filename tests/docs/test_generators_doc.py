@@ -67,6 +67,7 @@ def test_every_member_of_a_generator_is_in_its_table(page: Path) -> None:
     assert set(re.findall(r"`(\w+)", told)) == {name for name in vars(Generator) if not name.startswith("_")}
 
 
+@pytest.mark.all
 def test_every_generator_is_in_the_first_table_and_every_key_is_one(page: Path, root: Path) -> None:
     choices = {path.stem for path in (root / "conf" / "generator").glob("*.yaml")}
     assert {

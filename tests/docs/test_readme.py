@@ -65,6 +65,7 @@ def composes(overrides: list[str]) -> None:
         tree_of(*overrides)
 
 
+@pytest.mark.all
 def test_the_commands_of_the_readme_compose(root: Path, cwd: Path) -> None:
     """`make test` composes them; `make test-all` runs them."""
     prepare(cwd, blocks(root / "README.md"), root)

@@ -126,6 +126,7 @@ def test_fit_trains_as_the_plain_constructors_do(
     assert any(not torch.equal(tensor, untrained[name]) for name, tensor in saved["state_dict"].items())
 
 
+@pytest.mark.all
 def test_fit_leaves_its_config_and_the_config_runs_again(fitted: tuple[Path, Outcome], lit_rl_run: CommandLine) -> None:
     saved = yaml.safe_load((fitted[0] / CONFIG_NAME).read_text())
     assert saved["optimizer"]["init_args"]["lr"] == 5e-4 and saved["trainer"]["max_steps"] == STEPS
@@ -134,6 +135,7 @@ def test_fit_leaves_its_config_and_the_config_runs_again(fitted: tuple[Path, Out
     assert yaml.safe_load(again.out) == saved
 
 
+@pytest.mark.all
 def test_a_folder_with_another_runs_config_is_refused_and_resuming_is_not(
     fitted: tuple[Path, Outcome], demo: str, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:
@@ -151,6 +153,7 @@ def test_a_folder_with_another_runs_config_is_refused_and_resuming_is_not(
 
 
 @pytest.mark.parametrize("command", ["validate", "test"])
+@pytest.mark.all
 def test_validate_and_test_measure_a_checkpoint(
     command: str, demo: str, checkpoint: Path, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:
@@ -160,6 +163,7 @@ def test_validate_and_test_measure_a_checkpoint(
     assert not list(tmp_path.rglob(CONFIG_NAME))
 
 
+@pytest.mark.all
 def test_predict_writes_a_line_for_each_prompt(
     demo: str, checkpoint: Path, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:
@@ -172,6 +176,7 @@ def test_predict_writes_a_line_for_each_prompt(
     assert [row["reward"] for row in rows] == [float(row["completion"] == row["answer"]) for row in rows]
 
 
+@pytest.mark.all
 def test_fast_dev_run_writes_nothing(demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
     outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.fast_dev_run=true")
     assert outcome.code == 0, outcome.err
@@ -181,6 +186,7 @@ def test_fast_dev_run_writes_nothing(demo: str, lit_rl_run: CommandLine, tmp_pat
 # ---------------------------------------------------------------------- help and configs
 
 
+@pytest.mark.all
 def test_help_shows_the_docstrings(lit_rl_run: CommandLine) -> None:
     text = " ".join(lit_rl_run("fit", "--help").out.split())
     assert "Prompts of one rollout, all ranks together" in text
@@ -190,6 +196,7 @@ def test_help_shows_the_docstrings(lit_rl_run: CommandLine) -> None:
     assert "Linear warm-up" not in text and "--model.optimizer" not in text
 
 
+@pytest.mark.all
 def test_print_config_is_a_config(lit_rl_run: CommandLine, tmp_path: Path) -> None:
     first = lit_rl_run("fit", *LEAST, REWARD, "--model.beta=0.1", "--print_config")
     assert first.code == 0, first.err
@@ -199,6 +206,7 @@ def test_print_config_is_a_config(lit_rl_run: CommandLine, tmp_path: Path) -> No
     assert yaml.safe_load(first.out)["model"]["init_args"]["beta"] == 0.1
 
 
+@pytest.mark.all
 def test_a_reward_of_your_own_needs_no_permission(lit_rl_run: CommandLine, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
     reward = ["--model.reward=lit_rl.rewards.from_paths", "--model.reward.fn=./mine.py:score"]
@@ -282,6 +290,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("place", quick(PLACES, {"callback"}))
 @pytest.mark.parametrize("spec", ["bare", "with arguments"])
+@pytest.mark.all
 def test_a_config_cannot_name_a_function_of_any_package(
     place: str, spec: str, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:
@@ -298,6 +307,7 @@ def test_a_config_cannot_name_a_function_of_any_package(
 
 
 @pytest.mark.parametrize("target", quick(FOREIGN, {"os.system"}))
+@pytest.mark.all
 def test_what_is_refused_goes_by_where_it_really_comes_from(target: str, lit_rl_run: CommandLine) -> None:
     outcome = lit_rl_run("validate", *LEAST, f"--model.reward={target}")
     assert outcome.code == 2 and "is not on the list" in outcome.err
@@ -322,6 +332,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     sys.modules.pop("their_package", None)
 
 
+@pytest.mark.all
 def test_a_package_is_imported_only_by_the_users_own_hand(
     package: str, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:

@@ -176,6 +176,7 @@ HELD_AS = {
 """Where a module holds a setting that does not stand under its own name: in the term that it is of."""
 
 
+@pytest.mark.all
 def test_the_tree_reaches_every_setting(algorithm: str, expected: dict[str, Any]) -> None:
     """Every parameter of the constructors stands in the tree, so that none can differ unseen."""
     for parameter, _ in schemas.parameters(ALGORITHMS[algorithm]):
@@ -196,6 +197,7 @@ def test_hydra_builds_what_the_constructors_build(algorithm: str, expected: dict
     assert differences(tree(by_hydra(algorithm)), expected) == []
 
 
+@pytest.mark.all
 def test_lightning_cli_builds_what_the_constructors_build(algorithm: str, expected: dict[str, Any]) -> None:
     assert differences(tree(by_lightning_cli(algorithm)), expected) == []
 
@@ -219,6 +221,7 @@ def test_lightning_cli_builds_what_the_constructors_build(algorithm: str, expect
     ],
     ids=lambda value: value.split("=")[0] if not value.startswith("--") else "",
 )  # fmt: skip
+@pytest.mark.all
 def test_the_same_change_through_both_doors_is_the_same_change(override: str, argument: str) -> None:
     """And it is seen: each of these differs from the defaults, at one path."""
     arguments = [argument.replace("LOSS", "lit_rl.ops.losses.clipped_policy_loss")]
@@ -279,6 +282,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("algorithm", REFUSED)
+@pytest.mark.all
 def test_a_constructor_checks_its_reference_through_both_doors(algorithm: str) -> None:
     hydra, name, reference, words = REFUSED[algorithm]
     task = "Addition" if name == "NashMD" else "AdditionPairs"

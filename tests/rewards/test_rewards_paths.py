@@ -63,6 +63,7 @@ def test_the_function_keeps_its_name_doc_and_signature(folder):
     assert Rewards(load_function("./my_reward.py:judge")).names == ("judge",)
 
 
+@pytest.mark.all
 def test_a_pickle_loads_in_another_process_and_another_folder(folder, tmp_path_factory):
     data = pickle.dumps(from_paths("./my_reward.py:score"))
     code = (

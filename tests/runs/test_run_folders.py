@@ -73,6 +73,7 @@ def test_files_beside_those_of_a_run_stay_when_it_is_resumed(run, train, tmp_pat
     ],
 )
 @pytest.mark.parametrize("more", [[], ["ckpt_path=last"]])
+@pytest.mark.all
 def test_files_that_a_run_would_replace_and_no_run_wrote_are_refused(name, more, train, tmp_path, capsys):
     proj = tmp_path / "proj"
     before = put(proj, name)
@@ -82,6 +83,7 @@ def test_files_that_a_run_would_replace_and_no_run_wrote_are_refused(name, more,
     assert contents(proj) == before
 
 
+@pytest.mark.all
 def test_a_config_of_the_users_is_not_replaced_by_a_run_that_goes_on_beside_it(run, train, tmp_path, capsys):
     proj = tmp_path / "proj"
     shutil.copytree(run / "checkpoints", proj / "checkpoints")
@@ -90,6 +92,7 @@ def test_a_config_of_the_users_is_not_replaced_by_a_run_that_goes_on_beside_it(r
     assert "config.yaml" in capsys.readouterr().err and contents(proj) == before
 
 
+@pytest.mark.all
 def test_what_a_run_left_before_its_first_checkpoint_goes_once_the_settings_are_sound(run, train, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(run, again)
@@ -108,6 +111,7 @@ def test_what_a_run_left_before_its_first_checkpoint_goes_once_the_settings_are_
     assert not stale.exists() and theirs.items() <= contents(again).items()
 
 
+@pytest.mark.all
 def test_every_file_that_a_run_writes_is_known_by_its_name(run):
     """A new writer has to be added to `REPLACED`, and to `FILES` if it writes while the policy trains."""
     names = [str(path.relative_to(run)) for path in contents(run)]
@@ -147,6 +151,7 @@ def test_an_older_whole_checkpoint_is_taken_and_said_so_in_one_line(run, train, 
 
 
 @pytest.mark.parametrize("kind", ["text", "truncated", "tensor"])
+@pytest.mark.all
 def test_a_file_that_is_no_checkpoint_is_refused_by_its_name(kind, run, train, tmp_path, capsys):
     import torch
 

@@ -43,6 +43,7 @@ def test_zero_is_refused(callback):
         callback(every=0)
 
 
+@pytest.mark.all
 def test_a_run_and_one_that_is_resumed_inside_a_rollout_show_the_same_tables(train, tmp_path, capsys):
     shape = ["algo.minibatches=2", "algo.iterations=2", "trainer.max_steps=24", "data.task.max_operand=5"]
     every = ["callbacks.samples.print=1", "callbacks.samples.every=6"]
