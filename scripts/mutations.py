@@ -1,6 +1,6 @@
 """Whether the tests notice: the code is broken on purpose in a few places, one at a time, and tests have to fail.
 
-    python scripts/mutations.py                  # each break against the tests that are nearest to it: minutes
+    python scripts/mutations.py                  # each break against the nearest tests of `make test`: minutes
     python scripts/mutations.py --whole          # each break against everything that `make test` runs: hours
     python scripts/mutations.py --only sign clip # some of them
     python scripts/mutations.py --check          # no test: whether every text to break is still there
@@ -26,6 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+OF_MAKE_TEST = "not all and not exhaustive and not slow"
+"""The marker expression of `make test`."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +206,8 @@ def passes(root: Path, commands: list[list[str]], log: Path) -> bool:
 
 def nearest(*tests: str) -> list[list[str]]:
     names = dict.fromkeys(name for each in tests for name in each.split())
-    return [[sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *names]]
+    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", OF_MAKE_TEST]
+    return [[sys.executable, "-m", "pytest", *options, *names]]
 
 
 def first_failure(log: Path) -> str:

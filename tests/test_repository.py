@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -48,3 +49,9 @@ def test_below_families_and_loop_nothing_takes_a_lightning_module(root):
                 if node.arg in ("module", "pl_module") or "LightningModule" in kind:
                     found.append(f"{path.name}:{node.lineno} {node.arg}: {kind}")
     assert len(below) > 40 and found == []
+
+
+def test_the_breaks_of_the_mutation_script_still_fit_the_code(root):
+    script = [sys.executable, "scripts/mutations.py", "--check"]
+    told = subprocess.run(script, cwd=root, capture_output=True, text=True)
+    assert told.returncode == 0, told.stdout

@@ -20,6 +20,8 @@ def state_of(item: Any, seen: dict[int, Any] | None = None) -> Any:
     if isinstance(item, Mapping):
         seen[id(item)] = item
         return {str(key): state_of(value, seen) for key, value in item.items()}
+    if isinstance(item, set | frozenset):
+        return sorted(map(str, item))
     if isinstance(item, list | tuple):
         return [state_of(value, seen) for value in item]
     if isinstance(item, nn.Module) and not type(item).__module__.startswith("lit_rl"):
