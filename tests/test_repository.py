@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -55,3 +56,11 @@ def test_the_breaks_of_the_mutation_script_still_fit_the_code(root):
     script = [sys.executable, "scripts/mutations.py", "--check"]
     told = subprocess.run(script, cwd=root, capture_output=True, text=True)
     assert told.returncode == 0, told.stdout
+
+
+@pytest.mark.xdist_group("shared")
+def test_workers_see_the_groups_of_tests(request):
+    """A pytest that hides them from pytest-xdist makes every worker start what one was to share, without a word."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.skip("one process")
+    assert request.node.nodeid.endswith("@shared")
