@@ -76,17 +76,9 @@ class Summed:
     """The function of `lit_rl.ops` that makes one number of the sums."""
 
 
-@dataclass(frozen=True)
-class ForController:
-    """What the controller of a term is told after the optimizer step, over all ranks. It is not logged."""
-
-    total: Tensor
-    count: Tensor
-
-
-Metric = tuple[Tensor, Tensor] | Highest | Lowest | Summed | ForController
-"""A mean as numerator and denominator, an extreme, a summary of sums, or what a controller is told. All but sums are
-0-dim tensors; an extreme of nothing is +-inf."""
+Metric = tuple[Tensor, Tensor] | Highest | Lowest | Summed
+"""A mean as numerator and denominator, an extreme, or a summary of sums. All but sums are 0-dim tensors; an extreme of
+nothing is +-inf."""
 
 Metrics = dict[str, Metric]
 

@@ -32,7 +32,7 @@ from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
 from lit_rl.algorithms.terms.credit import Credit, CreditAssignment
 from lit_rl.algorithms.terms.engine_correction import EngineCorrection
-from lit_rl.algorithms.terms.entropy import SEEN, EntropyBonus
+from lit_rl.algorithms.terms.entropy import EntropyBonus
 from lit_rl.algorithms.terms.groups import needs_spread
 from lit_rl.algorithms.terms.kl import KLPenalty, distance
 from lit_rl.algorithms.terms.replay import GroupReplay
@@ -256,9 +256,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
         one = torch.ones((), device=objective.device)
         if self.entropy is not None:
-            bonus, seen = self.entropy(entropy, acting, self.selection.count(acting, totals, step))
-            metrics |= {"policy_loss": (objective.detach(), one / totals.micro_batches)} | seen
-            objective = objective - bonus
+            metrics |= {"policy_loss": (objective.detach(), one / totals.micro_batches)}
+            objective = objective - self.entropy(entropy, acting, self.selection.count(acting, totals, step))
         if self.router_aux_loss_coef:
             assert scores.aux_loss is not None
             # Balance is a property of a batch: the router's loss is of a micro-batch, and averaged over them.
@@ -284,11 +283,14 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     # ------------------------------------------------------------------ between steps
 
+    def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
+        if self.entropy is not None:
+            self.entropy.observe(scores.entropy, self.selection(scores.entropy, rollout.loss_mask, step))
+
     def after_step(self) -> None:
         super().after_step()
-        entropy = self.told(SEEN) if self.entropy is not None and not self.broken_steps.last else None
-        if self.entropy is not None and entropy is not None:
-            self.entropy.control.update(entropy)
+        if self.entropy is not None:
+            self.entropy.update(self.ranks, skipped=self.broken_steps.last)
 
     def coefficients(self) -> dict[str, float]:
         found = super().coefficients()
