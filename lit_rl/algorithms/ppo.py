@@ -137,7 +137,8 @@ class PPO(PolicyGradient):
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
         completions = scored.completions
-        credit, metrics = self.assign_credit(scored, old, ref)
+        credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
+        credit, distances = self.kl.take_off_rewards(credit, old, ref, completions.response_mask)
         values = self.values(completions)
         mask = completions.response_mask & ~credit.rewards.isnan()[:, None]
         advantages, returns = self.gae(credit.token_rewards, values, mask)
@@ -145,7 +146,8 @@ class PPO(PolicyGradient):
         rollout, weighing = self.as_rollout(
             scored, credit, self.advantage_clip(advantages), old, ref, old_values=values, returns=returns, learned=mask
         )
-        return rollout, metrics | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
+        self.kl.update(old, ref, completions.response_mask, self.ranks)
+        return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:

@@ -29,12 +29,12 @@ from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teac
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import multiplies_weights, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
+from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy, FixedKL, KLControl
 from lit_rl.algorithms.terms.credit import Credit, CreditAssignment
 from lit_rl.algorithms.terms.engine_correction import EngineCorrection
 from lit_rl.algorithms.terms.entropy import EntropyBonus
 from lit_rl.algorithms.terms.groups import needs_spread
-from lit_rl.algorithms.terms.kl import KLPenalty, distance
+from lit_rl.algorithms.terms.kl import KLPenalty, ReferenceKL
 from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
@@ -101,7 +101,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         beta: float = 0.0,
         reward_beta: float = 0.0,
         reward_kl: Callable = k1,
-        kl_control: FixedKL | AdaptiveKL | None = None,
+        kl_control: KLControl | None = None,
         whitening: Callable | None = None,
         shaping: Callable | None = None,
         reward_norm: RunningNorm | None = None,
@@ -118,25 +118,26 @@ class PolicyGradient(OnPolicyModule, ABC):
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
-        self.credit = CreditAssignment(
-            shaping, reward_norm, reward_clip, KLPenalty("algo.reward_beta", reward_beta, reward_kl)
+        self.credit = CreditAssignment(shaping, reward_norm, reward_clip)
+        self.kl = ReferenceKL(
+            in_reward=KLPenalty("algo.reward_beta", reward_beta, reward_kl),
+            in_loss=KLPenalty("algo.beta", beta, kl),
+            control=FixedKL() if kl_control is None else kl_control,
         )
         self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
         self.whitening = Whitening(whitening, of=estimators.name_of(advantage) if advantage else "gae")
         self.engine = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
         self.policy_loss, self.reduction = loss, reduction
         self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)
-        self.kl = KLPenalty("algo.beta", beta, kl)
-        self.kl_control = FixedKL() if kl_control is None else kl_control
         self.entropy = None if entropy is None else EntropyBonus(entropy)
         in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
         self._check_terms()
-        self.needs_reference = bool(self.kl.weight or self.credit.kl.weight)
+        self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = advantage is not None and "greedy_rewards" in parameters(advantage)
         of_step = "step" in parameters(loss) or self.selection.needs_step
         self.needs_step = of_step or (selection is not None and entropy is not None)
-        made_of_old = self.credit.kl.weight, self.engine.needs_old_logprobs, replay, isinstance(kl_control, AdaptiveKL)
+        made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
@@ -144,12 +145,12 @@ class PolicyGradient(OnPolicyModule, ABC):
     @property
     def beta(self) -> float:
         """Weight of the KL in the loss."""
-        return self.kl.weight
+        return self.kl.in_loss.weight
 
     @property
     def reward_beta(self) -> float:
         """Weight of the KL in the reward."""
-        return self.credit.kl.weight
+        return self.kl.in_reward.weight
 
     # ------------------------------------------------------------------ advantages
 
@@ -157,18 +158,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
         assert self.advantage is not None
-        credit, metrics = self.assign_credit(scored, old, ref)
-        advantages = self.ranks.apply(self.advantage, credit.columns(scored.completions))
-        advantages = self.whitening(advantages, credit.rewards, scored.completions, self.ranks)
+        completions = scored.completions
+        credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
+        credit, distances = self.kl.take_off_rewards(credit, old, ref, completions.response_mask)
+        advantages = self.ranks.apply(self.advantage, credit.columns(completions))
+        advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout, weighing = self.as_rollout(scored, credit, self.advantage_clip(advantages), old, ref)
-        return rollout, metrics | weighing
-
-    def assign_credit(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Credit, Metrics]:
-        """Rewards of rows and of tokens, and the mean KL where only the reward has one."""
-        credit, metrics = self.credit(
-            scored, old, ref, kl_factor=self.kl_control.factor, tokenizer=self.model.tokenizer, ranks=self.ranks
-        )
-        return credit, {} if self.kl.weight else metrics
+        self.kl.update(old, ref, completions.response_mask, self.ranks)
+        return rollout, distances | weighing
 
     def as_rollout(
         self,
@@ -180,7 +177,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         learned: Tensor | None = None,
         **more: Tensor,
     ) -> tuple[Rollout, Metrics]:
-        """The rollout with its loss mask and its weights against the engine. The KL's controller is told how far it is.
+        """The rollout with its loss mask and its weights against the engine.
 
         Args:
             scored: As it was drawn.
@@ -191,23 +188,21 @@ class PolicyGradient(OnPolicyModule, ABC):
             learned: Bool `(b, t)`: tokens that can be learned from. None: all that were sampled.
             more: Further columns.
         """
-        completions, factor = scored.completions, self.kl_control.factor
+        completions = scored.completions
         mask = completions.response_mask
         loss_mask = mask & completions.ended[:, None] if self.mask_truncated else mask
         if scored.kept is not None:
             loss_mask = loss_mask & scored.kept[:, None]
         if learned is not None:
             loss_mask = loss_mask & learned
-        if old is not None and ref is not None:
-            self.kl_control.update(*distance(old, ref, mask, self.ranks))
         rollout = Rollout(
             completions=completions,
             rewards=credit.rewards,
             advantages=advantages,
             loss_mask=loss_mask,
             old_logprobs=old,
-            ref_logprobs=ref if self.kl.weight else None,
-            kl_factor=factor,
+            ref_logprobs=ref if self.beta else None,
+            kl_factor=self.kl.factor,
             **more,
         )
         return self.engine.at_rollout(rollout, self.step)
@@ -248,8 +243,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         tokens = tokens * acting
         if weights is not None and not self._loss_multiplies_weights:
             tokens = tokens * weights
-        penalty, distances = self._kl_in_loss(rollout, logprobs, old)
-        tokens = tokens if penalty is None else tokens + penalty
+        tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
 
         objective = self.reduction(tokens, mask, totals)
         metrics = metrics | weighing | off_policy | distances
@@ -264,11 +258,6 @@ class PolicyGradient(OnPolicyModule, ABC):
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
         return objective, metrics
-
-    def _kl_in_loss(self, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor | None, Metrics]:
-        if rollout.ref_logprobs is None:
-            return None, {}
-        return self.kl(logprobs, rollout.ref_logprobs, old, rollout.loss_mask, rollout.kl_factor)
 
     def token_scores(self, completions: Completions) -> TokenScores:
         return score(self.policy, completions, self.sampling, **self.score_terms)
@@ -293,10 +282,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.entropy.update(self.ranks, skipped=self.broken_steps.last)
 
     def coefficients(self) -> dict[str, float]:
-        found = super().coefficients()
-        if isinstance(self.kl_control, AdaptiveKL):
-            weights = {"kl_coef": self.kl.weight, "reward_kl_coef": self.credit.kl.weight}
-            found |= {name: weight * self.kl_control.factor for name, weight in weights.items() if weight}
+        found = super().coefficients() | self.kl.coefficients()
         if self.entropy is not None:
             found["entropy_coef"] = self.entropy.control.coefficient
         return found
@@ -319,7 +305,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def _stateful(self) -> dict[str, Any]:
         terms = {
-            "kl_control": self.kl_control,
+            "kl_control": self.kl.control,
             "reward_norm": self.credit.norm,
             "entropy": self.entropy and self.entropy.control,
             "groups": self.groups,
@@ -343,11 +329,11 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.policy_loss, self.selection.choose, self.engine, self.advantage, self.credit.shaping
         )
         if self.advantage is not None:
-            estimators.check_what_it_reads(self.advantage, self.credit, self.whitening)
+            estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)
         preflight.group_is_large_enough(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
         if self.replay is not None:
             needs_spread("algo/replay=buffer", self.group_size)
-        preflight.controller_has_a_term(self.kl_control, self.kl.weight, self.credit.kl.weight)
+        preflight.controller_has_a_term(self.kl.control, self.beta, self.reward_beta)
         preflight.weights_fit(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))

@@ -34,7 +34,9 @@ def check_call(estimator: Estimator, algorithm: str) -> None:
         )
 
 
-def check_what_it_reads(estimator: Estimator, credit: CreditAssignment, whitening: Whitening) -> None:
+def check_what_it_reads(
+    estimator: Estimator, credit: CreditAssignment, reward_beta: float, whitening: Whitening
+) -> None:
     """Refuse settings that would not reach the advantages, or not alike on both sides of a comparison."""
     if credit.shaping is not None and "greedy_rewards" in parameters(estimator):
         raise ConfigError(
@@ -43,7 +45,7 @@ def check_what_it_reads(estimator: Estimator, credit: CreditAssignment, whitenin
             "(reward=soft_overlong, reward=cosine_length) judges both by their lengths."
         )
     if is_ours(estimator):
-        _reads_what_is_set(estimator, credit)
+        _reads_what_is_set(estimator, credit, reward_beta)
         whitening.fits(of_tokens=_of_columns(estimator).ndim == 2)
 
 
@@ -111,7 +113,7 @@ def _columns(rewards: Sequence[float], change: Sequence[float] = (), kl: Sequenc
     }
 
 
-def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment) -> None:
+def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment, reward_beta: float) -> None:
     """Refuse changes of the rewards that the estimator does not see: the run would be the one without them."""
     changes = {
         "algo/shaping": credit.shaping is not None,
@@ -119,8 +121,8 @@ def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment) -> None:
         f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
     }
     unread = [key for key, is_set in changes.items() if is_set and not _reads_changes(estimator)]
-    if credit.kl.weight and not _reads_kl(estimator):
-        unread.append(f"algo.reward_beta={credit.kl.weight}")
+    if reward_beta and not _reads_kl(estimator):
+        unread.append(f"algo.reward_beta={reward_beta}")
     if unread:
         raise ConfigError(
             f"{', '.join(unread)}: {name_of(estimator)} does not read what this makes of the rewards, or not at "
