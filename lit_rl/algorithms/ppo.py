@@ -136,17 +136,26 @@ class PPO(PolicyGradient):
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
-        completions = scored.completions
+        completions, sampled = scored.completions, scored.completions.response_mask
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
-        credit, distances = self.kl.take_off_rewards(credit, old, ref, completions.response_mask)
+        credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         values = self.values(completions)
-        mask = completions.response_mask & ~credit.rewards.isnan()[:, None]
-        advantages, returns = self.gae(credit.token_rewards, values, mask)
+        learned = sampled & ~credit.rewards.isnan()[:, None]
+        advantages, returns = self.gae(credit.token_rewards, values, learned)
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
-        rollout, weighing = self.as_rollout(
-            scored, credit, self.advantage_clip(advantages), old, ref, old_values=values, returns=returns, learned=mask
+        rollout = Rollout(
+            completions=completions,
+            rewards=credit.rewards,
+            advantages=self.advantage_clip(advantages),
+            loss_mask=self.loss_mask(scored) & learned,
+            old_logprobs=old,
+            ref_logprobs=ref if self.beta else None,
+            old_values=values,
+            returns=returns,
+            kl_factor=self.kl.factor,
         )
-        self.kl.update(old, ref, completions.response_mask, self.ranks)
+        self.kl.update(old, ref, sampled, self.ranks)
+        rollout, weighing = self.engine.at_rollout(rollout, self.step)
         return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
 
     @torch.no_grad()

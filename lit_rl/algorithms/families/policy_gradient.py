@@ -30,7 +30,7 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import multiplies_weights, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy, FixedKL, KLControl
-from lit_rl.algorithms.terms.credit import Credit, CreditAssignment
+from lit_rl.algorithms.terms.credit import CreditAssignment
 from lit_rl.algorithms.terms.engine_correction import EngineCorrection
 from lit_rl.algorithms.terms.entropy import EntropyBonus
 from lit_rl.algorithms.terms.groups import needs_spread
@@ -158,54 +158,30 @@ class PolicyGradient(OnPolicyModule, ABC):
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
         assert self.advantage is not None
-        completions = scored.completions
+        completions, sampled = scored.completions, scored.completions.response_mask
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
-        credit, distances = self.kl.take_off_rewards(credit, old, ref, completions.response_mask)
+        credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
-        rollout, weighing = self.as_rollout(scored, credit, self.advantage_clip(advantages), old, ref)
-        self.kl.update(old, ref, completions.response_mask, self.ranks)
-        return rollout, distances | weighing
-
-    def as_rollout(
-        self,
-        scored: Scored,
-        credit: Credit,
-        advantages: Tensor,
-        old: Tensor | None,
-        ref: Tensor | None,
-        learned: Tensor | None = None,
-        **more: Tensor,
-    ) -> tuple[Rollout, Metrics]:
-        """The rollout with its loss mask and its weights against the engine.
-
-        Args:
-            scored: As it was drawn.
-            credit: Its rewards.
-            advantages: `(b,)` or `(b, t)`.
-            old: `(b, t)`, where they were asked for.
-            ref: `(b, t)`, where they were asked for.
-            learned: Bool `(b, t)`: tokens that can be learned from. None: all that were sampled.
-            more: Further columns.
-        """
-        completions = scored.completions
-        mask = completions.response_mask
-        loss_mask = mask & completions.ended[:, None] if self.mask_truncated else mask
-        if scored.kept is not None:
-            loss_mask = loss_mask & scored.kept[:, None]
-        if learned is not None:
-            loss_mask = loss_mask & learned
         rollout = Rollout(
             completions=completions,
             rewards=credit.rewards,
-            advantages=advantages,
-            loss_mask=loss_mask,
+            advantages=self.advantage_clip(advantages),
+            loss_mask=self.loss_mask(scored),
             old_logprobs=old,
             ref_logprobs=ref if self.beta else None,
             kl_factor=self.kl.factor,
-            **more,
         )
-        return self.engine.at_rollout(rollout, self.step)
+        self.kl.update(old, ref, sampled, self.ranks)
+        rollout, weighing = self.engine.at_rollout(rollout, self.step)
+        return rollout, distances | weighing
+
+    def loss_mask(self, scored: Scored) -> Tensor:
+        """Bool `(b, t)`: the sampled tokens, less those of rows that were left out, or cut where these are masked."""
+        mask = scored.completions.response_mask
+        if self.mask_truncated:
+            mask = mask & scored.completions.ended[:, None]
+        return mask if scored.kept is None else mask & scored.kept[:, None]
 
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
