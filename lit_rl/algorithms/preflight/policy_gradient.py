@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.preflight.estimators import columns_to_rows, is_ours, two_prompts
 from lit_rl.algorithms.preflight.settings import settings
-from lit_rl.algorithms.terms.controllers import AdaptiveKL, KLControl
+from lit_rl.algorithms.terms.controllers import KLControl
 from lit_rl.algorithms.terms.engine_correction import EngineCorrection
 from lit_rl.errors import ConfigError, in_range
 
@@ -92,7 +92,7 @@ def controller_has_a_term(control: KLControl, *weights: float) -> None:
     Raises:
         ConfigError: the controller steers the weight of a KL, and there is none.
     """
-    if isinstance(control, AdaptiveKL) and not any(weights):
+    if control.adapts and not any(weights):
         raise ConfigError(
             "algo/kl_control=adaptive changes the weight of a KL term, and there is none: set algo.beta (KL in the "
             "loss) or algo.reward_beta (KL in the reward) above 0."

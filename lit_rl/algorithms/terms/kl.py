@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.signatures import arguments_for
-from lit_rl.algorithms.terms.controllers import AdaptiveKL, KLControl
+from lit_rl.algorithms.terms.controllers import KLControl
 from lit_rl.algorithms.terms.credit import Credit
 from lit_rl.errors import in_range
 from lit_rl.ops.kl import k1
@@ -76,7 +76,7 @@ class ReferenceKL:
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether something is computed from the log-probs of the policy that took the rollout, when it is taken."""
-        return bool(self.in_reward.weight) or isinstance(self.control, AdaptiveKL)
+        return bool(self.in_reward.weight) or self.control.adapts
 
     def take_off_rewards(
         self, credit: Credit, old: Tensor | None, ref: Tensor | None, mask: Tensor
@@ -95,7 +95,7 @@ class ReferenceKL:
         return credit.less(penalty, mask), {} if self.in_loss.weight else metrics
 
     def update(self, old: Tensor | None, ref: Tensor | None, mask: Tensor, ranks: Ranks) -> None:
-        """Tell the controller how far the policy of this rollout is from the reference. A collective.
+        """Give the controller the distance of this rollout's policy from the reference. A collective, if it adapts.
 
         Args:
             old: `(b, t)`: log-probs of the policy that took the rollout.
@@ -103,7 +103,8 @@ class ReferenceKL:
             mask: Bool `(b, t)`: the sampled tokens.
             ranks: The rollout is of all of them.
         """
-        if old is not None and ref is not None:
+        if self.control.adapts:
+            assert old is not None and ref is not None
             self.control.update(*distance(old, ref, mask, ranks))
 
     def add_to_loss(self, per_token: Tensor, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
@@ -122,7 +123,7 @@ class ReferenceKL:
 
     def coefficients(self) -> dict[str, float]:
         """The weights that the controller changes, as they are in the next rollout, for the log."""
-        if not isinstance(self.control, AdaptiveKL):
+        if not self.control.adapts:
             return {}
         weights = {"kl_coef": self.in_loss.weight, "reward_kl_coef": self.in_reward.weight}
         return {name: weight * self.factor for name, weight in weights.items() if weight}
