@@ -93,7 +93,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         model: LanguageModel | str,
         reward: Rewards | Callable,
         *,
-        advantage: Callable | None,
+        advantage: Callable,
         loss: Callable,
         kl: Callable,
         reduction: Callable,
@@ -125,7 +125,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             control=FixedKL() if kl_control is None else kl_control,
         )
         self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
-        self.whitening = Whitening(whitening, of=estimators.name_of(advantage) if advantage else "gae")
+        self.whitening = Whitening(whitening, of=estimators.name_of(advantage))
         self.engine = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
         self.policy_loss, self.reduction = loss, reduction
         self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)
@@ -134,7 +134,6 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
-        self.needs_greedy_rewards = advantage is not None and "greedy_rewards" in parameters(advantage)
         of_step = "step" in parameters(loss) or self.selection.needs_step
         self.needs_step = of_step or (selection is not None and entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
@@ -157,7 +156,6 @@ class PolicyGradient(OnPolicyModule, ABC):
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
-        assert self.advantage is not None
         completions, sampled = scored.completions, scored.completions.response_mask
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
@@ -188,7 +186,11 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def compares_completions(self) -> bool:
         """Whether an advantage needs several completions of one prompt."""
-        return self.advantage is not None and estimators.compares_within_groups(self.advantage)
+        return estimators.compares_within_groups(self.advantage)
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        return "greedy_rewards" in parameters(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -295,17 +297,11 @@ class PolicyGradient(OnPolicyModule, ABC):
         """Refuse terms that do not go together, before anything is loaded; each has checked itself."""
         name, corrected = type(self).__name__, self.engine.correction is not None
         preflight.rewards_are_there(name, self.reward_functions.names)
-        preflight.advantage_is_there(self.advantage, estimates=type(self).advantages is PolicyGradient.advantages)
         sampling_teaches(self.sampling, self.generator, corrected=corrected)
         lag_is_corrected(self.generator, corrected=corrected)
-        if self.advantage is not None:
-            estimators.check_call(self.advantage, name)
+        self.check_advantage()
         losses.loss_settings(self.policy_loss)
-        preflight.terms_take_their_settings(
-            self.policy_loss, self.selection.choose, self.engine, self.advantage, self.credit.shaping
-        )
-        if self.advantage is not None:
-            estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)
+        preflight.terms_take_their_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
         preflight.group_is_large_enough(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
@@ -313,3 +309,9 @@ class PolicyGradient(OnPolicyModule, ABC):
             needs_spread("algo/replay=buffer", self.group_size)
         preflight.controller_has_a_term(self.kl.control, self.beta, self.reward_beta)
         preflight.weights_fit(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
+
+    def check_advantage(self) -> None:
+        """Refuse an estimator that `advantages` cannot call, or that does not read what is done to the rewards."""
+        estimators.is_there(self.advantage, such_as="group_normalized")
+        estimators.check_of_rows(self.advantage, type(self).__name__)
+        estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.preflight.settings import settings
 from lit_rl.algorithms.signatures import arguments_for, parameters
 from lit_rl.algorithms.terms.advantages import Whitening
 from lit_rl.algorithms.terms.credit import CreditAssignment
@@ -22,8 +24,17 @@ Estimator = Callable[..., Any]
 _BY_POSITION = ("rewards", "group_id")
 
 
-def check_call(estimator: Estimator, algorithm: str) -> None:
-    """Refuse an estimator that cannot be called with rewards of rows."""
+def is_there(estimator: Estimator | None, such_as: str) -> None:
+    """
+    Raises:
+        ConfigError: there is no estimator of advantages; names one.
+    """
+    if estimator is None:
+        raise ConfigError(f"algo.advantage=null: advantages need an estimator, such as algo/advantage={such_as}.")
+
+
+def check_of_rows(estimator: Estimator, algorithm: str) -> None:
+    """Refuse an estimator that cannot be called with rewards of rows, or that refuses its own settings."""
     offered = [name for name in two_prompts() if name not in _BY_POSITION and name != "ended"]
     asked = arguments_for(estimator, dict.fromkeys(offered))
     if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **asked):
@@ -32,6 +43,8 @@ def check_call(estimator: Estimator, algorithm: str) -> None:
             f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae, which needs the critic of "
             "algo=ppo."
         )
+    if is_ours(estimator):
+        settings("advantage", partial(columns_to_rows, estimator, two_prompts()))
 
 
 def check_what_it_reads(
@@ -50,7 +63,7 @@ def check_what_it_reads(
 
 
 def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
-    """Refuse what cannot stand in the place of `gae`, and a whitening that does not fit what it returns."""
+    """Refuse what cannot stand in the place of `gae`, settings that it refuses, and a whitening that does not fit."""
     tensors = dict.fromkeys(("token_rewards", "values", "mask"))
     if parameters(estimator)[:2] == _BY_POSITION or not _binds(estimator, *tensors):
         raise ConfigError(
@@ -59,6 +72,8 @@ def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
             "critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
         )
     whitening.fits(of_tokens=True)
+    row = torch.zeros(1, 2)
+    settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool)))
 
 
 def compares_within_groups(estimator: Estimator) -> bool:
