@@ -27,8 +27,8 @@ class StepTokens:
     advantages: Float[Tensor, " n"]
     entropy: Float[Tensor, " n"]
     """In nats."""
-    acting: Float[Tensor, ""] | None = None
-    """How many of them the policy loss acts on, where it acts on some only."""
+    selected: Float[Tensor, ""] | None = None
+    """How many of them the policy loss acts on. None: they were not counted."""
 
     @classmethod
     def of(

@@ -134,8 +134,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
-        of_step = "step" in parameters(loss) or self.selection.needs_step
-        self.needs_step = of_step or (selection is not None and entropy is not None)
+        reads_step = "step" in parameters(loss) or self.selection.needs_step
+        self.needs_step = reads_step or (selection is not None and entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
@@ -199,7 +199,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         For weights against an engine alone the training's own forward pass will do, unless it has dropout: then it is
         of another policy than the one that sampled.
         """
-        engine_meets_dropout = self.engine.compares and self.policy is not None and drops_out(self.policy)
+        engine_meets_dropout = self.engine.measures_mismatch and self.policy is not None and drops_out(self.policy)
         return self._reads_old_logprobs or engine_meets_dropout
 
     # ------------------------------------------------------------------ loss
@@ -217,8 +217,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         read = {name: offered[name] for name in self._loss_reads}
         tokens, metrics = self.policy_loss(logprobs, old, rollout.advantages, mask, **read)
         tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
-        acting = self.selection(entropy, mask, step)
-        tokens = tokens * acting
+        selected = self.selection(entropy, mask, step)
+        tokens = tokens * selected
         if weights is not None and not self._loss_multiplies_weights:
             tokens = tokens * weights
         tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
@@ -229,7 +229,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         one = torch.ones((), device=objective.device)
         if self.entropy is not None:
             metrics |= {"policy_loss": (objective.detach(), one / totals.micro_batches)}
-            objective = objective - self.entropy(entropy, acting, self.selection.count(acting, totals, step))
+            objective = objective - self.entropy(entropy, selected, self.selection.count(selected, totals, step))
         if self.router_aux_loss_coef:
             assert scores.aux_loss is not None
             # Balance is a property of a batch: the router's loss is of a micro-batch, and averaged over them.
@@ -295,10 +295,10 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def _check_terms(self) -> None:
         """Refuse terms that do not go together, before anything is loaded; each has checked itself."""
-        name, corrected = type(self).__name__, self.engine.correction is not None
+        name, weighted = type(self).__name__, self.engine.correction is not None
         preflight.rewards_are_there(name, self.reward_functions.names)
-        sampling_teaches(self.sampling, self.generator, corrected=corrected)
-        lag_is_corrected(self.generator, corrected=corrected)
+        sampling_teaches(self.sampling, self.generator, weighted=weighted)
+        lag_is_corrected(self.generator, weighted=weighted)
         self.check_advantage()
         losses.loss_settings(self.policy_loss)
         preflight.terms_take_their_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)

@@ -114,7 +114,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             with self.rollout_context():
                 rollout = self.take_rollout(batch)
             self.rest()
-            self._open(*rollout)
+            self._begin_rollout(*rollout)
         self._slot = batch.slot
 
     def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
@@ -174,7 +174,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scores:
-        """What is known of completions once those of a prompt were compared; most algorithms compare none."""
+        """The scores, with what a comparison of the completions of each prompt adds to them.
+
+        `take_rollout` calls this after `choose`. Methods with a judge ask it here; all others keep the scores.
+        """
         return scored.scores
 
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
@@ -278,11 +281,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         """What records and callbacks see of a rollout that was drawn."""
         return scored, rollout
 
-    def _open(self, scored: Scored, drawn: Rollout, metrics: Metrics) -> None:
+    def _begin_rollout(self, scored: Scored, rollout: Rollout, metrics: Metrics) -> None:
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
-        self.scored, visible = self.shown(scored, drawn)
-        self.rollout, replacing = self.replaced(drawn)
+        self.scored, visible = self.shown(scored, rollout)
+        self.rollout, replacing = self.replaced(rollout)
         self._records.add(self.source.proof(self.device) | metrics | replacing)
         self._records.open(
             self.scored,
@@ -303,13 +306,16 @@ class OnPolicyModule(GeneratingModule, ABC):
     ) -> None:
         """One optimizer step; after a rollout's last one, its metrics are logged, before any callback can save."""
 
-        def without_gradient() -> Any:
-            """Nothing to learn from: no moment and no weight decay may move a weight either."""
+        def backward_and_drop_gradient() -> Any:
+            """Run the step's backward pass, then drop its gradient: a rollout without any reward moves no weight.
+
+            Gradients become None and not 0, so that the optimizer leaves out moments and weight decay too.
+            """
             result = optimizer_closure() if optimizer_closure else None
             optimizer.zero_grad()
             return result
 
-        closure = without_gradient if self._records.unscored else optimizer_closure
+        closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
         self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
         self.after_step()

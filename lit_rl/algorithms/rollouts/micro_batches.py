@@ -80,8 +80,8 @@ def step_counts(rollout: Rollout, plan: BatchPlan, *, seed: int, index: int) -> 
     weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
     rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
     better = torch.zeros_like(tokens) if rollout.verdicts is None else tokens * (rollout.verdicts > 0)
-    weighed = masked_sum(weights, mask, 1), masked_mean(weights, mask, 1)
-    columns = [rows_in_use, tokens, mask.any(1), *weighed, better]
+    weight_sums = masked_sum(weights, mask, 1), masked_mean(weights, mask, 1)
+    columns = [rows_in_use, tokens, mask.any(1), *weight_sums, better]
     per_row = torch.stack([column.double() for column in columns], dim=1)
     counts = torch.stack(
         [

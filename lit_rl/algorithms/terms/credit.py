@@ -109,7 +109,11 @@ class CreditAssignment:
         return self._clipped(rewards)
 
     def _greedy(self, rewards: Tensor) -> Tensor:
-        """On the scale of those that they are compared with. The norm learns from the drawn ones only."""
+        """The greedy completions' rewards, normalised and clipped as those of the drawn completions are.
+
+        `__call__` normalises the drawn ones first. The running norm takes in the drawn ones alone: a greedy completion
+        says nothing of how rewards vary.
+        """
         return self._clipped(rewards if self.norm is None else self.norm.scaled(rewards))
 
     def _clipped(self, rewards: Tensor) -> Tensor:

@@ -49,6 +49,6 @@ def step_tokens(
     names = ("logprobs", "old_logprobs", "advantages", "entropy")
     joint = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     step = StepTokens(**{name: ranks.gather_tokens(flat) for name, flat in joint.items()})
-    acting = [selection(seen.entropy, micro.loss_mask, step).sum() for micro, seen in zip(micro_batches, scores)]
-    total = ranks.gather(torch.stack(acting).sum()[None].float()).sum()
-    return dataclasses.replace(step, acting=total)
+    selected = [selection(seen.entropy, micro.loss_mask, step).sum() for micro, seen in zip(micro_batches, scores)]
+    total = ranks.gather(torch.stack(selected).sum()[None].float()).sum()
+    return dataclasses.replace(step, selected=total)
