@@ -166,7 +166,9 @@ class PPO(PolicyGradient):
 
         return without_gradient(self.policy, completions, of_rows, rows_at_once=self.rows_at_once(completions))
 
-    needs_greedy_rewards = False
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        return False
 
     def compares_completions(self) -> bool:
         """The critic is what an advantage is compared with."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.plan import BatchPlan, mix
 from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
@@ -115,14 +116,10 @@ def without_gradient(
     """`(b, t)` float32: `of_rows` of `rows_at_once` rows at a time, the model in evaluation mode, its mode restored."""
     ids = completions.response_ids
     out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for chunk in torch.arange(len(completions), device=out.device).split(rows_at_once):
             part = select(completions, chunk)
             out[chunk, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
-    finally:
-        model.train(was_training)
     return out
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.selection import TokenSelection
 from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.ops.step import StepTokens
 from lit_rl.rollout import Rollout, Sampling
 
@@ -30,12 +31,8 @@ def step_tokens(
         selection: Which of them the policy loss acts on.
         ranks: The step is of all of them.
     """
-    was_training = policy.training
-    policy.eval()
-    try:
+    with evaluation_mode(policy):
         scores = [score(policy, micro.completions, sampling) for micro in micro_batches]
-    finally:
-        policy.train(was_training)
     parts = [
         StepTokens.of(
             micro.loss_mask,
