@@ -247,7 +247,7 @@ class Rollout:
     returns: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: what the critic learns to predict. None without a critic."""
     kl_factor: float = 1.0
-    """What the weight of the KL is multiplied by in the updates that are made with this rollout."""
+    """The factor of the KL's controller when the rollout was taken. Both weights of the KL are multiplied by it."""
 
     def __len__(self) -> int:
         return len(self.completions)

@@ -113,8 +113,8 @@ MUTATIONS = [
         "truncation",
         "mask_truncated leaves out the completions that ended",
         "lit_rl/algorithms",
-        "mask & completions.ended[:, None]",
-        "mask & ~completions.ended[:, None]",
+        "mask & scored.completions.ended[:, None]",
+        "mask & ~scored.completions.ended[:, None]",
         "tests/algorithms/test_credit.py",
     ),
     Mutation(

@@ -31,6 +31,7 @@ from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
 from lit_rl.examples import VerdictBatch
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.verdicts import kto
@@ -88,13 +89,10 @@ class KTO(VerdictModule):
     @torch.no_grad()
     def _mismatched(self, batch: VerdictBatch) -> Tensor:
         """`(b,)`: log pi - log pi_ref of the completion of the row before, without dropout."""
-        tokens, was_training = batch.mismatched, self.policy.training
+        tokens = batch.mismatched
         assert tokens is not None
-        self.policy.eval()
-        try:
+        with evaluation_mode(self.policy):
             logprobs = score_texts(self.policy, tokens).logprobs
-        finally:
-            self.policy.train(was_training)
         return masked_sum(logprobs - self.ref_logprobs(batch, tokens), tokens.learned, dim=1)
 
     def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:

@@ -26,7 +26,6 @@ from torch.nn import functional as F
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.schedules import After, Schedule
 from lit_rl.algorithms.preflight import estimators
-from lit_rl.algorithms.preflight.settings import settings
 from lit_rl.algorithms.rollouts.micro_batches import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import Credit
@@ -104,7 +103,7 @@ class PPO(PolicyGradient):
         super().__init__(
             model,
             reward,
-            advantage=None,
+            advantage=advantage,
             whitening=whitening,
             loss=loss,
             kl=kl,
@@ -115,7 +114,7 @@ class PPO(PolicyGradient):
             iterations=iterations,
             **terms,
         )
-        self.gae, self.value_clip, self.vf_coef = advantage, value_clip, vf_coef
+        self.value_clip, self.vf_coef = value_clip, vf_coef
         self.value_function: Critic = SeparateCritic() if critic is None else critic
         self.critic: Any = None
         self.critic_lr, self.critic_scheduler, self.critic_warmup = critic_lr, critic_scheduler, critic_warmup
@@ -136,16 +135,27 @@ class PPO(PolicyGradient):
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
-        completions = scored.completions
-        credit, metrics = self.assign_credit(scored, old, ref)
+        completions, sampled = scored.completions, scored.completions.response_mask
+        credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
+        credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         values = self.values(completions)
-        mask = completions.response_mask & ~credit.rewards.isnan()[:, None]
-        advantages, returns = self.gae(credit.token_rewards, values, mask)
+        learned = sampled & ~credit.rewards.isnan()[:, None]
+        advantages, returns = self.advantage(credit.token_rewards, values, learned)
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
-        rollout, weighing = self.as_rollout(
-            scored, credit, self.advantage_clip(advantages), old, ref, old_values=values, returns=returns, learned=mask
+        rollout = Rollout(
+            completions=completions,
+            rewards=credit.rewards,
+            advantages=self.advantage_clip(advantages),
+            loss_mask=self.loss_mask(scored) & learned,
+            old_logprobs=old,
+            ref_logprobs=ref if self.beta else None,
+            old_values=values,
+            returns=returns,
+            kl_factor=self.kl.factor,
         )
-        return rollout, metrics | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
+        self.kl.update(old, ref, sampled, self.ranks)
+        rollout, weighing = self.engine.at_rollout(rollout, self.step)
+        return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
 
     @torch.no_grad()
     def values(self, completions: Completions) -> Tensor:
@@ -155,6 +165,14 @@ class PPO(PolicyGradient):
             return self.value_function.values(self.policy, self.critic, part)
 
         return without_gradient(self.policy, completions, of_rows, rows_at_once=self.rows_at_once(completions))
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        return False
+
+    def compares_completions(self) -> bool:
+        """The critic is what an advantage is compared with."""
+        return False
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -238,6 +256,10 @@ class PPO(PolicyGradient):
         if self.ptx is not None and stage == "fit":
             assert self.ptx.rows  # read now: a bad file ends the run before any weight is loaded
 
+    def check_advantage(self) -> None:
+        estimators.is_there(self.advantage, such_as="gae")
+        estimators.check_of_tokens(self.advantage, self.whitening)
+
     def _check(self) -> None:
         self.value_function.check(self.model)
         if self.adapter is not None:
@@ -247,9 +269,6 @@ class PPO(PolicyGradient):
         for key in ("critic_lr", "value_clip"):
             if (value := getattr(self, key)) is not None:
                 in_range(f"algo.{key}", value, low=0, open_low=True)
-        estimators.check_of_tokens(self.gae, self.whitening)
-        row = torch.zeros(1, 2)
-        settings("advantage", lambda: self.gae(row, row, torch.ones(1, 2, dtype=torch.bool)))
         if (self.ptx is None) != (self.ptx_coef == 0):
             raise ConfigError(
                 f"algo.ptx_coef={self.ptx_coef} and algo.ptx.path={None if self.ptx is None else self.ptx.path}: "

@@ -82,7 +82,7 @@ class Records:
 
     def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:
         """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
-        self.add(of_step(grad_norm, skipped=skipped))
+        self.add(step_metrics(grad_norm, skipped=skipped))
 
     def _count_unscored(self, names: Sequence[str], rewards: Tensor) -> None:
         """A rollout that no reward applies to teaches nothing; many in a row are a mistake."""
@@ -157,7 +157,7 @@ class OfflineRecords:
 
     def close(self, grad_norm: Tensor, *, skipped: bool) -> None:
         """An optimizer step is taken, with a gradient of this norm, or `skipped` because the norm was not finite."""
-        self.add(of_step(grad_norm, skipped=skipped))
+        self.add(step_metrics(grad_norm, skipped=skipped))
         self._seconds += time.perf_counter() - self._opened
 
     def line(self, ranks: Ranks, settings: Mapping[str, float], generated_in: float) -> dict[str, float]:
@@ -184,7 +184,7 @@ class OfflineRecords:
         self.averages.load_state(saved["averages"], device)
 
 
-def of_step(grad_norm: Tensor, *, skipped: bool) -> Metrics:
+def step_metrics(grad_norm: Tensor, *, skipped: bool) -> Metrics:
     """The metrics of an optimizer step: the norm of its gradient, and the share of steps that were left out."""
     one, nothing = torch.ones_like(grad_norm), torch.zeros_like(grad_norm)
     norm = (nothing, nothing) if skipped else (grad_norm, one)

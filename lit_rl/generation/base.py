@@ -15,6 +15,7 @@ from torch import nn
 from lit_rl.errors import ConfigError, GenerationError, NumericError, in_range
 from lit_rl.generation.batches import DecodeBatch, Decoded, assemble, decode_batches
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 
@@ -240,21 +241,17 @@ def rollout_mode(policy: nn.Module) -> Iterator[None]:
 
     Not ``inference_mode``: its tensors could never enter a loss.
     """
-    training = [(module, module.training) for module in policy.modules()]
     checkpointing: list[Any] = [m for m in policy.modules() if getattr(m, "gradient_checkpointing", False) is True]
     config: Any = getattr(policy, "config", None)
     cache_off = getattr(config, "use_cache", None) is False
     try:
-        policy.eval()
         for module in checkpointing:
             module.gradient_checkpointing = False
         if cache_off:
             config.use_cache = True
-        with torch.no_grad():
+        with evaluation_mode(policy), torch.no_grad():
             yield
     finally:
-        for module, flag in training:
-            module.training = flag
         for module in checkpointing:
             module.gradient_checkpointing = True
         if cache_off:

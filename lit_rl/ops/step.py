@@ -27,8 +27,8 @@ class StepTokens:
     advantages: Float[Tensor, " n"]
     entropy: Float[Tensor, " n"]
     """In nats."""
-    acting: Float[Tensor, ""] | None = None
-    """How many of them the policy loss acts on, where it acts on some only."""
+    selected: Float[Tensor, ""] | None = None
+    """How many of them the policy loss acts on. None: they were not counted."""
 
     @classmethod
     def of(
@@ -76,17 +76,9 @@ class Summed:
     """The function of `lit_rl.ops` that makes one number of the sums."""
 
 
-@dataclass(frozen=True)
-class ForController:
-    """What the controller of a term is told after the optimizer step, over all ranks. It is not logged."""
-
-    total: Tensor
-    count: Tensor
-
-
-Metric = tuple[Tensor, Tensor] | Highest | Lowest | Summed | ForController
-"""A mean as numerator and denominator, an extreme, a summary of sums, or what a controller is told. All but sums are
-0-dim tensors; an extreme of nothing is +-inf."""
+Metric = tuple[Tensor, Tensor] | Highest | Lowest | Summed
+"""A mean as numerator and denominator, an extreme, or a summary of sums. All but sums are 0-dim tensors; an extreme of
+nothing is +-inf."""
 
 Metrics = dict[str, Metric]
 

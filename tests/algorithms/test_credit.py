@@ -209,13 +209,13 @@ def test_the_adaptive_weight_is_that_of_the_rollouts_before(monkeypatch):
         torch.testing.assert_close(rollout.rewards, -0.5 * factor * KL)
         assert rollout.kl_factor == factor
         factor *= 1 + 0.2 * 4 / 8
-        assert module.kl_control.factor == pytest.approx(factor)
+        assert module.kl.control.factor == pytest.approx(factor)
 
 
 def test_the_adaptive_weight_hears_the_mean_over_rows(monkeypatch):
     module = by_hand(monkeypatch, beta=0.5, kl_control=AdaptiveKL(target=0.375, horizon=8))
     rollout = credited(module, drawn(), scores([0.0] * 4))
-    assert module.kl_control.factor == pytest.approx(1.0)  # exactly on target
+    assert module.kl.control.factor == pytest.approx(1.0)  # exactly on target
     assert rollout.ref_logprobs is REF and torch.equal(rollout.rewards, torch.zeros(4))  # this one is in the loss
 
 
@@ -291,8 +291,8 @@ def test_a_kl_in_the_reward_goes_with_spans(monkeypatch):
 )
 def test_both_weights_of_the_kl_are_logged(betas, logged_as):
     module = GRPO("tiny", len, kl_control=AdaptiveKL(target=0.1, horizon=8), **betas)
-    module.kl_control.update(1.0, 4)
-    factor = module.kl_control.factor
+    module.kl.control.update(1.0, 4)
+    factor = module.kl.control.factor
     assert factor > 1
     assert module.coefficients() == pytest.approx({name: weight * factor for name, weight in logged_as.items()})
 

@@ -116,7 +116,7 @@ def test_the_preset_is_these_parts():
     assert type(module) is Reinforce and isinstance(module.groups, BestOfGroup)
     terms: Any = module
     assert terms.advantage.func is constant and terms.policy_loss.func is reinforce_loss
-    assert (module.group_size, module.kl.weight, module.credit.kl.weight, module.iterations) == (8, 0.0, 0.0, 1)
+    assert (module.group_size, module.beta, module.reward_beta, module.iterations) == (8, 0.0, 0.0, 1)
     assert not module.needs_reference and isinstance(module.reward_functions, Rewards)
 
 

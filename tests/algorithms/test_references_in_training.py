@@ -173,3 +173,35 @@ def test_the_adaptive_weight_is_logged_and_steers(tmp_path):
     assert [factor for factor, _ in seen] == pytest.approx([1, 1, 0.9, 0.9, 0.81, 0.81])
     # logged at a rollout's end is what comes next
     assert [float(c) for _, c in seen[1::2]] == pytest.approx([0.5 * 0.9, 0.5 * 0.81, 0.5 * 0.729])
+
+
+class Doubling:
+    """A controller of the user's own, which is none of ours by class: twice the weight after each rollout."""
+
+    adapts = True
+
+    def __init__(self) -> None:
+        self.factor, self.given = 1.0, []
+
+    def update(self, kl: float, sequences: int) -> None:
+        self.factor *= 2
+        self.given.append((kl, sequences))
+
+    def state(self) -> dict[str, float]:
+        return {"factor": self.factor}
+
+    def load_state(self, saved) -> None:
+        self.factor = saved["factor"]
+
+
+def test_a_users_own_controller_is_updated(tmp_path):
+    """With a KL in the loss alone and one step a rollout, only the controller asks for old log-probs."""
+    control = Doubling()
+    assert not grpo(LanguageModel("tiny"), FrozenCopy(), beta=0.1).needs_old_logprobs
+    module = grpo(LanguageModel("tiny"), FrozenCopy(), beta=0.1, kl_control=control)
+    assert module.needs_old_logprobs
+    seen = fit(tmp_path, module, 3, lambda m: (m.rollout.kl_factor, m.trainer.callback_metrics["train/kl_coef"].item()))
+    assert [factor for factor, _ in seen] == [1, 2, 4]
+    assert [weight for _, weight in seen] == pytest.approx([0.2, 0.4, 0.8])
+    assert [sequences for _, sequences in control.given] == [32] * 3
+    assert control.given[0][0] == pytest.approx(0, abs=1e-6) and control.given[2][0] != 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k, rollout_metrics
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
 from lit_rl.ops.masking import masked_moments
-from lit_rl.ops.step import ForController, Highest, Lowest, Metrics, Summed
+from lit_rl.ops.step import Highest, Lowest, Metrics, Summed
 from lit_rl.rewards.sums.weighted import Scores
 
 
@@ -74,7 +74,6 @@ def of_part(numbers: list[float]) -> Metrics:
         "highest": Highest(x.max()),
         "lowest": Lowest(x.min()),
         "variance": Summed(masked_moments(x, mask), "variance"),
-        "told": ForController(x.sum(), torch.tensor(1.0)),
     }
 
 
@@ -90,7 +89,7 @@ def test_how_a_rollout_is_cut_and_where_it_is_resumed_changes_no_number(parts, d
     whole.add(of_part([x for part in parts for x in part]))
     found = second.reduce()
     assert found == pytest.approx(whole.reduce(), rel=1e-4, abs=1e-5)
-    assert set(found) == {"mean", "highest", "lowest", "variance"}  # what a controller is told is not logged
+    assert set(found) == {"mean", "highest", "lowest", "variance"}
     assert (found["highest"], found["lowest"]) == (max(map(max, parts)), min(map(min, parts)))
 
 

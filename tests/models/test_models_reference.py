@@ -11,6 +11,7 @@ from reference_cases import KINDS, logprobs, make_policy, score, train_a_little
 from torch import nn
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.reference.base import AdapterBase, Auto, FrozenCopy, InitialAdapter, OnCPU
 from lit_rl.models.reference.moving import BEMA, EMA, Mixing
 from lit_rl.models.reference.other_model import OtherModel
@@ -215,6 +216,16 @@ def test_a_wrapped_model_copies_and_changes_mode():
     wrapped = copy.deepcopy(OnCPU(nn.Linear(2, 2)))
     assert wrapped.train() is wrapped and wrapped.training
     assert wrapped.eval() is wrapped and not wrapped.model.training
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, OnCPU])
+def test_evaluation_mode_leaves_every_part_as_it_was(wrap):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train()
+    model[1].eval()  # a part that the user froze in evaluation mode
+    with pytest.raises(KeyError), evaluation_mode(wrap(model)):
+        assert not any(part.training for part in model.modules())
+        raise KeyError
+    assert [part.training for part in model.modules()] == [True, True, False]
 
 
 @pytest.mark.parametrize(

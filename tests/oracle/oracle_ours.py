@@ -35,7 +35,7 @@ from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
 from lit_rl.models import LanguageModel
 from lit_rl.models.reference.base import FrozenCopy
 from lit_rl.ops import advantages, kl, losses, mismatch, ratios, reductions, selection
-from lit_rl.ops.step import ForController, Highest, Lowest, Metrics, Summed
+from lit_rl.ops.step import Highest, Lowest, Metrics, Summed
 from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
 
@@ -183,8 +183,7 @@ def ours(oracle: Oracle, module: PolicyGradient, case: Case, completions: Comple
         loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
         shares.append(loss)
         for name, metric in metrics.items():
-            if not isinstance(metric, ForController):
-                found.setdefault(name, []).append(value(metric))
+            found.setdefault(name, []).append(value(metric))
     return replace(backward(oracle.model, shares), advantages=rollout.advantages, metrics=found)
 
 

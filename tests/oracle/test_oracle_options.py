@@ -92,9 +92,10 @@ def step_of(oracle: Oracle, settings: dict[str, Any], case: Case) -> tuple[Polic
 
 
 def share_of(module: PolicyGradient, micro: Rollout, totals: StepTotals, step: StepTokens | None = None) -> Tensor:
-    """A micro-batch's share of the objective; controllers are told of it as in `training_step`."""
-    loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals, step)
-    module._tell_controllers_later(metrics)
+    """A micro-batch's share of the objective, taken as `training_step` takes it."""
+    scores = module.token_scores(micro.completions)
+    loss, _ = module.loss(micro, scores, totals, step)
+    module.after_micro_batch(micro, scores, step)
     return loss
 
 

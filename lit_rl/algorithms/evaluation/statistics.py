@@ -13,7 +13,7 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.masking import variance
 from lit_rl.ops.mismatch import effective_share
-from lit_rl.ops.step import ForController, Highest, Lowest, Metric, Summed
+from lit_rl.ops.step import Highest, Lowest, Metric, Summed
 from lit_rl.ops.values import explained_variance
 
 SUMMARIES = {function.__name__: function for function in (effective_share, explained_variance, variance)}
@@ -31,7 +31,7 @@ class Averages:
         """Under `<summary>:<name>`."""
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Of a part. What a controller is told is not kept."""
+        """Of a part."""
         for name, metric in metrics.items():
             if isinstance(metric, Highest):
                 self._raise_to(name, metric.value.detach().double())
@@ -39,7 +39,7 @@ class Averages:
                 self._raise_to(f"-{name}", -metric.value.detach().double())
             elif isinstance(metric, Summed):
                 _add_to(self._sums, f"{metric.summary}:{name}", metric.sums.detach())
-            elif not isinstance(metric, ForController):
+            else:
                 _add_to(self._means, name, torch.stack([part.detach().double() for part in metric]))
 
     def _raise_to(self, name: str, value: Tensor) -> None:

@@ -60,7 +60,7 @@ class JudgedModule(OnPolicyModule, ABC):
         super().__init__(model, reward, group_size=group_size, judge=judge, **shared)
         self.beta, self.missing_eos_penalty = beta, missing_eos_penalty
         name = type(self).__name__
-        sampling_teaches(self.sampling, self.generator, corrected=False)
+        sampling_teaches(self.sampling, self.generator, weighted=False)
         preflight.newest_policy(name, self.generator)
         preflight.groups_are_compared(name, group_size, self.split_groups, self.groups)
         preflight.judge_has_rewards(self.judge, self.reward_functions.names, missing_eos_penalty)

@@ -29,12 +29,12 @@ from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teac
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import multiplies_weights, name_of, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
-from lit_rl.algorithms.terms.credit import Credit, CreditAssignment
+from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy, FixedKL, KLControl
+from lit_rl.algorithms.terms.credit import CreditAssignment
 from lit_rl.algorithms.terms.engine_correction import EngineCorrection
-from lit_rl.algorithms.terms.entropy import SEEN, EntropyBonus
+from lit_rl.algorithms.terms.entropy import EntropyBonus
 from lit_rl.algorithms.terms.groups import needs_spread
-from lit_rl.algorithms.terms.kl import KLPenalty, distance
+from lit_rl.algorithms.terms.kl import KLPenalty, ReferenceKL
 from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
@@ -93,7 +93,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         model: LanguageModel | str,
         reward: Rewards | Callable,
         *,
-        advantage: Callable | None,
+        advantage: Callable,
         loss: Callable,
         kl: Callable,
         reduction: Callable,
@@ -101,7 +101,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         beta: float = 0.0,
         reward_beta: float = 0.0,
         reward_kl: Callable = k1,
-        kl_control: FixedKL | AdaptiveKL | None = None,
+        kl_control: KLControl | None = None,
         whitening: Callable | None = None,
         shaping: Callable | None = None,
         reward_norm: RunningNorm | None = None,
@@ -118,25 +118,25 @@ class PolicyGradient(OnPolicyModule, ABC):
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
-        self.credit = CreditAssignment(
-            shaping, reward_norm, reward_clip, KLPenalty("algo.reward_beta", reward_beta, reward_kl)
+        self.credit = CreditAssignment(shaping, reward_norm, reward_clip)
+        self.kl = ReferenceKL(
+            in_reward=KLPenalty("algo.reward_beta", reward_beta, reward_kl),
+            in_loss=KLPenalty("algo.beta", beta, kl),
+            control=FixedKL() if kl_control is None else kl_control,
         )
         self.advantage, self.advantage_clip = advantage, AdvantageClip(advantage_clip)
-        self.whitening = Whitening(whitening, of=name_of(advantage) if advantage else "gae")
+        self.whitening = Whitening(whitening, of=name_of(advantage))
         self.engine = EngineCorrection(correction, rejection, weight_norm, exact=self.generator.exact)
         self.policy_loss, self.reduction = loss, reduction
         self.off_policy, self.selection = OffPolicyMask(off_policy_threshold), TokenSelection(selection)
-        self.kl = KLPenalty("algo.beta", beta, kl)
-        self.kl_control = FixedKL() if kl_control is None else kl_control
         self.entropy = None if entropy is None else EntropyBonus(entropy)
         in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
         self._check_terms()
-        self.needs_reference = bool(self.kl.weight or self.credit.kl.weight)
-        self.needs_greedy_rewards = advantage is not None and "greedy_rewards" in parameters(advantage)
-        of_step = "step" in parameters(loss) or self.selection.needs_step
-        self.needs_step = of_step or (selection is not None and entropy is not None)
-        made_of_old = self.credit.kl.weight, self.engine.needs_old_logprobs, replay, isinstance(kl_control, AdaptiveKL)
+        self.needs_reference = self.kl.needs_reference
+        reads_step = reads(loss, "step") or self.selection.needs_step
+        self.needs_step = reads_step or (selection is not None and entropy is not None)
+        made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
@@ -144,80 +144,53 @@ class PolicyGradient(OnPolicyModule, ABC):
     @property
     def beta(self) -> float:
         """Weight of the KL in the loss."""
-        return self.kl.weight
+        return self.kl.in_loss.weight
 
     @property
     def reward_beta(self) -> float:
         """Weight of the KL in the reward."""
-        return self.credit.kl.weight
+        return self.kl.in_reward.weight
 
     # ------------------------------------------------------------------ advantages
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
-        assert self.advantage is not None
-        credit, metrics = self.assign_credit(scored, old, ref)
-        advantages = self.ranks.apply(self.advantage, credit.columns(scored.completions))
-        advantages = self.whitening(advantages, credit.rewards, scored.completions, self.ranks)
-        rollout, weighing = self.as_rollout(scored, credit, self.advantage_clip(advantages), old, ref)
-        return rollout, metrics | weighing
-
-    def assign_credit(self, scored: Scored, old: Tensor | None, ref: Tensor | None) -> tuple[Credit, Metrics]:
-        """Rewards of rows and of tokens, and the mean KL where only the reward has one."""
-        credit, metrics = self.credit(
-            scored, old, ref, kl_factor=self.kl_control.factor, tokenizer=self.model.tokenizer, ranks=self.ranks
-        )
-        return credit, {} if self.kl.weight else metrics
-
-    def as_rollout(
-        self,
-        scored: Scored,
-        credit: Credit,
-        advantages: Tensor,
-        old: Tensor | None,
-        ref: Tensor | None,
-        learned: Tensor | None = None,
-        **more: Tensor,
-    ) -> tuple[Rollout, Metrics]:
-        """The rollout with its loss mask and its weights against the engine. The KL's controller is told how far it is.
-
-        Args:
-            scored: As it was drawn.
-            credit: Its rewards.
-            advantages: `(b,)` or `(b, t)`.
-            old: `(b, t)`, where they were asked for.
-            ref: `(b, t)`, where they were asked for.
-            learned: Bool `(b, t)`: tokens that can be learned from. None: all that were sampled.
-            more: Further columns.
-        """
-        completions, factor = scored.completions, self.kl_control.factor
-        mask = completions.response_mask
-        loss_mask = mask & completions.ended[:, None] if self.mask_truncated else mask
-        if scored.kept is not None:
-            loss_mask = loss_mask & scored.kept[:, None]
-        if learned is not None:
-            loss_mask = loss_mask & learned
-        if old is not None and ref is not None:
-            self.kl_control.update(*distance(old, ref, mask, self.ranks))
+        completions, sampled = scored.completions, scored.completions.response_mask
+        credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
+        credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
+        advantages = self.ranks.apply(self.advantage, credit.columns(completions))
+        advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout = Rollout(
             completions=completions,
             rewards=credit.rewards,
-            advantages=advantages,
-            loss_mask=loss_mask,
+            advantages=self.advantage_clip(advantages),
+            loss_mask=self.loss_mask(scored),
             old_logprobs=old,
-            ref_logprobs=ref if self.kl.weight else None,
-            kl_factor=factor,
-            **more,
+            ref_logprobs=ref if self.beta else None,
+            kl_factor=self.kl.factor,
         )
-        return self.engine.at_rollout(rollout, self.step)
+        self.kl.update(old, ref, sampled, self.ranks)
+        rollout, weighing = self.engine.at_rollout(rollout, self.step)
+        return rollout, distances | weighing
+
+    def loss_mask(self, scored: Scored) -> Tensor:
+        """Bool `(b, t)`: the sampled tokens, less those of rows that were left out, or cut where these are masked."""
+        mask = scored.completions.response_mask
+        if self.mask_truncated:
+            mask = mask & scored.completions.ended[:, None]
+        return mask if scored.kept is None else mask & scored.kept[:, None]
 
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
         return (rollout, {}) if self.replay is None else self.replay(rollout, seed=self.seed, ranks=self.ranks)
 
     def compares_completions(self) -> bool:
         """Whether an advantage needs several completions of one prompt."""
-        return self.advantage is not None and estimators.compares_within_groups(self.advantage)
+        return estimators.compares_within_groups(self.advantage)
+
+    @property
+    def needs_greedy_rewards(self) -> bool:
+        return "greedy_rewards" in parameters(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -226,7 +199,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         For weights against an engine alone the training's own forward pass will do, unless it has dropout: then it is
         of another policy than the one that sampled.
         """
-        engine_meets_dropout = self.engine.compares and self.policy is not None and drops_out(self.policy)
+        engine_meets_dropout = self.engine.measures_mismatch and self.policy is not None and drops_out(self.policy)
         return self._reads_old_logprobs or engine_meets_dropout
 
     # ------------------------------------------------------------------ loss
@@ -244,32 +217,25 @@ class PolicyGradient(OnPolicyModule, ABC):
         read = {name: offered[name] for name in self._loss_reads}
         tokens, metrics = self.policy_loss(logprobs, old, rollout.advantages, mask, **read)
         tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
-        acting = self.selection(entropy, mask, step)
-        tokens = tokens * acting
+        selected = self.selection(entropy, mask, step)
+        tokens = tokens * selected
         if weights is not None and not self._loss_multiplies_weights:
             tokens = tokens * weights
-        penalty, distances = self._kl_in_loss(rollout, logprobs, old)
-        tokens = tokens if penalty is None else tokens + penalty
+        tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
 
         objective = self.reduction(tokens, mask, totals)
         metrics = metrics | weighing | off_policy | distances
         metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
         one = torch.ones((), device=objective.device)
         if self.entropy is not None:
-            bonus, seen = self.entropy(entropy, acting, self.selection.count(acting, totals, step))
-            metrics |= {"policy_loss": (objective.detach(), one / totals.micro_batches)} | seen
-            objective = objective - bonus
+            metrics |= {"policy_loss": (objective.detach(), one / totals.micro_batches)}
+            objective = objective - self.entropy(entropy, selected, self.selection.count(selected, totals, step))
         if self.router_aux_loss_coef:
             assert scores.aux_loss is not None
             # Balance is a property of a batch: the router's loss is of a micro-batch, and averaged over them.
             objective = objective + self.router_aux_loss_coef * scores.aux_loss / totals.micro_batches
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
         return objective, metrics
-
-    def _kl_in_loss(self, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor | None, Metrics]:
-        if rollout.ref_logprobs is None:
-            return None, {}
-        return self.kl(logprobs, rollout.ref_logprobs, old, rollout.loss_mask, rollout.kl_factor)
 
     def token_scores(self, completions: Completions) -> TokenScores:
         return score(self.policy, completions, self.sampling, **self.score_terms)
@@ -284,17 +250,17 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     # ------------------------------------------------------------------ between steps
 
+    def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
+        if self.entropy is not None:
+            self.entropy.observe(scores.entropy, self.selection(scores.entropy, rollout.loss_mask, step))
+
     def after_step(self) -> None:
         super().after_step()
-        entropy = self.told(SEEN) if self.entropy is not None and not self.broken_steps.last else None
-        if self.entropy is not None and entropy is not None:
-            self.entropy.control.update(entropy)
+        if self.entropy is not None:
+            self.entropy.update(self.ranks, skipped=self.broken_steps.last)
 
     def coefficients(self) -> dict[str, float]:
-        found = super().coefficients()
-        if isinstance(self.kl_control, AdaptiveKL):
-            weights = {"kl_coef": self.kl.weight, "reward_kl_coef": self.credit.kl.weight}
-            found |= {name: weight * self.kl_control.factor for name, weight in weights.items() if weight}
+        found = super().coefficients() | self.kl.coefficients()
         if self.entropy is not None:
             found["entropy_coef"] = self.entropy.control.coefficient
         return found
@@ -317,7 +283,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def _stateful(self) -> dict[str, Any]:
         terms = {
-            "kl_control": self.kl_control,
+            "kl_control": self.kl.control,
             "reward_norm": self.credit.norm,
             "entropy": self.entropy and self.entropy.control,
             "groups": self.groups,
@@ -329,23 +295,24 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def _check_terms(self) -> None:
         """Refuse terms that do not go together, before anything is loaded; each has checked itself."""
-        name, corrected = type(self).__name__, self.engine.correction is not None
+        name, weighted = type(self).__name__, self.engine.correction is not None
         preflight.rewards_are_there(name, self.reward_functions.names)
-        preflight.advantage_is_there(self.advantage, estimates=type(self).advantages is PolicyGradient.advantages)
-        sampling_teaches(self.sampling, self.generator, corrected=corrected)
-        lag_is_corrected(self.generator, corrected=corrected)
-        if self.advantage is not None:
-            estimators.check_call(self.advantage, name)
+        sampling_teaches(self.sampling, self.generator, weighted=weighted)
+        lag_is_corrected(self.generator, weighted=weighted)
+        self.check_advantage()
         losses.loss_settings(self.policy_loss)
-        preflight.terms_take_their_settings(
-            self.policy_loss, self.selection.choose, self.engine, self.advantage, self.credit.shaping
-        )
-        if self.advantage is not None:
-            estimators.check_what_it_reads(self.advantage, self.credit, self.whitening)
+        losses.weights_are_declared(self.policy_loss)
+        preflight.terms_take_their_settings(self.policy_loss, self.selection.choose, self.engine, self.credit.shaping)
         preflight.group_is_large_enough(name, self.group_size, compares_completions=self.compares_completions)
         if self.groups is not None:
             self.groups.fits(self.group_size, compares_completions=self.compares_completions)
         if self.replay is not None:
             needs_spread("algo/replay=buffer", self.group_size)
-        preflight.controller_has_a_term(self.kl_control, self.kl.weight, self.credit.kl.weight)
+        preflight.controller_has_a_term(self.kl.control, self.beta, self.reward_beta)
         preflight.weights_fit(self.engine, multiplied_by_loss=multiplies_weights(self.policy_loss))
+
+    def check_advantage(self) -> None:
+        """Refuse an estimator that `advantages` cannot call, or that does not read what is done to the rewards."""
+        estimators.is_there(self.advantage, such_as="group_normalized")
+        estimators.check_of_rows(self.advantage, type(self).__name__)
+        estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)

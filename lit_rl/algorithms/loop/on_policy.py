@@ -28,7 +28,7 @@ from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import ForController, Metrics, StepTokens
+from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
@@ -67,7 +67,6 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.scored: Scored | None = None
         self._slot, self._counts = -1, torch.zeros(0)
         self._step_tokens: StepTokens | None = None
-        self._for_controllers: dict[str, list[ForController]] = {}
         self._records = Records()
 
     # ------------------------------------------------------------------ what an algorithm is
@@ -115,7 +114,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             with self.rollout_context():
                 rollout = self.take_rollout(batch)
             self.rest()
-            self._open(*rollout)
+            self._begin_rollout(*rollout)
         self._slot = batch.slot
 
     def take_rollout(self, batch: PromptBatch) -> tuple[Scored, Rollout, Metrics]:
@@ -145,7 +144,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         loss, metrics = self.loss(micro, scores, totals_of(self._counts[step], self.plan), self._step_tokens)
         shares = self.plan.accumulate * self.plan.world_size
         self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
-        self._tell_controllers_later(metrics)
+        self.after_micro_batch(micro, scores, self._step_tokens)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
         return loss * shares
 
@@ -175,7 +174,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scores:
-        """What is known of completions once those of a prompt were compared; most algorithms compare none."""
+        """The scores, with what a comparison of the completions of each prompt adds to them.
+
+        `take_rollout` calls this after `choose`. Methods with a judge ask it here; all others keep the scores.
+        """
         return scored.scores
 
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
@@ -225,24 +227,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         """What is learned from, made of the rollout that was drawn."""
         return rollout, {}
 
+    def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
+        """Called after the loss of each micro-batch, with what `loss` was given: what a term sums up over a step."""
+
     def after_step(self) -> None:
         """Called after each optimizer step: what changes between steps changes here."""
         if self.needs_reference:
             self.reference.update(self.policy, self.reference_policy, self.step + 1)
-
-    def _tell_controllers_later(self, metrics: Metrics) -> None:
-        for name, metric in metrics.items():
-            if isinstance(metric, ForController):
-                self._for_controllers.setdefault(name, []).append(metric)
-
-    def told(self, name: str) -> float | None:
-        """The mean of what the losses of this step said to the controller `name`, over all ranks; None for nothing."""
-        parts = self._for_controllers.pop(name, [])
-        if not parts:
-            return None
-        mine = torch.stack([torch.stack([part.total, part.count.float()]) for part in parts]).sum(0)
-        total, count = self.ranks.total(mine).tolist()
-        return total / max(1.0, count)
 
     def coefficients(self) -> dict[str, float]:
         """Numbers in force that are no constants of the run, for the log."""
@@ -290,11 +281,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         """What records and callbacks see of a rollout that was drawn."""
         return scored, rollout
 
-    def _open(self, scored: Scored, drawn: Rollout, metrics: Metrics) -> None:
+    def _begin_rollout(self, scored: Scored, rollout: Rollout, metrics: Metrics) -> None:
         if self.plan is None:
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
-        self.scored, visible = self.shown(scored, drawn)
-        self.rollout, replacing = self.replaced(drawn)
+        self.scored, visible = self.shown(scored, rollout)
+        self.rollout, replacing = self.replaced(rollout)
         self._records.add(self.source.proof(self.device) | metrics | replacing)
         self._records.open(
             self.scored,
@@ -315,17 +306,19 @@ class OnPolicyModule(GeneratingModule, ABC):
     ) -> None:
         """One optimizer step; after a rollout's last one, its metrics are logged, before any callback can save."""
 
-        def without_gradient() -> Any:
-            """Nothing to learn from: no moment and no weight decay may move a weight either."""
+        def backward_and_drop_gradient() -> Any:
+            """Run the step's backward pass, then drop its gradient: a rollout without any reward moves no weight.
+
+            Gradients become None and not 0, so that the optimizer leaves out moments and weight decay too.
+            """
             result = optimizer_closure() if optimizer_closure else None
             optimizer.zero_grad()
             return result
 
-        closure = without_gradient if self._records.unscored else optimizer_closure
+        closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
         self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
         self.after_step()
-        self._for_controllers = {}
         if self.plan is not None and self._slot == self.plan.slots - 1:
             self._log_rollout(self.step + 1)
 

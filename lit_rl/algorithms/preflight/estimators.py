@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.preflight.settings import settings
 from lit_rl.algorithms.signatures import arguments_for, name_of, parameters
 from lit_rl.algorithms.terms.advantages import Whitening
 from lit_rl.algorithms.terms.credit import CreditAssignment
@@ -22,8 +24,17 @@ Estimator = Callable[..., Any]
 _BY_POSITION = ("rewards", "group_id")
 
 
-def check_call(estimator: Estimator, algorithm: str) -> None:
-    """Refuse an estimator that cannot be called with rewards of rows."""
+def is_there(estimator: Estimator | None, such_as: str) -> None:
+    """
+    Raises:
+        ConfigError: there is no estimator of advantages; names one.
+    """
+    if estimator is None:
+        raise ConfigError(f"algo.advantage=null: advantages need an estimator, such as algo/advantage={such_as}.")
+
+
+def check_of_rows(estimator: Estimator, algorithm: str) -> None:
+    """Refuse an estimator that cannot be called with rewards of rows, or that refuses its own settings."""
     offered = [name for name in two_prompts() if name not in _BY_POSITION and name != "ended"]
     asked = arguments_for(estimator, dict.fromkeys(offered))
     if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **asked):
@@ -32,9 +43,13 @@ def check_call(estimator: Estimator, algorithm: str) -> None:
             f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae, which needs the critic of "
             "algo=ppo."
         )
+    if is_ours(estimator):
+        settings("advantage", partial(columns_to_rows, estimator, two_prompts()))
 
 
-def check_what_it_reads(estimator: Estimator, credit: CreditAssignment, whitening: Whitening) -> None:
+def check_what_it_reads(
+    estimator: Estimator, credit: CreditAssignment, reward_beta: float, whitening: Whitening
+) -> None:
     """Refuse settings that would not reach the advantages, or not alike on both sides of a comparison."""
     if credit.shaping is not None and "greedy_rewards" in parameters(estimator):
         raise ConfigError(
@@ -43,12 +58,12 @@ def check_what_it_reads(estimator: Estimator, credit: CreditAssignment, whitenin
             "(reward=soft_overlong, reward=cosine_length) judges both by their lengths."
         )
     if is_ours(estimator):
-        _reads_what_is_set(estimator, credit)
+        _reads_what_is_set(estimator, credit, reward_beta)
         whitening.fits(of_tokens=_of_columns(estimator).ndim == 2)
 
 
 def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
-    """Refuse what cannot stand in the place of `gae`, and a whitening that does not fit what it returns."""
+    """Refuse what cannot stand in the place of `gae`, settings that it refuses, and a whitening that does not fit."""
     tensors = dict.fromkeys(("token_rewards", "values", "mask"))
     if parameters(estimator)[:2] == _BY_POSITION or not _binds(estimator, *tensors):
         raise ConfigError(
@@ -57,6 +72,8 @@ def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
             "critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
         )
     whitening.fits(of_tokens=True)
+    row = torch.zeros(1, 2)
+    settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool)))
 
 
 def compares_within_groups(estimator: Estimator) -> bool:
@@ -111,7 +128,7 @@ def _columns(rewards: Sequence[float], change: Sequence[float] = (), kl: Sequenc
     }
 
 
-def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment) -> None:
+def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment, reward_beta: float) -> None:
     """Refuse changes of the rewards that the estimator does not see: the run would be the one without them."""
     changes = {
         "algo/shaping": credit.shaping is not None,
@@ -119,8 +136,8 @@ def _reads_what_is_set(estimator: Estimator, credit: CreditAssignment) -> None:
         f"algo.reward_clip={list(credit.clip or ())}": credit.clip is not None,
     }
     unread = [key for key, is_set in changes.items() if is_set and not _reads_changes(estimator)]
-    if credit.kl.weight and not _reads_kl(estimator):
-        unread.append(f"algo.reward_beta={credit.kl.weight}")
+    if reward_beta and not _reads_kl(estimator):
+        unread.append(f"algo.reward_beta={reward_beta}")
     if unread:
         raise ConfigError(
             f"{', '.join(unread)}: {name_of(estimator)} does not read what this makes of the rewards, or not at "

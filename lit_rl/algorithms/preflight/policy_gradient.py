@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.preflight.estimators import columns_to_rows, is_ours, two_prompts
 from lit_rl.algorithms.preflight.settings import settings
-from lit_rl.algorithms.terms.controllers import AdaptiveKL, KLControl
+from lit_rl.algorithms.terms.controllers import KLControl
 from lit_rl.algorithms.terms.engine_correction import EngineCorrection
 from lit_rl.errors import ConfigError, in_range
 
@@ -28,26 +28,8 @@ def rewards_are_there(algorithm: str, names: tuple[str, ...]) -> None:
         )
 
 
-def advantage_is_there(advantage: Callable | None, *, estimates: bool) -> None:
-    """Refuse a method that is given no estimator and does not bring its own.
-
-    Args:
-        advantage: The estimator.
-        estimates: Whether advantages come from it; a method with a critic estimates them itself.
-
-    Raises:
-        ConfigError: they do, and there is none.
-    """
-    if advantage is None and estimates:
-        raise ConfigError("algo.advantage=null: advantages need an estimator, such as algo/advantage=group_normalized.")
-
-
 def terms_take_their_settings(
-    loss: Callable,
-    selection: Callable | None,
-    engine: EngineCorrection,
-    advantage: Callable | None,
-    shaping: Callable | None,
+    loss: Callable, selection: Callable | None, engine: EngineCorrection, shaping: Callable | None
 ) -> None:
     """Call each term that checks its own settings once, with a row of two tokens.
 
@@ -55,7 +37,6 @@ def terms_take_their_settings(
         loss: Of each token.
         selection: Of tokens, if any.
         engine: With its functions.
-        advantage: The estimator, where it is called with rewards of rows.
         shaping: Of rewards of rows, if any.
 
     Raises:
@@ -71,9 +52,8 @@ def terms_take_their_settings(
     for key, (function, arguments) in probes.items():
         if function is not None:
             settings(key, partial(function, *arguments))
-    for key, function in {"advantage": advantage, "shaping": shaping}.items():
-        if function is not None and is_ours(function):  # a user's own may hold a state
-            settings(key, partial(columns_to_rows, function, two_prompts()))
+    if shaping is not None and is_ours(shaping):  # a user's own may hold a state
+        settings("shaping", partial(columns_to_rows, shaping, two_prompts()))
 
 
 def group_is_large_enough(algorithm: str, group_size: int, *, compares_completions: Callable[[], bool]) -> None:
@@ -96,7 +76,7 @@ def controller_has_a_term(control: KLControl, *weights: float) -> None:
     Raises:
         ConfigError: the controller steers the weight of a KL, and there is none.
     """
-    if isinstance(control, AdaptiveKL) and not any(weights):
+    if control.adapts and not any(weights):
         raise ConfigError(
             "algo/kl_control=adaptive changes the weight of a KL term, and there is none: set algo.beta (KL in the "
             "loss) or algo.reward_beta (KL in the reward) above 0."

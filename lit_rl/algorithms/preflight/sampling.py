@@ -10,13 +10,13 @@ _UNSCORED = ("repetition_penalty", "min_new_tokens", "bad_words", "logit_bias", 
 """Settings of `Sampling` that change what is drawn and that training's log-probs know nothing of."""
 
 
-def sampling_teaches(sampling: Sampling, generator: Generator, *, corrected: bool) -> None:
+def sampling_teaches(sampling: Sampling, generator: Generator, *, weighted: bool) -> None:
     """Refuse settings under which a group teaches nothing, or the importance ratio would be wrong.
 
     Args:
         sampling: Of the training.
         generator: What draws.
-        corrected: Whether samples are weighted by what engine and training differ in.
+        weighted: Whether `algo/correction` gives samples weights against the engine.
 
     Raises:
         ConfigError: names the settings.
@@ -28,16 +28,16 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, corrected: boo
             "(eval.temperature=0)."
         )
     # A weight is the ratio of the training's distribution to the one that was drawn from, whatever made the two differ.
-    weighted = corrected and not generator.exact
+    accounted_for = weighted and not generator.exact
     unscored = [name for name in sampling.reshaped if name in _UNSCORED]
-    if unscored and not weighted:
+    if unscored and not accounted_for:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in unscored)
         raise ConfigError(
             f"{keys}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
             "the importance ratio would be wrong. Switch it off for training "
             f"(a reward against repetition: reward=repetition){_weights_would_do(generator)}."
         )
-    if sampling.reshaped and not weighted and not generator.reports_kept_mass:
+    if sampling.reshaped and not accounted_for and not generator.reports_kept_mass:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
         raise ConfigError(
             f"{keys}: {type(generator).__name__} does not report how much probability it cut off, so its log-probs "
@@ -50,7 +50,7 @@ def _weights_would_do(generator: Generator) -> str:
     return "" if generator.exact else ", or weight the samples (algo/correction=token_truncate)"
 
 
-def lag_is_corrected(generator: Generator, *, corrected: bool) -> None:
+def lag_is_corrected(generator: Generator, *, weighted: bool) -> None:
     """Refuse a generator that draws ahead and cannot, or whose older samples nothing corrects for.
 
     Raises:
@@ -64,7 +64,7 @@ def lag_is_corrected(generator: Generator, *, corrected: bool) -> None:
             f"generator.lag={lag}: {name} decodes with the policy itself, which cannot be learned from meanwhile. Take "
             "an engine that runs elsewhere (generator=vllm_server), or generator.lag=0."
         )
-    if lag and not corrected:
+    if lag and not weighted:
         raise ConfigError(
             f"generator.lag={lag} draws with weights that are a rollout old, and nothing weighs the samples by what "
             "changed since: set algo/correction (auto is token_truncate here), or generator.lag=0."

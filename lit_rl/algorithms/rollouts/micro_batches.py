@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.plan import BatchPlan, mix
 from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
@@ -80,8 +81,8 @@ def step_counts(rollout: Rollout, plan: BatchPlan, *, seed: int, index: int) -> 
     weights = torch.ones(mask.shape, device=mask.device) if rollout.weights is None else rollout.weights
     rows_in_use, tokens = mask.any(1) | ~rollout.rewards.isnan(), mask.sum(1)
     better = torch.zeros_like(tokens) if rollout.verdicts is None else tokens * (rollout.verdicts > 0)
-    weighed = masked_sum(weights, mask, 1), masked_mean(weights, mask, 1)
-    columns = [rows_in_use, tokens, mask.any(1), *weighed, better]
+    weight_sums = masked_sum(weights, mask, 1), masked_mean(weights, mask, 1)
+    columns = [rows_in_use, tokens, mask.any(1), *weight_sums, better]
     per_row = torch.stack([column.double() for column in columns], dim=1)
     counts = torch.stack(
         [
@@ -115,14 +116,10 @@ def without_gradient(
     """`(b, t)` float32: `of_rows` of `rows_at_once` rows at a time, the model in evaluation mode, its mode restored."""
     ids = completions.response_ids
     out = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for chunk in torch.arange(len(completions), device=out.device).split(rows_at_once):
             part = select(completions, chunk)
             out[chunk, used_columns(part)[Width.RESPONSE]] = of_rows(trim(part))
-    finally:
-        model.train(was_training)
     return out
 
 

@@ -10,7 +10,12 @@ from lit_rl.errors import ConfigError, NumericError, StorageError, in_range
 
 
 class KLControl(Protocol):
-    """Says what `algo.beta` is multiplied by."""
+    """Says what `algo.beta` and `algo.reward_beta` are multiplied by."""
+
+    @property
+    def adapts(self) -> bool:
+        """Whether `update` changes the factor. Only such a controller is updated, and the KL measured for it."""
+        ...
 
     @property
     def factor(self) -> float:
@@ -34,6 +39,7 @@ class FixedKL:
     """The weight of the KL stays what it is."""
 
     factor: float = 1.0
+    adapts: bool = False
 
     def update(self, kl: float, sequences: int) -> None:
         pass
@@ -55,6 +61,8 @@ class AdaptiveKL:
         target: KL to the reference to steer towards, in nats a token, above 0.
         horizon: Sequences over which a KL that is 20 % off changes the weight by about 20 %, at least 1.
     """
+
+    adapts: bool = True
 
     def __init__(self, target: float = 0.1, horizon: int = 10_000) -> None:
         in_range("algo.kl_control.target", target, low=0, open_low=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,9 @@ from torch import Tensor
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
-from lit_rl.algorithms.terms.kl import KLPenalty
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.errors import ConfigError
 from lit_rl.generation.collect import response_ids
-from lit_rl.ops.step import Metrics
 from lit_rl.rollout import Completions
 
 Span = tuple[int, int, float]
@@ -53,39 +51,35 @@ class Credit:
         }
         return columns if self.greedy_rewards is None else columns | {"greedy_rewards": self.greedy_rewards}
 
+    def less(self, penalty: Tensor, mask: Tensor) -> Credit:
+        """With a penalty `(b, t)` of the tokens in `mask` taken off; rows without a reward pay nothing."""
+        penalty = penalty.masked_fill(~mask, 0.0)
+        per_token = self.token_rewards - penalty.masked_fill(self.rewards.isnan()[:, None], 0.0)
+        return replace(self, rewards=self.rewards - penalty.sum(1), token_rewards=per_token)
+
 
 class CreditAssignment:
-    """Shapes, normalises and clips the rewards of rows, puts them at tokens, and takes the KL off.
+    """Shapes, normalises and clips the rewards of rows, and puts them at tokens.
 
     Args:
         shaping: `(rewards, group_id, ...) -> rewards`; it may also name `lengths` and `ended`. None: no shaping.
         norm: Running normalisation, after the shaping. None: no normalisation.
         clip: Lowest and highest reward of a row, after the normalisation. None: no bounds.
-        kl: The KL that is taken off the rewards.
     """
 
     def __init__(
-        self,
-        shaping: Callable[..., Tensor] | None,
-        norm: RunningNorm | None,
-        clip: Sequence[float] | None,
-        kl: KLPenalty,
+        self, shaping: Callable[..., Tensor] | None, norm: RunningNorm | None, clip: Sequence[float] | None
     ) -> None:
-        self.shaping, self.norm, self.kl = shaping, norm, kl
+        self.shaping, self.norm = shaping, norm
         self.clip = None if clip is None else tuple(clip)
         if self.clip is not None and not (len(self.clip) == 2 and self.clip[0] < self.clip[1]):
             raise ConfigError(f"algo.reward_clip={list(self.clip)} must be [lowest, highest], such as [-10, 10].")
 
-    def __call__(
-        self, scored: Scored, old: Tensor | None, ref: Tensor | None, *, kl_factor: float, tokenizer: Any, ranks: Ranks
-    ) -> tuple[Credit, Metrics]:
+    def __call__(self, scored: Scored, *, tokenizer: Any, ranks: Ranks) -> Credit:
         """Rewards of rows and of tokens.
 
         Args:
             scored: Of `b` completions.
-            old: `(b, t)`: log-probs of the policy that took the rollout, None where nobody asked for them.
-            ref: `(b, t)`: those of the reference, likewise.
-            kl_factor: What the controller of the KL multiplies its weight by.
             tokenizer: Finds the tokens of spans.
             ranks: A norm is of the rewards of all of them.
 
@@ -100,15 +94,9 @@ class CreditAssignment:
         total = total if scored.kept is None else total.masked_fill(~scored.kept, torch.nan)
         rewards = self._of_rows(completions, total, ranks)
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
-        metrics: Metrics = {}
-        if self.kl.weight and old is not None and ref is not None:
-            penalty, metrics = self.kl(old, ref, old, mask, kl_factor)
-            penalty = penalty.masked_fill(~mask, 0.0)
-            per_token = per_token - penalty.masked_fill(rewards.isnan()[:, None], 0.0)
-            rewards = rewards - penalty.sum(1)
         values = scores.values.to(mask.device).masked_fill(rewards.isnan()[:, None], torch.nan)
         greedy = None if scored.greedy_rewards is None else self._greedy(scored.greedy_rewards)
-        return Credit(rewards, per_token, step_ends, values, scores.weights.to(mask.device), greedy), metrics
+        return Credit(rewards, per_token, step_ends, values, scores.weights.to(mask.device), greedy)
 
     def _of_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
         """Rewards of rows after shaping, running normalisation and clipping, in this order."""
@@ -121,7 +109,11 @@ class CreditAssignment:
         return self._clipped(rewards)
 
     def _greedy(self, rewards: Tensor) -> Tensor:
-        """On the scale of those that they are compared with. The norm learns from the drawn ones only."""
+        """The greedy completions' rewards, normalised and clipped as those of the drawn completions are.
+
+        `__call__` normalises the drawn ones first. The running norm takes in the drawn ones alone: a greedy completion
+        says nothing of how rewards vary.
+        """
         return self._clipped(rewards if self.norm is None else self.norm.scaled(rewards))
 
     def _clipped(self, rewards: Tensor) -> Tensor:

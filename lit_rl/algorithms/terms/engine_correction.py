@@ -45,7 +45,7 @@ class EngineCorrection:
         automatic = correction is not None and unwrapped(correction) is auto_correction
         self.correction = None if automatic and exact else correction
         self.rejection, self.normalisation = rejection, normalisation
-        self.compares = self.correction is not None or rejection is not None or not exact
+        self.measures_mismatch = self.correction is not None or rejection is not None or not exact
         """Whether the engine's log-probs are held against the policy's: always where the engine is not the policy."""
         self.needs_old_logprobs = bool(rejection or normalisation)
         """Whether a term needs the weights before the loss is computed."""
@@ -57,7 +57,7 @@ class EngineCorrection:
             rollout: As it was drawn.
             version: Of the policy now.
         """
-        if not self.compares:
+        if not self.measures_mismatch:
             return rollout, {}
         staleness, old, mask = _staleness(rollout, version), rollout.old_logprobs, rollout.loss_mask
         if old is None:
@@ -76,7 +76,7 @@ class EngineCorrection:
             logprobs: `(b, t)` under the policy now.
             totals: Of the optimizer step.
         """
-        if rollout.old_logprobs is not None or not self.compares:
+        if rollout.old_logprobs is not None or not self.measures_mismatch:
             weights = rollout.weights
             if weights is not None and self.normalisation is not None:
                 weights = self.normalisation(weights, totals.weights)

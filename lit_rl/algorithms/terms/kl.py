@@ -1,4 +1,4 @@
-"""The KL to the reference as a penalty, in the loss or in the reward."""
+"""The KL to the reference as a penalty, in the reward and in the loss, and the controller that both weights follow."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.signatures import arguments_for
+from lit_rl.algorithms.terms.controllers import KLControl
+from lit_rl.algorithms.terms.credit import Credit
 from lit_rl.errors import in_range
 from lit_rl.ops.kl import k1
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.step import Metrics
+from lit_rl.rollout import Rollout
 
 
 class KLPenalty:
@@ -38,10 +41,92 @@ class KLPenalty:
             ref_logprobs: `(b, t)` of the reference.
             old_logprobs: `(b, t)` of the policy that took the rollout.
             mask: Bool `(b, t)`.
-            factor: What the controller of the KL multiplies the weight by.
+            factor: What the weight is multiplied by.
         """
         kl = self.estimator(logprobs, ref_logprobs, old_logprobs, **arguments_for(self.estimator, {"mask": mask}))
         return self.weight * factor * kl, {"kl": (masked_sum(kl.detach(), mask), mask.sum())}
+
+
+class ReferenceKL:
+    """The KL to the reference in an objective: a penalty in the reward, a penalty in the loss, and their controller.
+
+    The controller's factor at the time when a rollout is taken is in force for all of that rollout. The penalty in the
+    reward is taken at that time, and `Rollout.kl_factor` keeps the factor for the losses of the rollout. `update` then
+    sets the factor of the next rollout.
+
+    Args:
+        in_reward: Taken off the rewards when the rollout is taken.
+        in_loss: Added to the losses of tokens.
+        control: Its factor multiplies both weights.
+    """
+
+    def __init__(self, in_reward: KLPenalty, in_loss: KLPenalty, control: KLControl) -> None:
+        self.in_reward, self.in_loss, self.control = in_reward, in_loss, control
+
+    @property
+    def factor(self) -> float:
+        """What both weights are multiplied by in the next rollout."""
+        return self.control.factor
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is a penalty at all."""
+        return bool(self.in_reward.weight or self.in_loss.weight)
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether something is computed from the log-probs of the policy that took the rollout, when it is taken."""
+        return bool(self.in_reward.weight) or self.control.adapts
+
+    def take_off_rewards(
+        self, credit: Credit, old: Tensor | None, ref: Tensor | None, mask: Tensor
+    ) -> tuple[Credit, Metrics]:
+        """The credit less the penalty in the reward, and the mean KL where the loss has no KL that reports it.
+
+        Args:
+            credit: Of `b` completions.
+            old: `(b, t)`: log-probs of the policy that took the rollout, None where nobody asked for them.
+            ref: `(b, t)`: those of the reference, likewise.
+            mask: Bool `(b, t)`: the sampled tokens.
+        """
+        if not self.in_reward.weight or old is None or ref is None:
+            return credit, {}
+        penalty, metrics = self.in_reward(old, ref, old, mask, self.factor)
+        return credit.less(penalty, mask), {} if self.in_loss.weight else metrics
+
+    def update(self, old: Tensor | None, ref: Tensor | None, mask: Tensor, ranks: Ranks) -> None:
+        """Give the controller the distance of this rollout's policy from the reference. A collective, if it adapts.
+
+        Args:
+            old: `(b, t)`: log-probs of the policy that took the rollout.
+            ref: `(b, t)`: those of the reference.
+            mask: Bool `(b, t)`: the sampled tokens.
+            ranks: The rollout is of all of them.
+        """
+        if self.control.adapts:
+            assert old is not None and ref is not None
+            self.control.update(*distance(old, ref, mask, ranks))
+
+    def add_to_loss(self, per_token: Tensor, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
+        """The losses `(b, t)` with the penalty in the loss added, and the mean KL.
+
+        Args:
+            per_token: Losses of a micro-batch.
+            rollout: The micro-batch.
+            logprobs: `(b, t)` of the policy now, with gradient.
+            old: `(b, t)` of the policy that took the rollout.
+        """
+        if rollout.ref_logprobs is None:
+            return per_token, {}
+        penalty, metrics = self.in_loss(logprobs, rollout.ref_logprobs, old, rollout.loss_mask, rollout.kl_factor)
+        return per_token + penalty, metrics
+
+    def coefficients(self) -> dict[str, float]:
+        """The weights that the controller changes, as they are in the next rollout, for the log."""
+        if not self.control.adapts:
+            return {}
+        weights = {"kl_coef": self.in_loss.weight, "reward_kl_coef": self.in_reward.weight}
+        return {name: weight * self.factor for name, weight in weights.items() if weight}
 
 
 def distance(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks) -> tuple[float, int]:

@@ -42,11 +42,11 @@ class TokenSelection:
             return mask
         return mask & self.choose(entropy.detach(), mask, **arguments_for(self.choose, {"step": step}))
 
-    def count(self, acting: Tensor, totals: StepTotals, step: StepTokens | None) -> Tensor:
+    def count(self, selected: Tensor, totals: StepTotals, step: StepTokens | None) -> Tensor:
         """How many tokens the loss acts on in the whole step."""
         if self.choose is None:
             return torch.as_tensor(totals.tokens)
-        return acting.sum() if step is None or step.acting is None else step.acting
+        return selected.sum() if step is None or step.selected is None else step.selected
 
 
 class OffPolicyMask:

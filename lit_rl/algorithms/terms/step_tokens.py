@@ -11,6 +11,7 @@ from torch import nn
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.selection import TokenSelection
 from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.ops.step import StepTokens
 from lit_rl.rollout import Rollout, Sampling
 
@@ -30,12 +31,8 @@ def step_tokens(
         selection: Which of them the policy loss acts on.
         ranks: The step is of all of them.
     """
-    was_training = policy.training
-    policy.eval()
-    try:
+    with evaluation_mode(policy):
         scores = [score(policy, micro.completions, sampling) for micro in micro_batches]
-    finally:
-        policy.train(was_training)
     parts = [
         StepTokens.of(
             micro.loss_mask,
@@ -49,6 +46,6 @@ def step_tokens(
     names = ("logprobs", "old_logprobs", "advantages", "entropy")
     joint = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
     step = StepTokens(**{name: ranks.gather_tokens(flat) for name, flat in joint.items()})
-    acting = [selection(seen.entropy, micro.loss_mask, step).sum() for micro, seen in zip(micro_batches, scores)]
-    total = ranks.gather(torch.stack(acting).sum()[None].float()).sum()
-    return dataclasses.replace(step, acting=total)
+    selected = [selection(seen.entropy, micro.loss_mask, step).sum() for micro, seen in zip(micro_batches, scores)]
+    total = ranks.gather(torch.stack(selected).sum()[None].float()).sum()
+    return dataclasses.replace(step, selected=total)

@@ -78,7 +78,11 @@ class WholeStep:
         return cls(columns, ranks.rank * rows, tuple(noise))
 
     def draw_again(self, batch: ExampleBatch) -> None:
-        """Let the micro-batch draw what it drew in the look. Ends where it then ended, so no draw comes twice."""
+        """Set the random state to that of this micro-batch's look, so that dropout draws the same numbers again.
+
+        The offline loop calls this before the loss of a micro-batch. The last micro-batch of a step leaves the random
+        state as the look left it, so the next step draws new numbers.
+        """
         if self.noise and (before := self.noise[batch.slot]) is not None:
             before.restore()
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.forward import no_router
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.token_stats import TokenStats, token_stats
@@ -84,17 +85,14 @@ def refuse_leaks(model: nn.Module) -> None:
     segment = (torch.arange(2 * half, device=device) >= half).long().expand(ids.shape)
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, : half + 1] = False
-    was_training = model.training
-    model.eval()
+    felt = []
     try:
-        felt = []
-        for texts in (segment, None):
-            logprobs = score_texts(model, TokenBatch(ids, torch.ones_like(mask), mask, texts)).logprobs
-            felt.append((logprobs[0] - logprobs[1]).abs().max().item())
+        with evaluation_mode(model):
+            for texts in (segment, None):
+                logprobs = score_texts(model, TokenBatch(ids, torch.ones_like(mask), mask, texts)).logprobs
+                felt.append((logprobs[0] - logprobs[1]).abs().max().item())
     except TypeError as error:
         raise _leaks(model, f"takes no position_ids ({error})") from error
-    finally:
-        model.train(was_training)
     # What is left of rounding in half precision is far below what a text feels of its own beginning.
     if not felt[0] <= felt[1] / 20:
         raise _leaks(model, "lets a text see the one before it in its row")

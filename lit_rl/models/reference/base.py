@@ -18,6 +18,7 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.modes import evaluation_mode
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,6 +54,9 @@ class OnCPU:
 
     def eval(self) -> OnCPU:
         return self.train(False)
+
+    def modules(self) -> Iterator[nn.Module]:
+        return self.model.modules()
 
 
 Scorer = nn.Module | OnCPU
@@ -173,14 +177,11 @@ class AdapterBase(Fixed):
     @contextmanager
     def scoring(self, policy: nn.Module, module: Scorer | None) -> Iterator[Scorer]:
         adapted = _require_peft(policy, "adapter_base", "itself without its adapters")
-        was_training = policy.training
         trained = [(parameter, parameter.requires_grad) for parameter in policy.parameters()]
-        policy.eval()
         try:
-            with adapted.disable_adapter():
+            with evaluation_mode(policy), adapted.disable_adapter():
                 yield policy
         finally:
-            policy.train(was_training)
             for parameter, flag in trained:  # switching adapters on again makes every part of them trainable
                 parameter.requires_grad_(flag)
 
