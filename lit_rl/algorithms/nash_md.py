@@ -31,7 +31,7 @@ from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens, mean_of
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select
+from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 
 @final
@@ -69,14 +69,11 @@ class NashMD(JudgedModule):
 
     # ------------------------------------------------------------------ generate -> judge
 
-    def generate(
-        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Completions:
-        if group_size is not None:  # validation, where the policy alone writes
-            return super().generate(batch, sampling, group_size)
+    def draw_now(self, batch: PromptBatch) -> Completions:
+        """Duels: of each prompt a completion of the policy, and one of the mixture."""
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
-        own = super().generate(batch, group_size=1)
+        own = self.generate(batch, group_size=1)
         return duels(self.source, self.request(batch), own, mixture, self.reference_policy)
 
     def advantages(

@@ -160,7 +160,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         oldest = self.generator.lag * self.minibatches * self.iterations
         with failing_together(self.ranks):
             ahead = self.source.drawn_ahead(self.request(batch), self.ranks, oldest=oldest)
-            return self.generate(batch) if ahead is None else ahead
+            return self.draw_now(batch) if ahead is None else ahead
+
+    def draw_now(self, batch: PromptBatch) -> Completions:
+        """The completions of a rollout's prompts, drawn with the weights of now."""
+        return self.generate(batch)
 
     def _draw_ahead(self, upcoming: PromptBatch | None) -> None:
         if upcoming is not None:
@@ -171,7 +175,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
-        spare = Spare(datamodule, self.generate, self.reward, self.generator.exact)
+        spare = Spare(datamodule, self.draw_now, self.generate, self.reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
     def judged(self, scored: Scored) -> Scores:
@@ -374,6 +378,7 @@ class Spare:
     """Prompts beyond those of the epochs, completed and scored as those of the rollout are."""
 
     datamodule: Any
+    draw_now: Callable[[PromptBatch], Completions]
     generate: Callable[..., Completions]
     reward: Callable[[PromptBatch, Completions], Scores]
     exact: bool
@@ -382,7 +387,7 @@ class Spare:
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
         """Complete and score the prompts at these positions of the spare order."""
         batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
-        completions = self.generate(batch)
+        completions = self.draw_now(batch)
         return Scored(batch, completions, self.reward(batch, completions))
 
     def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
