@@ -198,7 +198,7 @@ def learning_rates(optimizer: Any) -> dict[str, float]:
 
 
 def _one_a_row(rollout: Rollout) -> Tensor | None:
-    """What a table shows as the advantage of a row: the mean of its loss tokens, or the judge's verdict."""
+    """What a table shows as the advantage of a row: the mean of its loss tokens; of pairs the verdict, 1, -1 or 0."""
     advantages = rollout.verdicts if rollout.advantages is None else rollout.advantages
     if advantages is None or advantages.ndim == 1:
         return advantages

@@ -81,7 +81,8 @@ def test_only_the_policys_completions_are_run_again() -> None:
     module, drawn = module_of(), completions(LENGTHS)
     rollout = rollout_of(module, drawn, VERDICTS)
     assert torch.equal(rollout.completions.response_ids, drawn.response_ids[0::2])
-    torch.testing.assert_close(rollout.verdicts, torch.tensor(VERDICTS) - 0.5)
+    torch.testing.assert_close(rollout.advantages, torch.tensor(VERDICTS) - 0.5)
+    assert rollout.verdicts is None, "there are no pairs to learn"
 
 
 @pytest.mark.parametrize(

@@ -139,12 +139,12 @@ class JudgedModule(OnPolicyModule, ABC):
             rates = rates.masked_fill(~scored.kept, torch.nan)
         return rates.view(-1, scored.group_size)
 
-    def as_rollout(self, scored: Scored, **columns: Tensor | None) -> Rollout:
+    def as_rollout(self, scored: Scored, *, advantages: Tensor | None = None, **columns: Tensor | None) -> Rollout:
         """A rollout with the rewards that were judged."""
         completions = scored.completions
         rewards = self.penalised(completions, scored.scores).to(completions.response_ids.device)
         rewards = rewards if scored.kept is None else rewards.masked_fill(~scored.kept, torch.nan)
-        return Rollout(completions, rewards, None, **columns)  # pyright: ignore[reportArgumentType]
+        return Rollout(completions, rewards, advantages, **columns)  # pyright: ignore[reportArgumentType]
 
     def reference_in(self, rows: Tensor, completions: Completions) -> Tensor:
         """`(b, t)`: log-probs under the reference in the given rows, and 0 in the others, which are not scored."""
