@@ -7,8 +7,8 @@ For a prompt, y is a completion of the policy and y' one of the geometric mixtur
     objective      mean over judged y of sum_t [beta k_t - (P - 1/2)] log pi(y_t),  k_t = log pi(y_t) - log pi_ref(y_t)
 
 k_t has no gradient: the first part is the policy gradient of the KL, each token answering for its own, and the second
-that of the preference, with the advantage P - 1/2. A tie still has its KL; a pair without a verdict is in neither the sum
-nor the mean.
+that of the preference, with the advantage P - 1/2. A tie still has its KL; a pair without a verdict is in neither the
+sum nor the mean.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._draw_ahead(batch.upcoming)
         scored = Scored(batch, completions, self.reward(batch, completions))
         scored, chosen = self.choose(scored)
-        scored = replace(scored, scores=self.judged(scored))
+        scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
         if draws_more:
@@ -178,9 +178,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         spare = Spare(datamodule, self.draw_now, self.generate, self.reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
-    def judged(self, scored: Scored) -> Scores:
+    def judged(self, scored: Scored) -> Scored:
         """What is known of completions once those of a prompt were compared; most algorithms compare none."""
-        return scored.scores
+        return scored
 
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
         """`(b,)`: the reward of the likeliest completion of each row's prompt."""

@@ -59,5 +59,8 @@ def without_opponent(scored: Scored, tokenizer: Any) -> Scored:
     own = scores_of(scored.scores, rows)
     beside = {"opponent": texts[1::2], "opponent_reward": scored.scores.total[1::2].tolist()}
     return replace(
-        scored, completions=select(scored.completions, rows), scores=replace(own, extras=own.extras | beside)
+        scored,
+        completions=select(scored.completions, rows),
+        scores=replace(own, extras=own.extras | beside),
+        win_rates=select(scored.win_rates, rows),
     )
