@@ -75,7 +75,7 @@ class NashMD(JudgedModule):
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
         own = self.generate(batch, group_size=1)
-        return duels(self.source, self.request(batch), own, mixture, self.reference_policy)
+        return duels(self.source, self.request(batch, group_size=1), own, mixture, self.reference_policy)
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None

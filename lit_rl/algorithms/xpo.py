@@ -67,7 +67,7 @@ class XPO(JudgedPairs):
         """Duels: of each prompt a completion of the policy, and one of the reference."""
         own = self.generate(batch, group_size=1)
         with self.reference.scoring(self.policy, self.reference_policy) as reference:
-            return duels(self.source, self.request(batch), own, reference, self.reference_policy)
+            return duels(self.source, self.request(batch, group_size=1), own, reference, self.reference_policy)
 
     def loss(
         self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None

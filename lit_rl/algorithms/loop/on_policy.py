@@ -111,7 +111,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
             self.stopwatch.reset()
-            self.source.sampled_tokens = 0
+            self.source.begin_rollout()
             with self.rollout_context():
                 rollout = self.take_rollout(batch)
             self.rest()
@@ -122,14 +122,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The rollout of these prompts: as it was scored, and as it is learned from, with its metrics."""
         completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
         if not draws_more:
-            self._draw_ahead(batch.upcoming)
+            self._request_ahead(batch.upcoming)
         scored = Scored(batch, completions, self.reward(batch, completions))
         scored, chosen = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
         if draws_more:
-            self._draw_ahead(batch.upcoming)
+            self._request_ahead(batch.upcoming)
         old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
         ref = self.reference_of(scored) if self.needs_reference else None
         rollout, metrics = self.advantages(scored, old, ref)
@@ -159,16 +159,16 @@ class OnPolicyModule(GeneratingModule, ABC):
         """
         oldest = self.generator.lag * self.minibatches * self.iterations
         with failing_together(self.ranks):
-            ahead = self.source.drawn_ahead(self.request(batch), self.ranks, oldest=oldest)
+            ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
             return self.draw_now(batch) if ahead is None else ahead
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """The completions of a rollout's prompts, drawn with the weights of now."""
         return self.generate(batch)
 
-    def _draw_ahead(self, upcoming: PromptBatch | None) -> None:
+    def _request_ahead(self, upcoming: PromptBatch | None) -> None:
         if upcoming is not None:
-            self.source.draw_ahead(self.request(upcoming))
+            self.source.request_ahead(self.request(upcoming))
 
     def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
         """The groups, and members of groups, that are learned from."""

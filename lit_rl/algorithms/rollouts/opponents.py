@@ -42,7 +42,7 @@ def duels(
         )
     whole = unsharded(reference_policy) if isinstance(reference_policy, nn.Module) else nullcontext()
     with whole:
-        theirs = source.draw_other(replace(asked, policy=opponent, group_size=1))
+        theirs = source.draw_other(asked.by_another(opponent))
     joint = join_completions(own, replace(theirs, group_id=own.group_id))
     return select(joint, torch.arange(len(joint)).view(2, -1).T.flatten())
 
