@@ -79,6 +79,11 @@ def response_ids(completions: Completions) -> list[list[int]]:
     return [sampled[start:end] for start, end in zip([0, *ends], ends)]
 
 
+def texts_of(completions: Completions, tokenizer: Any) -> list[str]:
+    """What was written in each row, as rewards, judges and tables read it: special tokens are left out."""
+    return tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+
+
 def as_reward_input(
     batch: PromptBatch, texts: Sequence[str], group_size: int
 ) -> tuple[list[Prompt], list[str | list[Message]], dict[str, list]]:

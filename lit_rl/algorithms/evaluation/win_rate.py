@@ -21,7 +21,7 @@ from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.errors import LitRLError
-from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rewards.judges.base import Judge, check_verdicts
 from lit_rl.rewards.sums.weighted import TrainerState
@@ -103,9 +103,8 @@ class ComparedModel:
         asked = replace(drawing.asked.by_another(weights), batch=batch, model=model)
         with drawing.source.aside(), drawing.context():
             completions = drawing.source.draw_other(asked)
-        ids = response_ids(completions)
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [Answer(*answer) for answer in zip(texts, ids, strict=True)]
+        texts = texts_of(completions, tokenizer)
+        return [Answer(*answer) for answer in zip(texts, response_ids(completions), strict=True)]
 
     def _load(self, against: str, drawing: Drawing) -> tuple[LanguageModel, nn.Module]:
         if self._loaded is None:

@@ -20,7 +20,7 @@ from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.preflight.sampling import sampling_teaches
 from lit_rl.algorithms.rollouts.opponents import policy_rows, without_opponent
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.rewards.judges.base import Judge, check_verdicts
 from lit_rl.rollout import Completions, Rollout, select
 
@@ -81,7 +81,7 @@ class JudgedModule(OnPolicyModule, ABC):
         """The same with the win rates that the judge gives the completions, and with what it logged."""
         with self.stopwatch.measure("reward"):
             group = scored.group_size
-            texts = self.tokenizer.batch_decode(response_ids(scored.completions), skip_special_tokens=True)
+            texts = texts_of(scored.completions, self.tokenizer)
             duels = [(i + a, i + b) for i in range(0, len(texts), group) for a, b in combinations(range(group), 2)]
             logged: dict[str, tuple[float, int]] = dict(scored.scores.metrics)
             verdicts = self._ask(scored, texts, duels, logged)

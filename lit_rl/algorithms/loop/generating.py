@@ -20,7 +20,7 @@ from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.generation.base import Generator, as_generator
-from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rewards.judges.base import Judge
@@ -112,8 +112,7 @@ class GeneratingModule(PolicyModule):
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
-        ids = response_ids(completions)
-        return self.reward_texts(batch, self.model.tokenizer.batch_decode(ids, skip_special_tokens=True), ids)
+        return self.reward_texts(batch, texts_of(completions, self.tokenizer), response_ids(completions))
 
     def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
@@ -155,7 +154,7 @@ class GeneratingModule(PolicyModule):
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""
         completions, scores = self.evaluate(batch, dataloader_idx)
-        texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        texts = texts_of(completions, self.tokenizer)
         while len(self._evaluated) <= dataloader_idx:
             self._evaluated.append(EvaluationRows())
         table = sample_table(self.step, batch, texts, completions, scores, advantages=None)

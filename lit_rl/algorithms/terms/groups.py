@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import ConfigError, RewardError, in_range
-from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.functions.contract import keywords
@@ -156,7 +156,7 @@ class TopOfGroup(GroupSelection):
 
     def _scores(self, scored: Scored, tokenizer: Any) -> Tensor:
         completions, rewards = scored.completions, scored.scores.total
-        texts = tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        texts = texts_of(completions, tokenizer)
         prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
         columns = {**columns, "rewards": rewards.tolist(), "lengths": completions.lengths.tolist()}
         offered = {"prompts": prompts, "completions": answers, **columns}
