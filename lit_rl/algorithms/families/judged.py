@@ -68,7 +68,7 @@ class JudgedModule(OnPolicyModule, ABC):
     learns_by_judge = True
 
     opponent_writes = False
-    """Whether the second completion of each prompt is an opponent's, and so no part of what `reward` is a mean of."""
+    """Whether an opponent writes the second completion of each prompt. Samples and the logged reward leave it out."""
 
     # ------------------------------------------------------------------ generate -> reward -> judge
 
