@@ -229,12 +229,12 @@ class Rollout:
     rewards: Tensor = field(metadata=PER_ROW)
     """Float32 ``(b,)``: weighted sum over functions; NaN where no function applied."""
     advantages: Tensor | None = field(metadata=PER_RESPONSE_TOKEN)
-    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where none is estimated, and verdicts are learned."""
+    """Float32 ``(b,)``, or ``(b, t)`` where tokens differ. None where pairs are learned, of which ``verdicts`` tell."""
     loss_mask: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Bool ``(b, t)``: the tokens of the loss, a subset of ``response_mask`` (masked truncated rows are all False)."""
     verdicts: Tensor | None = field(default=None, metadata=PER_ROW)
-    """Float32 ``(b,)``: what a judge found. Of pairs: 1 the better completion of a prompt, -1 the worse one, 0 neither;
-    of duels: the probability to win less one half. None where nothing was judged."""
+    """Float32 ``(b,)``: 1 for the completion of a prompt that a judge found better, -1 for the worse one of the pair, 0
+    for all others. None where no pairs are learned."""
     old_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: the policy when the rollout was taken. None where the ratio is 1 by construction."""
     ref_logprobs: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)

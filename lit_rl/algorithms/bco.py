@@ -60,8 +60,8 @@ class BCO(VerdictModule):
                 f"algo/prompt_weights=density_ratio embeds prompts with the reference, and reference="
                 f"{type(self.reference).__name__} changes during the run. Take reference=auto or reference=frozen_copy."
             )
-        self.prompt_weights = prompt_weights
-        self.prompts = None if prompt_weights is None else PromptWeights(prompt_weights)
+        self.density_ratio = prompt_weights
+        self.prompt_weights = None if prompt_weights is None else PromptWeights(prompt_weights)
         self.shift = RewardShift()
         self._step_reward: Tensor | None = None
 
@@ -95,22 +95,22 @@ class BCO(VerdictModule):
         self._step_reward = None
 
     def rank_state(self) -> dict[str, Any]:
-        weights = self.prompt_weights.state() if self.prompt_weights else {}
+        weights = self.density_ratio.state() if self.density_ratio else {}
         return super().rank_state() | self.shift.state() | {"prompt_weights": weights}
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
         self.shift.load_state(saved)
-        if self.prompt_weights:
-            self.prompt_weights.load_state(saved["prompt_weights"])
+        if self.density_ratio:
+            self.density_ratio.load_state(saved["prompt_weights"])
 
     # ------------------------------------------------------------------ the weights of prompts
 
     def _weights(self, batch: VerdictBatch) -> Tensor | None:
         """`(b,)`: the density ratio of undesirable rows, 1 of the others. None: 1 everywhere."""
-        if self.prompts is None:
+        if self.prompt_weights is None:
             return None
-        return torch.where(batch.desirable, 1.0, self.prompts.of(batch.tokens, self.embed))  # pyright: ignore
+        return torch.where(batch.desirable, 1.0, self.prompt_weights.of(batch.tokens, self.embed))  # pyright: ignore
 
     @torch.no_grad()
     def embed(self, tokens: TokenBatch, prompts: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ class BCO(VerdictModule):
         Raises:
             ConfigError: the sample has one kind of completions only.
         """
-        assert self.prompts is not None
-        self.prompts.fit(examples, self.embed, seed=self.seed, pad_id=self.model.pad_id, ranks=self.ranks)
+        assert self.prompt_weights is not None
+        self.prompt_weights.fit(examples, self.embed, seed=self.seed, pad_id=self.model.pad_id, ranks=self.ranks)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -138,22 +138,22 @@ class BCO(VerdictModule):
 
     def _match_once(self) -> None:
         """Fit the density ratio where no checkpoint has brought it."""
-        if self.prompt_weights is not None and not self.prompt_weights.fitted:
+        if self.density_ratio is not None and not self.density_ratio.fitted:
             data: Any = self.trainer.datamodule  # pyright: ignore
             with self.rollout_context():
                 self.match_prompts(data.corpus.train.examples)
 
     def before_release(self) -> None:
         """Let the reference embed every prompt of the run."""
-        if self.prompts is None:
+        if self.prompt_weights is None:
             return
         self._match_once()
         corpus: Any = self.trainer.datamodule.corpus  # pyright: ignore
         rows = [example for data in (corpus.train, *corpus.val.values()) for example in data.examples]
         with self.rollout_context():
-            self.prompts.compute(rows, self.embed, pad_id=self.model.pad_id, device=self.device)
+            self.prompt_weights.compute(rows, self.embed, pad_id=self.model.pad_id, device=self.device)
 
     def reads_all_rows(self) -> Iterator[AllRows]:
         yield from super().reads_all_rows()
-        if self.prompt_weights is not None:
+        if self.density_ratio is not None:
             yield AllRows("algo/prompt_weights=density_ratio is fitted to a sample of", "take algo/prompt_weights=none")

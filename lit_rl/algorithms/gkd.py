@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal, final
 
 import torch
@@ -28,8 +29,6 @@ from lit_rl.algorithms.rollouts.rewriting import prompts_of, with_completions
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import ExampleBatch, TextBatch, TokenBatch, Totals
-from lit_rl.generation.collect import Vocabulary, collect
-from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.models.policy.text_forward import refuse_leaks, text_logits
@@ -166,17 +165,8 @@ class GKD(OfflineModule):
     def _of_teacher(self, prompts: PromptBatch) -> Completions:
         held = self.teacher_policy
         model: nn.Module = held.model if isinstance(held, OnCPU) else held  # pyright: ignore
-        with unsharded(model):
-            return collect(
-                for_another_policy(self.generator),
-                model,
-                prompts,
-                sampling=self.sampling,
-                group_size=1,
-                vocabulary=Vocabulary.of(self.model),
-                version=self.step,
-                seed=self.seed,
-            )
+        with unsharded(model), self.source.aside():  # `time/generate` is what the student takes
+            return self.source.draw_other(replace(self.request(prompts), policy=model))
 
     def _record_writer(self, writer: str, totals: Totals) -> None:
         one = torch.ones((), device=self.device)

@@ -7,7 +7,8 @@ For a prompt, y is a completion of the policy and y' one of the geometric mixtur
     objective      mean over judged y of sum_t [beta k_t - (P - 1/2)] log pi(y_t),  k_t = log pi(y_t) - log pi_ref(y_t)
 
 k_t has no gradient: the first part is the policy gradient of the KL, each token answering for its own, and the second
-that of the preference. A tie still has its KL; a pair without a verdict is in neither the sum nor the mean.
+that of the preference, with the advantage P - 1/2. A tie still has its KL; a pair without a verdict is in neither the
+sum nor the mean.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens, mean_of
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, select
+from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 
 @final
@@ -69,15 +70,12 @@ class NashMD(JudgedModule):
 
     # ------------------------------------------------------------------ generate -> judge
 
-    def generate(
-        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Completions:
-        if group_size is not None:  # validation, where the policy alone writes
-            return super().generate(batch, sampling, group_size)
+    def draw_now(self, batch: PromptBatch) -> Completions:
+        """Duels: of each prompt a completion of the policy, and one of the mixture."""
         scoring = partial(self.reference.scoring, self.policy, self.reference_policy)
         mixture = GeometricMixture(self.policy, scoring, self.at_epoch(self.mixture_coef))
-        own = super().generate(batch, group_size=1)
-        return duels(self.source, self.request(batch), own, mixture, self.reference_policy)
+        own = self.generate(batch, group_size=1)
+        return duels(self.source, self.request(batch, group_size=1), own, mixture, self.reference_policy)
 
     def advantages(
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
@@ -87,7 +85,7 @@ class NashMD(JudgedModule):
         learned = torch.stack([judged, torch.zeros_like(judged)], 1).flatten()
         rollout = self.as_rollout(
             scored,
-            verdicts=torch.stack([wins.nan_to_num(0.5) - 0.5, torch.zeros_like(wins)], 1).flatten(),
+            advantages=torch.stack([wins.nan_to_num(0.5) - 0.5, torch.zeros_like(wins)], 1).flatten(),
             loss_mask=scored.completions.response_mask & learned[:, None],
             ref_logprobs=ref,
         )
@@ -105,11 +103,11 @@ class NashMD(JudgedModule):
     def loss(
         self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None
     ) -> tuple[Tensor, Metrics]:
-        assert rollout.ref_logprobs is not None and rollout.verdicts is not None
+        assert rollout.ref_logprobs is not None and rollout.advantages is not None
         beta, mask = self.at_epoch(self.beta), rollout.loss_mask
         kl = scores.logprobs.detach() - rollout.ref_logprobs
         kl_part = masked_sum(beta * kl * scores.logprobs, mask, 1)
-        preference_part = rollout.verdicts * masked_sum(scores.logprobs, mask, 1)
+        preference_part = rollout.advantages * masked_sum(scores.logprobs, mask, 1)
         judged = torch.as_tensor(totals.unmasked_sequences, device=mask.device).clamp(min=1)
         loss = (kl_part - preference_part).sum() / judged
         return loss, self._metrics(rollout, scores.logprobs, kl, beta) | {

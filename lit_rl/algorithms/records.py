@@ -16,7 +16,7 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import RewardError
 from lit_rl.examples import Totals
-from lit_rl.generation.collect import response_ids
+from lit_rl.generation.collect import texts_of
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.sums.weighted import Scores
@@ -76,7 +76,7 @@ class Records:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)
             self.add({"sampling/kept_mass": (kept, mask.sum())})
-        texts = tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        texts = texts_of(completions, tokenizer)
         self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
         self._opened = time.perf_counter()
 
@@ -198,7 +198,7 @@ def learning_rates(optimizer: Any) -> dict[str, float]:
 
 
 def _one_a_row(rollout: Rollout) -> Tensor | None:
-    """What a table shows as the advantage of a row: the mean of its loss tokens, or the judge's verdict."""
+    """What a table shows as the advantage of a row: the mean of its loss tokens; of pairs the verdict, 1, -1 or 0."""
     advantages = rollout.verdicts if rollout.advantages is None else rollout.advantages
     if advantages is None or advantages.ndim == 1:
         return advantages

@@ -28,7 +28,7 @@ from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens, mean_of
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.sums.weighted import Rewards
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
+from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
 @final
@@ -63,14 +63,11 @@ class XPO(JudgedPairs):
         preflight.two_policies(type(self).__name__, self.group_size, self.reference)
         preflight.for_each_epoch("algo.alpha", alpha, open_low=False)
 
-    def generate(
-        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
-    ) -> Completions:
-        if group_size is not None:  # validation, where the policy alone writes
-            return super().generate(batch, sampling, group_size)
-        own = super().generate(batch, group_size=1)
+    def draw_now(self, batch: PromptBatch) -> Completions:
+        """Duels: of each prompt a completion of the policy, and one of the reference."""
+        own = self.generate(batch, group_size=1)
         with self.reference.scoring(self.policy, self.reference_policy) as reference:
-            return duels(self.source, self.request(batch), own, reference, self.reference_policy)
+            return duels(self.source, self.request(batch, group_size=1), own, reference, self.reference_policy)
 
     def loss(
         self, rollout: Rollout, scores: TokenScores, totals: StepTotals, step: StepTokens | None = None

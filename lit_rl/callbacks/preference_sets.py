@@ -23,7 +23,7 @@ from lit_rl.rollout import Prompt
 Row = dict[str, Any]
 
 SETS = ("pairs", "verdicts", "ranked")
-_TAKEN = {*(name for names in COLUMNS.values() for name in names), *OTHER_MASKS, "margin"}
+_RESERVED = {*(name for names in COLUMNS.values() for name in names), *OTHER_MASKS, "margin"}
 """Columns that say what a row is: those of the data under such a name are left out."""
 
 
@@ -114,14 +114,14 @@ class PreferenceSets(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch.slot != 0 or pl_module.scored is None or trainer.fast_dev_run:  # pyright: ignore
             return
-        mine = self.rows(pl_module)
-        everyones = [mine]
+        of_this_rank = self.rows(pl_module)
+        of_all_ranks = [of_this_rank]
         if trainer.world_size > 1:
-            everyones = [{} for _ in range(trainer.world_size)]
-            torch.distributed.all_gather_object(everyones, mine)
+            of_all_ranks = [{} for _ in range(trainer.world_size)]
+            torch.distributed.all_gather_object(of_all_ranks, of_this_rank)
         if trainer.is_global_zero:
             for name in self.sets:
-                self._append(trainer, name, [row for rows in everyones for row in rows[name]])
+                self._append(trainer, name, [row for rows in of_all_ranks for row in rows[name]])
 
     def rows(self, module: Any) -> dict[str, list[Row]]:
         """What the last rollout of an `OnPolicyModule` gives to each set, on this rank."""
@@ -134,7 +134,7 @@ class PreferenceSets(L.Callback):
             columns = zip(table["completion"][group], table["reward"][group], table["ended"][group], strict=True)
             members = [Member(*column) for column in columns]
             members = [m for m in members if not math.isnan(m.reward) and readable(m.text, prompt, control)]
-            rest = {name: values[i] for name, values in scored.batch.columns.items() if name not in _TAKEN}
+            rest = {name: values[i] for name, values in scored.batch.columns.items() if name not in _RESERVED}
             for name in self.sets:
                 for row in getattr(self, f"_{name}")(members):
                     found[name].append({"prompt": prompt, **rest, **row, "step": table["step"][0]})

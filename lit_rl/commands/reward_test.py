@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import time
@@ -121,9 +120,7 @@ def _score(reward: Rewards, inputs: dict[str, Any]) -> tuple[Scores, dict[str, t
     """The scores of all functions, and the seconds that the first and the second call of each alone took."""
     seconds = {}
     for name in reward.names:
-        alone = copy.copy(reward)  # shares everything that a call loads or starts
-        alone.functions, alone.weights = {name: reward.functions[name]}, {name: 1.0}
-        alone._callers = {name: reward._callers[name]}
+        alone = reward.only(name)
         seconds[name] = _seconds(alone, inputs), _seconds(alone, inputs)
     return reward.score(**inputs), seconds
 

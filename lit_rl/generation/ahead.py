@@ -68,7 +68,7 @@ class Ahead:
             raise error
         return None if name is None or completions is None else (name, completions)
 
-    def drawn(self) -> tuple[Name, Completions] | None:
+    def peek(self) -> tuple[Name, Completions] | None:
         """What `take` would return, left in its place; None where the generator failed."""
         self.wait()
         return None if self._name is None or self._completions is None else (self._name, self._completions)

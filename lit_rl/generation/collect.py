@@ -38,20 +38,6 @@ class Vocabulary:
         return Prompts(token_ids, keys, group_size, self.eos_ids, self.pad_id, self.decode, self.encode)
 
 
-def collect(generator: Generator, policy: nn.Module, batch: PromptBatch, **how: Any) -> Completions:
-    """Sync, then sample `group_size` completions of every prompt. Nobody else syncs: a stale engine cannot answer.
-
-    The samples depend on `seed`, the rollout, the row and its occurrence, never on rank or batch.
-
-    Args:
-        generator: What draws.
-        policy: Whose weights it draws with.
-        batch: The prompts.
-        how: The keywords of `request`.
-    """
-    return request(generator, policy, batch, **how)()
-
-
 def request(
     generator: Generator,
     policy: nn.Module,
@@ -63,7 +49,21 @@ def request(
     version: int,
     seed: int,
 ) -> Callable[[], Completions]:
-    """The first half of `collect`, which syncs; calling what it returns samples. No sync may come in between."""
+    """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
+
+    Nobody else syncs, so a stale engine cannot answer; and no sync may come in between. The samples depend on `seed`,
+    the rollout, the row and its occurrence, never on rank or batch.
+
+    Args:
+        generator: What draws.
+        policy: Whose weights it draws with.
+        batch: The prompts.
+        sampling: How to draw.
+        group_size: Completions of each prompt.
+        vocabulary: Of the tokenizer that the prompts are tokens of.
+        version: The policy's, for the completions to say which it was.
+        seed: Of the samples.
+    """
     generator.sync(policy, version)
     keys = [
         int(prompt_key(seed, batch.rollout, row, occurrence))
@@ -77,6 +77,11 @@ def response_ids(completions: Completions) -> list[list[int]]:
     sampled = completions.response_ids[completions.response_mask].tolist()
     ends = completions.lengths.cumsum(0).tolist()
     return [sampled[start:end] for start, end in zip([0, *ends], ends)]
+
+
+def texts_of(completions: Completions, tokenizer: Any) -> list[str]:
+    """What was written in each row, as rewards, judges and tables read it: special tokens are left out."""
+    return tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
 
 
 def as_reward_input(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from small_rollouts import credited
 from torch import Tensor
 
-from lit_rl.algorithms.families.judged import WIN_RATE
 from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
@@ -54,22 +54,23 @@ def completions(lengths: Sequence[int], group: int = 2) -> Completions:
     )
 
 
-def scores(rewards: Sequence[float], wins: Sequence[float | None]) -> Scores:
-    """Of one function, with the judge's win rates."""
+def scores(rewards: Sequence[float]) -> Scores:
+    """Of one function."""
     total = torch.tensor(rewards, dtype=torch.float32)
     table = total[:, None]
-    return Scores(("f",), table, total, torch.ones_like(table), extras={WIN_RATE: list(wins)})
+    return Scores(("f",), table, total, torch.ones_like(table))
 
 
-def wins_of(verdicts: Sequence[float | None]) -> list[float | None]:
+def wins_of(verdicts: Sequence[float | None]) -> Tensor:
     """Of both completions of each pair."""
-    return [rate for v in verdicts for rate in ((None, None) if v is None else (v, 1 - v))]
+    rates = [rate for v in verdicts for rate in ((math.nan, math.nan) if v is None else (v, 1 - v))]
+    return torch.tensor(rates, dtype=torch.float64)
 
 
 def rollout_of(module: Any, drawn: Completions, verdicts: Sequence[float | None], **more: Any) -> Rollout:
     """What is learned from, where the judge said this of the pairs."""
-    said = scores([0.0] * len(drawn), wins_of(verdicts))
-    taken, _ = credited(module, Scored(prompts(len(verdicts)), drawn, said, **more))
+    said, wins = scores([0.0] * len(drawn)), wins_of(verdicts)
+    taken, _ = credited(module, Scored(prompts(len(verdicts)), drawn, said, win_rates=wins, **more))
     return module.replaced(taken)[0]
 
 

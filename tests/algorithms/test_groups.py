@@ -46,7 +46,7 @@ class World:
     def choice(self, groups: DynamicSampling, rows: list[int], ranks: Ranks) -> Scored:
         """The rollout of these rows, with the groups that are learned from."""
         data = SimpleNamespace(spare=SimpleNamespace(batch=self._spare))
-        spare = Spare(data, self.generate, self.reward, self.exact)
+        spare = Spare(data, self.generate, self.generate, self.reward, self.exact)
         selected, metrics = groups(self.rollout(rows), spare=spare, tokenizer=None, ranks=ranks)
         self.logged.append({name.partition("/")[2]: float(a / b) for name, (a, b) in metrics.items()})  # pyright: ignore
         return selected

@@ -320,7 +320,7 @@ def test_a_request_that_failed_is_told_once_and_then_forgotten():
 
     ahead.start((0, (1,)), fails)
     ahead.wait()
-    assert ahead.pending and ahead.drawn() is None
+    assert ahead.pending and ahead.peek() is None
     with pytest.raises(GenerationError, match="no"):
         ahead.take()
     assert not ahead.pending and ahead.take() is None

@@ -179,14 +179,14 @@ class TestBestAgainstWorst:
         batch = prompts(2)
         found = module.judged(Scored(batch, drawn, module.reward(batch, drawn)))
         assert len(asked) == 6 and [a[3] for a in asked] == ["0"] * 3 + ["2"] * 3
-        assert found.extras[WIN_RATE] == [0.75, 0.0, 0.5] * 2
-        assert found.metrics["judge/failures"] == (2.0, 6) and found.metrics["judge/ties"] == (0.0, 2)
+        assert found.win_rates.tolist() == [0.75, 0.0, 0.5] * 2
+        assert found.scores.metrics["judge/failures"] == (2.0, 6) and found.scores.metrics["judge/ties"] == (0.0, 2)
 
     def test_rows_left_out_are_not_learned_from(self) -> None:
         module, drawn = module_of(group_size=3), completions((2,) * 6, group=3)
-        rates = [1.0, 0.5, 0.0, 1.0, 0.5, 0.0]
+        rates = torch.tensor([1.0, 0.5, 0.0, 1.0, 0.5, 0.0], dtype=torch.float64)
         kept = torch.tensor([True, True, True, False, True, True])
-        rollout, _ = credited(module, Scored(prompts(2), drawn, said([1.0] * 6, rates), kept=kept))
+        rollout, _ = credited(module, Scored(prompts(2), drawn, said([1.0] * 6), kept=kept, win_rates=rates))
         assert rollout.verdicts is not None and rollout.verdicts.tolist() == [1, 0, -1, 0, 1, -1]
         assert rollout.loss_mask.any(1).tolist() == [True, False, True, False, True, True]
         assert rollout.rewards.isnan().tolist() == [False, False, False, True, False, False]
@@ -196,9 +196,9 @@ def test_the_penalty_is_taken_off_before_the_judge_sees_the_reward() -> None:
     module = module_of(missing_eos_penalty=2.0)
     drawn, batch = completions((2, 2)), prompts(1)
     drawn.ended[0] = False
-    found = module.judged(Scored(batch, drawn, said([1.0, 0.0], [])))
-    assert found.extras[WIN_RATE] == [0.0, 1.0] and found.total.tolist() == [1.0, 0.0]
-    assert module.as_rollout(Scored(batch, drawn, found), loss_mask=drawn.response_mask).rewards.tolist() == [-1, 0]
+    found = module.judged(Scored(batch, drawn, said([1.0, 0.0])))
+    assert found.win_rates.tolist() == [0.0, 1.0] and found.scores.total.tolist() == [1.0, 0.0]
+    assert module.as_rollout(found, loss_mask=drawn.response_mask).rewards.tolist() == [-1, 0]
 
 
 def test_beta_by_epoch() -> None:

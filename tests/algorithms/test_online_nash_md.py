@@ -81,7 +81,8 @@ def test_only_the_policys_completions_are_run_again() -> None:
     module, drawn = module_of(), completions(LENGTHS)
     rollout = rollout_of(module, drawn, VERDICTS)
     assert torch.equal(rollout.completions.response_ids, drawn.response_ids[0::2])
-    torch.testing.assert_close(rollout.verdicts, torch.tensor(VERDICTS) - 0.5)
+    torch.testing.assert_close(rollout.advantages, torch.tensor(VERDICTS) - 0.5)
+    assert rollout.verdicts is None, "there are no pairs to learn"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ def test_the_opponent_is_the_mixture(tmp_path: Path) -> None:
     module, *_ = run(tmp_path, 8, lambda m: None, mixture_coef=[1.0])
     batch = module.trainer.datamodule.peek(16)
     with module.rollout_context():
-        drawn = module.generate(batch)
+        drawn = module.draw_now(batch)
         own, ref = module.old_logprobs(drawn), module.ref_logprobs(drawn)
     mask = drawn.response_mask
     for rows, right in ((slice(0, None, 2), own), (slice(1, None, 2), ref)):

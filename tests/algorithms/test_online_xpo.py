@@ -109,9 +109,9 @@ def test_the_second_completion_is_the_references(tmp_path: Path, model: str) -> 
                 parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
     batch = module.trainer.datamodule.peek(16)
     with module.rollout_context():
-        drawn = module.generate(batch)
+        drawn = module.draw_now(batch)
         own, ref = module.old_logprobs(drawn), module.ref_logprobs(drawn)
-        again = module.generate(batch)
+        again = module.draw_now(batch)
     assert torch.equal(drawn.response_ids, again.response_ids)
     mask = drawn.response_mask
     for rows, right, wrong in ((slice(0, None, 2), own, ref), (slice(1, None, 2), ref, own)):

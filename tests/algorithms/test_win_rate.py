@@ -30,13 +30,12 @@ from lit_rl.algorithms import (
     Evaluation,
     OnlineDPO,
 )
-from lit_rl.algorithms.evaluation import win_rate
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
+from lit_rl.algorithms.rollouts.source import RolloutSource
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.data.tasks import Addition, AdditionPairs, AdditionText
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.generation.collect import collect
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
 from lit_rl.rewards.judges.base import RewardJudge
@@ -165,9 +164,10 @@ def test_it_is_asked_once_and_its_weights_are_let_go(tmp_path: Path, monkeypatch
     module, loads = grpo(), []
     monkeypatch.setattr(LanguageModel, "load", _counted(LanguageModel.load, loads))
     first = measured(module, tmp_path)
-    assert len(loads) == 2 and module._opponent._loaded is None  # the policy and the base
+    assert len(loads) == 2 and module._compared_model._loaded is None  # the policy and the base
     assert measured(module, tmp_path) == first and len(loads) == 2
-    assert "_opponent" not in dict(module.named_modules()) and not any("pponent" in key for key in module.state_dict())
+    assert "_compared_model" not in dict(module.named_modules())
+    assert not any("ompared" in key for key in module.state_dict())
     module.evaluation = Evaluation(win_rate_against="base", temperature=1.0)  # other completions: asked again
     measured(module, tmp_path)
     assert len(loads) == 3
@@ -324,11 +324,13 @@ def seen_by(opponent: str, module: Any, data: Any, folder: Path, monkeypatch: py
     """The prompts that the other model reads, as text."""
     seen: list[str] = []
 
-    def watched(generator: Any, policy: Any, batch: Any, **settings: Any) -> Any:
-        seen.extend(module.tokenizer.batch_decode(batch.prompt_ids))
-        return collect(generator, policy, batch, **settings)
+    draw_other = RolloutSource.draw_other
 
-    monkeypatch.setattr(win_rate, "collect", watched)
+    def watched(source: RolloutSource, asked: Any) -> Any:
+        seen.extend(module.tokenizer.batch_decode(asked.batch.prompt_ids))
+        return draw_other(source, asked)
+
+    monkeypatch.setattr(RolloutSource, "draw_other", watched)
     module.evaluation = Evaluation(win_rate_against=opponent)
     measured(module, folder, data)
     return seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,7 +130,7 @@ def ours(
     batch = PromptBatch(PROMPTS, [tokenizer.encode(p) for p in PROMPTS], {}, list(range(4)), [0] * 4)
     with torch.no_grad():
         scored = Scored(batch, completions, module.reward(batch, completions))
-        scored = replace(scored, scores=module.judged(scored))
+        scored = module.judged(scored)
         drawn, _ = module.advantages(scored, None, module.reference_of(scored))
         rollout, _ = module.replaced(drawn)
     plan = BatchPlan(len(PROMPTS), 2, minibatches=1, iterations=1, accumulate=accumulate, world_size=1)

@@ -21,7 +21,10 @@ def sample_table(
     advantages: Tensor | None,
 ) -> dict[str, list[Any]]:
     """Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
-    columns and what rewards gave to `log_extra`. A name that is taken already is not overwritten."""
+    columns and what rewards gave to `log_extra`. A name that is taken already is not overwritten.
+
+    `advantages`: `(b,)`; of pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
+    """
     prompts, _, columns = as_reward_input(batch, texts, len(texts) // len(batch))
     table: dict[str, list[Any]] = {"step": [step] * len(texts), "prompt": prompts, "completion": list(texts)}
     table["reward"] = scores.total.tolist()

@@ -7,7 +7,6 @@ tokenizer and chat template.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.errors import LitRLError
-from lit_rl.generation.base import Generator
-from lit_rl.generation.collect import Vocabulary, as_reward_input, collect, response_ids
-from lit_rl.generation.native import for_another_policy
+from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rewards.judges.base import Judge, check_verdicts
 from lit_rl.rewards.sums.weighted import TrainerState
-from lit_rl.rollout import PromptBatch, Sampling
+from lit_rl.rollout import PromptBatch
 
 BASE = "base"
 """The name of the policy as it was before its first step."""
@@ -46,21 +43,15 @@ class Answer:
 class Drawing:
     """How the other model's completions are drawn: as the policy's are, with random numbers of their own."""
 
-    generator: Generator
-    """The policy's; the other model is drawn with a copy, so the policy's never holds other weights."""
-    sampling: Sampling
-    group_size: int
-    """Completions a prompt."""
-    seed: int
-    """Of the run."""
-    version: int
-    """Optimizer steps that the policy has taken."""
+    source: RolloutSource
+    asked: RolloutRequest
+    """What the policy was asked for; `batch.rollout` tells validation sets apart."""
     device: torch.device
     context: Callable[[], AbstractContextManager[None]]
     """Open while completions are drawn: no gradient, the run's precision."""
 
 
-class Opponent:
+class ComparedModel:
     """The other model: loaded when a prompt has no completion of it yet, and let go by `release`.
 
     Args:
@@ -84,18 +75,18 @@ class Opponent:
             return LanguageModel(against, dtype=self.policy.dtype)
 
     @torch.no_grad()
-    def answers(self, against: str, batch: PromptBatch, drawing: Drawing, options: Any = None) -> list[Answer]:
-        """`drawing.group_size` completions of every prompt; those of a prompt are neighbours.
+    def answers(self, against: str, drawing: Drawing, options: Any = None) -> list[Answer]:
+        """As many completions of every prompt as the policy gives; those of a prompt are neighbours.
 
         Args:
             against: The other model.
-            batch: The prompts; `rollout` tells validation sets apart.
             drawing: How they are drawn.
             options: Of the data module: how a prompt becomes tokens.
         """
-        keys = [(against, drawing.sampling, drawing.group_size, batch.rollout, row) for row in batch.rows]
+        batch, sampling, group = drawing.asked.batch, drawing.asked.sampling, drawing.asked.group_size
+        keys = [(against, sampling, group, batch.rollout, row) for row in batch.rows]
         if any(key not in self._answers for key in keys):
-            answers, group = self._draw(against, batch, drawing, options), drawing.group_size
+            answers = self._draw(against, drawing, options)
             self._answers |= {key: answers[i * group : (i + 1) * group] for i, key in enumerate(keys)}
         return [answer for key in keys for answer in self._answers[key]]
 
@@ -103,31 +94,23 @@ class Opponent:
         """Free the weights; the completions stay."""
         self._loaded = None
 
-    def _draw(self, against: str, batch: PromptBatch, drawing: Drawing, options: Any) -> list[Answer]:
+    def _draw(self, against: str, drawing: Drawing, options: Any) -> list[Answer]:
         model, weights = self._load(against, drawing)
         tokenizer: Any = model.tokenizer
+        batch = drawing.asked.batch
         if against != BASE:
             batch = replace(batch, prompt_ids=_prompt_ids(tokenizer, batch, against, options))
-        with drawing.context():
-            completions = collect(
-                copy.copy(for_another_policy(drawing.generator)),
-                weights,
-                batch,
-                sampling=drawing.sampling,
-                group_size=drawing.group_size,
-                vocabulary=Vocabulary.of(model),
-                version=drawing.version,
-                seed=mix(drawing.seed, 1),  # two equal models draw apart, as two different ones would
-            )
-        ids = response_ids(completions)
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [Answer(*answer) for answer in zip(texts, ids, strict=True)]
+        asked = replace(drawing.asked.by_another(weights), batch=batch, model=model)
+        with drawing.source.aside(), drawing.context():
+            completions = drawing.source.draw_other(asked)
+        texts = texts_of(completions, tokenizer)
+        return [Answer(*answer) for answer in zip(texts, response_ids(completions), strict=True)]
 
     def _load(self, against: str, drawing: Drawing) -> tuple[LanguageModel, nn.Module]:
         if self._loaded is None:
             description = self.describe(against)
             with _keys_of_the_evaluation(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(drawing.seed)  # fresh adapters are random, and change nothing yet
+                torch.manual_seed(drawing.asked.seed)  # fresh adapters are random, and change nothing yet
                 weights = description.load()
             self._loaded = description, weights.eval().requires_grad_(False).to(drawing.device)  # pyright: ignore
         return self._loaded

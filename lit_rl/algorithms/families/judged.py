@@ -20,13 +20,12 @@ from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.preflight.sampling import sampling_teaches
 from lit_rl.algorithms.rollouts.opponents import policy_rows, without_opponent
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.rewards.judges.base import Judge, check_verdicts
-from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, Rollout, select
 
 WIN_RATE = "judge/win_rate"
-"""Column of a scored rollout: how often each completion wins against the others of its prompt, None where unjudged."""
+"""Column of the samples: how often each completion wins against the others of its prompt, None where unjudged."""
 
 
 class JudgedModule(OnPolicyModule, ABC):
@@ -69,7 +68,7 @@ class JudgedModule(OnPolicyModule, ABC):
     learns_by_judge = True
 
     opponent_writes = False
-    """Whether the second completion of each prompt is an opponent's, and so no part of what `reward` is a mean of."""
+    """Whether an opponent writes the second completion of each prompt. Samples and the logged reward leave it out."""
 
     # ------------------------------------------------------------------ generate -> reward -> judge
 
@@ -78,28 +77,25 @@ class JudgedModule(OnPolicyModule, ABC):
             self.judge.bind(getattr(data, "columns", []))
         super().setup(stage)
 
-    def judged(self, scored: Scored) -> Scores:
-        """The scores with the win rates that the judge gives the completions, and what it logged."""
+    def judged(self, scored: Scored) -> Scored:
+        """The same with the win rates that the judge gives the completions, and with what it logged."""
         with self.stopwatch.measure("reward"):
-            scores, group = scored.scores, scored.group_size
-            texts = self.tokenizer.batch_decode(response_ids(scored.completions), skip_special_tokens=True)
+            group = scored.group_size
+            texts = texts_of(scored.completions, self.tokenizer)
             duels = [(i + a, i + b) for i in range(0, len(texts), group) for a, b in combinations(range(group), 2)]
-            logged: dict[str, tuple[float, int]] = dict(scores.metrics)
+            logged: dict[str, tuple[float, int]] = dict(scored.scores.metrics)
             verdicts = self._ask(scored, texts, duels, logged)
             wins = _win_rates(len(texts), duels, verdicts)
             logged["judge/failures"] = float(verdicts.count(None)), len(verdicts)
             logged["judge/ties"] = _ties(wins, group)
-            total = scores.total
-            if not self.reward_functions.names:  # what the log shows, and what counts as scored, is the judge's
-                total = _numbers(wins)
-            return replace(scores, total=total, metrics=logged, extras={**scores.extras, WIN_RATE: wins})
+            return replace(scored, scores=replace(scored.scores, metrics=logged), win_rates=_numbers(wins))
 
     def _ask(
         self, scored: Scored, texts: list[str], duels: Sequence[tuple[int, int]], logged: dict[str, tuple[float, int]]
     ) -> list[float | None]:
         """The judge's verdict on each duel. What it logs is added to `logged`."""
         prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
-        penalised = self.penalised(scored.completions, scored.scores).tolist()
+        penalised = self.penalised(scored.completions, scored.scores.total).tolist()
         rewards = [None if math.isnan(value) else value for value in penalised]
 
         def log_metric(name: str, value: float) -> None:
@@ -118,14 +114,25 @@ class JudgedModule(OnPolicyModule, ABC):
         )
         return list(check_verdicts(type(self.judge).__name__, verdicts, len(duels)))
 
-    def penalised(self, completions: Completions, scores: Scores) -> Tensor:
-        """`(b,)`: the summed rewards, less the penalty where a completion did not end."""
-        total = scores.total
+    def penalised(self, completions: Completions, rewards: Tensor) -> Tensor:
+        """`(b,)`: the rewards, less the penalty where a completion did not end."""
         if self.missing_eos_penalty is None:
-            return total
-        return total - self.missing_eos_penalty * (~completions.ended).to(total)
+            return rewards
+        return rewards - self.missing_eos_penalty * (~completions.ended).to(rewards)
+
+    def logged_rewards(self, scored: Scored) -> Tensor:
+        """`(b,)`: the summed rewards. Without a reward function the win rates, so that the log tells of progress."""
+        if self.reward_functions.names:
+            return scored.scores.total
+        assert scored.win_rates is not None
+        return scored.win_rates.float()
 
     def shown(self, scored: Scored, rollout: Rollout) -> tuple[Scored, Rollout]:
+        """With the win rates as a column of the samples; of duels the policy's completions alone."""
+        assert scored.win_rates is not None
+        rates = [None if math.isnan(rate) else rate for rate in scored.win_rates.tolist()]
+        extras = scored.scores.extras | {WIN_RATE: rates}
+        scored = replace(scored, scores=replace(scored.scores, total=self.logged_rewards(scored), extras=extras))
         if not self.opponent_writes:
             return scored, rollout
         return without_opponent(scored, self.tokenizer), select(rollout, policy_rows(scored.completions))
@@ -134,17 +141,18 @@ class JudgedModule(OnPolicyModule, ABC):
 
     def wins(self, scored: Scored) -> Tensor:
         """Float `(n, g)` of `n` prompts: win rates; NaN where a completion was not judged, or is left out."""
-        rates = _numbers(scored.scores.extras[WIN_RATE]).to(scored.completions.response_ids.device)
+        assert scored.win_rates is not None
+        rates = scored.win_rates.float().to(scored.completions.response_ids.device)
         if scored.kept is not None:
             rates = rates.masked_fill(~scored.kept, torch.nan)
         return rates.view(-1, scored.group_size)
 
-    def as_rollout(self, scored: Scored, **columns: Tensor | None) -> Rollout:
+    def as_rollout(self, scored: Scored, *, advantages: Tensor | None = None, **columns: Tensor | None) -> Rollout:
         """A rollout with the rewards that were judged."""
         completions = scored.completions
-        rewards = self.penalised(completions, scored.scores).to(completions.response_ids.device)
+        rewards = self.penalised(completions, self.logged_rewards(scored)).to(completions.response_ids.device)
         rewards = rewards if scored.kept is None else rewards.masked_fill(~scored.kept, torch.nan)
-        return Rollout(completions, rewards, None, **columns)  # pyright: ignore[reportArgumentType]
+        return Rollout(completions, rewards, advantages, **columns)  # pyright: ignore[reportArgumentType]
 
     def reference_in(self, rows: Tensor, completions: Completions) -> Tensor:
         """`(b, t)`: log-probs under the reference in the given rows, and 0 in the others, which are not scored."""
@@ -182,4 +190,4 @@ def _ties(wins: Sequence[float | None], group: int) -> tuple[float, int]:
 
 
 def _numbers(rates: Sequence[float | None]) -> Tensor:
-    return torch.tensor([math.nan if rate is None else rate for rate in rates], dtype=torch.float32)
+    return torch.tensor([math.nan if rate is None else rate for rate in rates], dtype=torch.float64)

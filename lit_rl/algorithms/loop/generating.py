@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
-from lit_rl.algorithms.evaluation.win_rate import Drawing, Opponent, compare
+from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.generation.base import Generator, as_generator
-from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rewards.judges.base import Judge
@@ -60,9 +60,9 @@ class GeneratingModule(PolicyModule):
         self.sampling, self.evaluation = sampling, evaluation
         self.judge = as_judge(judge)
         self.stopwatch = Stopwatch("generate", "reward")
-        self.source = RolloutSource(self.generator, self.model, self.seed, self.stopwatch)
+        self.source = RolloutSource(self.generator, self.stopwatch)
         self._evaluated: list[EvaluationRows] = []
-        self._opponent = Opponent(self.model)
+        self._compared_model = ComparedModel(self.model)
 
     generates = True
     """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
@@ -78,7 +78,7 @@ class GeneratingModule(PolicyModule):
         if against is not None:
             data = getattr(self.trainer_or_none, "datamodule", None)
             can_be_compared(against, self.judge, self.reward_functions.names, data)
-            self._opponent.describe(against)
+            self._compared_model.describe(against)
         elif not self.learns_by_judge:
             judge_is_asked(type(self).__name__, self.judge)
         super().configure_model()
@@ -100,13 +100,19 @@ class GeneratingModule(PolicyModule):
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> RolloutRequest:
         """What the source of rollouts is asked for: these prompts, answered by the policy of now."""
-        count = group_size or self.group_size
-        return RolloutRequest(batch, self.policy, self.step, sampling or self.sampling, count)
+        return RolloutRequest(
+            batch,
+            self.policy,
+            self.model,
+            version=self.step,
+            sampling=sampling or self.sampling,
+            group_size=group_size or self.group_size,
+            seed=self.seed,
+        )
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
-        ids = response_ids(completions)
-        return self.reward_texts(batch, self.model.tokenizer.batch_decode(ids, skip_special_tokens=True), ids)
+        return self.reward_texts(batch, texts_of(completions, self.tokenizer), response_ids(completions))
 
     def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
@@ -148,7 +154,7 @@ class GeneratingModule(PolicyModule):
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""
         completions, scores = self.evaluate(batch, dataloader_idx)
-        texts = self.tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        texts = texts_of(completions, self.tokenizer)
         while len(self._evaluated) <= dataloader_idx:
             self._evaluated.append(EvaluationRows())
         table = sample_table(self.step, batch, texts, completions, scores, advantages=None)
@@ -163,17 +169,10 @@ class GeneratingModule(PolicyModule):
         self, against: str, batch: PromptBatch, texts: Sequence[str], scores: Scores
     ) -> tuple[list[str], Tensor]:
         """Completions of the other model, and how likely each of the policy's is better, as `compare` says."""
-        drawing = Drawing(
-            self.generator,
-            self.evaluation.sampling(self.sampling),
-            self.evaluation.group_size,
-            seed=self.seed,
-            version=self.step,
-            device=self.device,
-            context=self.rollout_context,
-        )
+        asked = self.request(batch, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
         options = getattr(getattr(self.trainer, "datamodule", None), "options", None)
-        answers = self._opponent.answers(against, batch, drawing, options)
+        drawing = Drawing(self.source, asked, self.device, self.rollout_context)
+        answers = self._compared_model.answers(against, drawing, options)
         theirs, their_rewards = [answer.text for answer in answers], None
         if self.judge.reads_rewards:
             with self.stopwatch.aside():
@@ -203,7 +202,7 @@ class GeneratingModule(PolicyModule):
 
     def log_generated(self, stage: str) -> set[str]:
         """Log what the completions of every validation set were like; returns the names."""
-        self._opponent.release()
+        self._compared_model.release()
         logged: set[str] = set()
         for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore
             rows.gather(self.ranks)

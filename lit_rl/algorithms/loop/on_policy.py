@@ -110,7 +110,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def on_train_batch_start(self, batch: PromptBatch, batch_idx: int) -> None:
         if batch.slot == 0:
             self.stopwatch.reset()
-            self.source.sampled_tokens = 0
+            self.source.begin_rollout()
             with self.rollout_context():
                 rollout = self.take_rollout(batch)
             self.rest()
@@ -121,14 +121,14 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The rollout of these prompts: as it was scored, and as it is learned from, with its metrics."""
         completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
         if not draws_more:
-            self._draw_ahead(batch.upcoming)
+            self._request_ahead(batch.upcoming)
         scored = Scored(batch, completions, self.reward(batch, completions))
         scored, chosen = self.choose(scored)
-        scored = replace(scored, scores=self.judged(scored))
+        scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
         if draws_more:
-            self._draw_ahead(batch.upcoming)
+            self._request_ahead(batch.upcoming)
         old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
         ref = self.reference_of(scored) if self.needs_reference else None
         rollout, metrics = self.advantages(scored, old, ref)
@@ -158,27 +158,31 @@ class OnPolicyModule(GeneratingModule, ABC):
         """
         oldest = self.generator.lag * self.minibatches * self.iterations
         with failing_together(self.ranks):
-            ahead = self.source.drawn_ahead(self.request(batch), self.ranks, oldest=oldest)
-            return self.generate(batch) if ahead is None else ahead
+            ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
+            return self.draw_now(batch) if ahead is None else ahead
 
-    def _draw_ahead(self, upcoming: PromptBatch | None) -> None:
+    def draw_now(self, batch: PromptBatch) -> Completions:
+        """The completions of a rollout's prompts, drawn with the weights of now."""
+        return self.generate(batch)
+
+    def _request_ahead(self, upcoming: PromptBatch | None) -> None:
         if upcoming is not None:
-            self.source.draw_ahead(self.request(upcoming))
+            self.source.request_ahead(self.request(upcoming))
 
     def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
         """The groups, and members of groups, that are learned from."""
         if self.groups is None:
             return scored, {}
         datamodule = getattr(self.trainer_or_none, "datamodule", None)
-        spare = Spare(datamodule, self.generate, self.reward, self.generator.exact)
+        spare = Spare(datamodule, self.draw_now, self.generate, self.reward, self.generator.exact)
         return self.groups(scored, spare=spare, tokenizer=self.tokenizer, ranks=self.ranks)
 
-    def judged(self, scored: Scored) -> Scores:
-        """The scores, with what a comparison of the completions of each prompt adds to them.
+    def judged(self, scored: Scored) -> Scored:
+        """The rollout, with what a comparison of the completions of each prompt adds to it.
 
-        `take_rollout` calls this after `choose`. Methods with a judge ask it here; all others keep the scores.
+        `take_rollout` calls this after `choose`. Methods with a judge ask it here; all others change nothing.
         """
-        return scored.scores
+        return scored
 
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
         """`(b,)`: the reward of the likeliest completion of each row's prompt."""
@@ -367,6 +371,7 @@ class Spare:
     """Prompts beyond those of the epochs, completed and scored as those of the rollout are."""
 
     datamodule: Any
+    draw_now: Callable[[PromptBatch], Completions]
     generate: Callable[..., Completions]
     reward: Callable[[PromptBatch, Completions], Scores]
     exact: bool
@@ -375,7 +380,7 @@ class Spare:
     def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
         """Complete and score the prompts at these positions of the spare order."""
         batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
-        completions = self.generate(batch)
+        completions = self.draw_now(batch)
         return Scored(batch, completions, self.reward(batch, completions))
 
     def keep_pace(self, position: int, *, rollout: int, first: int) -> None:

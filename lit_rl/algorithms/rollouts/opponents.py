@@ -13,7 +13,7 @@ from lit_rl.algorithms.rollouts.scored import Scored, scores_of
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
-from lit_rl.generation.collect import response_ids
+from lit_rl.generation.collect import texts_of
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rollout import Completions, join_completions, select
@@ -42,7 +42,7 @@ def duels(
         )
     whole = unsharded(reference_policy) if isinstance(reference_policy, nn.Module) else nullcontext()
     with whole:
-        theirs = source.draw_other(replace(asked, policy=opponent, group_size=1))
+        theirs = source.draw_other(asked.by_another(opponent))
     joint = join_completions(own, replace(theirs, group_id=own.group_id))
     return select(joint, torch.arange(len(joint)).view(2, -1).T.flatten())
 
@@ -55,9 +55,12 @@ def policy_rows(completions: Completions) -> Tensor:
 def without_opponent(scored: Scored, tokenizer: Any) -> Scored:
     """What is shown of duels: the policy's completions, with the opponent's text and reward as columns beside them."""
     rows = policy_rows(scored.completions)
-    texts = tokenizer.batch_decode(response_ids(scored.completions), skip_special_tokens=True)
+    texts = texts_of(scored.completions, tokenizer)
     own = scores_of(scored.scores, rows)
     beside = {"opponent": texts[1::2], "opponent_reward": scored.scores.total[1::2].tolist()}
     return replace(
-        scored, completions=select(scored.completions, rows), scores=replace(own, extras=own.extras | beside)
+        scored,
+        completions=select(scored.completions, rows),
+        scores=replace(own, extras=own.extras | beside),
+        win_rates=select(scored.win_rates, rows),
     )

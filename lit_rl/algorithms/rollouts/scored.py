@@ -23,6 +23,9 @@ class Scored:
     """Bool `(b,)`: the rows that are learned from. None: all."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where no advantage asks for it."""
+    win_rates: Tensor | None = None
+    """Float64 `(b,)` on the CPU: how often a judge finds each completion better than the others of its prompt, or NaN
+    where it said nothing. None where no judge was asked."""
 
     @property
     def group_size(self) -> int:

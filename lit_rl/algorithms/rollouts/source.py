@@ -10,7 +10,8 @@ from. What the weights have moved since is in the log-probs that the engine repo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +27,7 @@ from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.errors import GenerationError, LitRLError
 from lit_rl.generation.ahead import Ahead, Name
 from lit_rl.generation.base import EngineLost, Generator
-from lit_rl.generation.collect import Vocabulary, collect, request
+from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.step import Highest, Metrics
@@ -39,11 +40,19 @@ class RolloutRequest:
 
     batch: PromptBatch
     policy: nn.Module
+    model: LanguageModel
+    """The description of the policy, for its tokenizer."""
     version: int
     """Optimizer steps that the policy has taken."""
     sampling: Sampling
     group_size: int
     """Completions of each prompt."""
+    seed: int
+    """Of the samples."""
+
+    def by_another(self, policy: nn.Module) -> RolloutRequest:
+        """The same of another model, whose noise is its own: with the same noise two equal models write the same."""
+        return replace(self, policy=policy, seed=mix(self.seed, 1))
 
 
 class RolloutSource:
@@ -51,17 +60,19 @@ class RolloutSource:
 
     Args:
         generator: What draws.
-        model: The policy's description, for its tokenizer.
-        seed: Of the samples.
         stopwatch: Takes the seconds of the phase "generate".
     """
 
-    def __init__(self, generator: Generator, model: LanguageModel, seed: int, stopwatch: Stopwatch) -> None:
-        self.generator, self.seed = generator, seed
+    def __init__(self, generator: Generator, stopwatch: Stopwatch) -> None:
+        self.generator = generator
         self.sampled_tokens = 0
         """Drawn for the rollout at hand, also those that nothing was learned from."""
-        self._model, self._stopwatch = model, stopwatch
+        self._stopwatch = stopwatch
         self._ahead = Ahead()
+
+    def begin_rollout(self) -> None:
+        """What is drawn from now on is drawn for another rollout."""
+        self.sampled_tokens = 0
 
     # ------------------------------------------------------------------ now
 
@@ -74,35 +85,17 @@ class RolloutSource:
     def draw_other(self, asked: RolloutRequest) -> Completions:
         """The completions of another model than the policy, which is `asked.policy` here.
 
-        With noise of their own: with the policy's noise two equal models would write the same.
+        They are drawn with a copy of the generator, so that the policy's never holds other weights.
         """
         with self._stopwatch.measure("generate"):
-            completions = collect(
-                for_another_policy(self.generator),
-                asked.policy,
-                asked.batch,
-                sampling=asked.sampling,
-                group_size=asked.group_size,
-                vocabulary=Vocabulary.of(self._model),
-                version=asked.version,
-                seed=mix(self.seed, 1),
-            )
+            completions = _begin(copy.copy(for_another_policy(self.generator)), asked)()
         self.sampled_tokens += int(completions.lengths.sum())
         return completions
 
-    def _begin(self, asked: RolloutRequest) -> Any:
+    def _begin(self, asked: RolloutRequest) -> Callable[[], Completions]:
         """Give the generator the weights of now. What is returned draws the completions when it is called."""
         self._ahead.wait()  # the weights of a request in flight stay as they are
-        return request(
-            self.generator,
-            asked.policy,
-            asked.batch,
-            sampling=asked.sampling,
-            group_size=asked.group_size,
-            vocabulary=Vocabulary.of(self._model),
-            version=asked.version,
-            seed=self.seed,
-        )
+        return _begin(self.generator, asked)
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
         self.sampled_tokens += int(completions.lengths.sum())
@@ -118,7 +111,7 @@ class RolloutSource:
 
     # ------------------------------------------------------------------ ahead
 
-    def draw_ahead(self, asked: RolloutRequest) -> None:
+    def request_ahead(self, asked: RolloutRequest) -> None:
         """Begin to draw the completions of the next rollout, with the weights of now. Once a rollout."""
         with self._stopwatch.measure("generate"):  # the update of the engine: nothing else goes on
             try:
@@ -128,7 +121,7 @@ class RolloutSource:
                 raise
         self._ahead.start(_name(asked.batch), draw)
 
-    def drawn_ahead(self, asked: RolloutRequest, ranks: Ranks, *, oldest: int) -> Completions | None:
+    def take_ahead(self, asked: RolloutRequest, ranks: Ranks, *, oldest: int) -> Completions | None:
         """What was drawn for this rollout while the one before it was learned from; None where nothing was.
 
         Args:
@@ -183,7 +176,7 @@ class RolloutSource:
 
     def state(self) -> dict[str, Any]:
         """The completions drawn ahead; waits until they are."""
-        found = self._ahead.drawn()
+        found = self._ahead.peek()
         if found is None:
             return {}
         (rollout, rows), completions = found
@@ -214,6 +207,19 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
             failure.on_every_rank = True
     if failure is not None:
         raise failure
+
+
+def _begin(generator: Generator, asked: RolloutRequest) -> Callable[[], Completions]:
+    return request(
+        generator,
+        asked.policy,
+        asked.batch,
+        sampling=asked.sampling,
+        group_size=asked.group_size,
+        vocabulary=Vocabulary.of(asked.model),
+        version=asked.version,
+        seed=asked.seed,
+    )
 
 
 def _other_rank() -> GenerationError:

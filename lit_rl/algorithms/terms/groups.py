@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import ConfigError, RewardError, in_range
-from lit_rl.generation.collect import as_reward_input, response_ids
+from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.ops.advantages import group_std
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.functions.contract import keywords
@@ -91,21 +91,21 @@ class DynamicSampling(GroupSelection):
     def __call__(self, scored: Scored, *, spare: SpareGroups, tokenizer: Any, ranks: Ranks) -> tuple[Scored, Metrics]:
         places, rollout = _without_spread(scored.completions, scored.scores), scored.batch.rollout
         wanted = ranks.counts(len(places))
-        dropped, drawn, position = sum(wanted), 0, self._position
-        while sum(wanted) and drawn < self.max_draws:
-            shares = _shares(wanted, self.max_draws - drawn)
+        dropped, completed, position = sum(wanted), 0, self._position
+        while sum(wanted) and completed < self.max_draws:
+            shares = _shares(wanted, self.max_draws - completed)
             before, mine = sum(shares[: ranks.rank]), shares[ranks.rank]
             if mine:
                 start = position + before
-                extra = spare.draw(range(start, start + mine), rollout=rollout, first=drawn + before)
+                extra = spare.draw(range(start, start + mine), rollout=rollout, first=completed + before)
                 scored, places = _fill(scored, places, extra)
             else:
-                spare.keep_pace(position, rollout=rollout, first=drawn)
-            drawn += sum(shares)
+                spare.keep_pace(position, rollout=rollout, first=completed)
+            completed += sum(shares)
             position += sum(shares)
             wanted = ranks.counts(len(places))
         self._position = position  # only now: where the generator fails, the rollout is drawn again from its beginning
-        counts = {"groups/dropped": dropped, "groups/drawn": drawn, "groups/empty": sum(wanted)}
+        counts = {"groups/dropped": dropped, "groups/drawn": completed, "groups/empty": sum(wanted)}
         scored = dataclasses.replace(scored, kept=_rows_outside(places, scored.completions, len(scored.batch)))
         return scored, {name: _count(count, ranks) for name, count in counts.items()}
 
@@ -156,20 +156,20 @@ class TopOfGroup(GroupSelection):
 
     def _scores(self, scored: Scored, tokenizer: Any) -> Tensor:
         completions, rewards = scored.completions, scored.scores.total
-        texts = tokenizer.batch_decode(response_ids(completions), skip_special_tokens=True)
+        texts = texts_of(completions, tokenizer)
         prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
         columns = {**columns, "rewards": rewards.tolist(), "lengths": completions.lengths.tolist()}
         offered = {"prompts": prompts, "completions": answers, **columns}
         wanted = keywords("algo.groups.score", self.score, columns)
-        got = self.score(**{name: offered[name] for name in wanted if name in offered})
+        returned = self.score(**{name: offered[name] for name in wanted if name in offered})
         try:
-            values = torch.as_tensor(got, dtype=torch.float64)
+            values = torch.as_tensor(returned, dtype=torch.float64)
         except (TypeError, ValueError, RuntimeError):  # no numbers
             values = torch.tensor(torch.nan)
         if values.shape != rewards.shape or bool(values.isnan().any()):
             raise RewardError(
-                f"algo.groups.score returned {reprlib.repr(got)} for {len(texts)} completions; it takes one number, "
-                "and no NaN, for each."
+                f"algo.groups.score returned {reprlib.repr(returned)} for {len(texts)} completions; it takes one "
+                "number, and no NaN, for each."
             )
         return values
 

@@ -42,14 +42,14 @@ class GroupReplay:
         rows = {int(group): (ids == group).nonzero().flatten() for group in ids.unique()}
         scores = {group: _score(rollout, at) for group, at in rows.items()}
         flat = [group for group, score in scores.items() if score == 0]
-        drawn = self._draw(len(flat), seed=mix(seed, self._rollouts, ranks.rank))
+        replacements = self._draw(len(flat), seed=mix(seed, self._rollouts, ranks.rank))
         fresh = [(score, trim_rollout(select(rollout, rows[group]))) for group, score in scores.items() if score > 0]
-        for group, stored in zip(flat, drawn):
+        for group, stored in zip(flat, replacements):
             rollout = _replaced(rollout, rows[group], stored)
         self._groups = sorted([*self._groups, *fresh], key=lambda item: -item[0])[: self.size]
         self._rollouts += 1
-        count = torch.tensor(float(len(drawn)), device=ranks.device)
-        age = sum(rollout.completions.version - stored.completions.version for stored in drawn)
+        count = torch.tensor(float(len(replacements)), device=ranks.device)
+        age = sum(rollout.completions.version - stored.completions.version for stored in replacements)
         return rollout, {
             "replay/groups": (count, torch.ones_like(count)),
             "replay/age": (torch.full_like(count, age), count),

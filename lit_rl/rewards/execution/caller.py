@@ -109,10 +109,10 @@ class Caller:
         self, job: Job, completions: Sequence[Completion], begun: Future[FunctionScores] | None
     ) -> FunctionScores:
         """Wait for what was begun, or call the function on this thread."""
-        result = begun.result() if begun is not None else run_without_loop(self._score(job, completions))
-        seen = [completions[number] for number in job.numbers]
-        warn_of_failures(self.name, result.failures, seen, self.settings, self._warned)
-        return result
+        scores = begun.result() if begun is not None else run_without_loop(self._score(job, completions))
+        of_job = [completions[number] for number in job.numbers]
+        warn_of_failures(self.name, scores.failures, of_job, self.settings, self._warned)
+        return scores
 
     # ---------------------------------------------------------------- one batch; suspends only where it runs on a loop
 
@@ -230,17 +230,20 @@ class Caller:
             timer.cancel()
 
 
-async def _gather(calls: Sequence[Callable[[], Coroutine[Any, Any, Outcome]]], at_once: int) -> list[Outcome]:
-    """Their results in order, so many of them at a time; one at a time needs no loop. The first error ends all."""
-    if at_once <= 1 or len(calls) == 1:
-        return [await call() for call in calls]
+async def _gather(functions: Sequence[Callable[[], Coroutine[Any, Any, Outcome]]], at_once: int) -> list[Outcome]:
+    """What the functions return, in their order; `at_once` of them run at a time, and the first error ends all.
+
+    One at a time needs no loop.
+    """
+    if at_once <= 1 or len(functions) == 1:
+        return [await function() for function in functions]
     gate = asyncio.Semaphore(at_once)
 
-    async def gated(call: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
+    async def gated(function: Callable[[], Coroutine[Any, Any, Outcome]]) -> Outcome:
         async with gate:
-            return await call()
+            return await function()
 
-    tasks = [asyncio.ensure_future(gated(call)) for call in calls]
+    tasks = [asyncio.ensure_future(gated(function)) for function in functions]
     try:
         return await asyncio.gather(*tasks)
     finally:

@@ -10,7 +10,7 @@ from lit_rl.errors import ConfigError, in_range
 
 @dataclass(frozen=True)
 class CallSettings:
-    """What `Rewards` was told about calling. See there."""
+    """The settings of `Rewards` that say how its functions are called; its docstring explains each of them."""
 
     on_error: float | None
     timeout: float | None

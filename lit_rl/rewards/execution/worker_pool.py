@@ -87,7 +87,7 @@ class WorkerPool:
             except BaseException:
                 worker.kill()
                 raise
-            if keep and (not self.recycle_after or worker.calls < self.recycle_after):
+            if keep and (not self.recycle_after or worker.n_calls < self.recycle_after):
                 self._idle.append(worker)
             else:
                 worker.kill()
@@ -124,28 +124,28 @@ class _Worker:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        printed, prints = os.pipe()
-        os.set_blocking(printed, False)
-        told = json.dumps([str(_WORKER_FILES), sys.path, theirs.fileno()])
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        arguments = json.dumps([str(_WORKER_FILES), sys.path, theirs.fileno()])
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START_SCRIPT, told],
+                [sys.executable, "-c", _START_SCRIPT, arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=prints,
-                stderr=prints,
+                stdout=write_end,
+                stderr=write_end,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a group of its own, out of reach of Ctrl-C and in reach of one kill
             )
         except OSError as error:
             ours.close()
-            os.close(printed)
+            os.close(read_end)
             raise RewardError(f"no worker process for a reward function can be started: {error}.") from error
         finally:
             theirs.close()
-            os.close(prints)
-        self.connection, self.calls = ours, 0
-        self.output = WorkerOutput(printed)
-        self._kill = weakref.finalize(self, _end, self.process, ours, printed, os.getpid())
+            os.close(write_end)
+        self.connection, self.n_calls = ours, 0
+        self.output = WorkerOutput(read_end)
+        self._kill = weakref.finalize(self, _end, self.process, ours, read_end, os.getpid())
 
     @property
     def alive(self) -> bool:
@@ -170,7 +170,7 @@ class _Worker:
 
     async def call(self, job: Job, limit: float | None) -> tuple[Outcome | Failure, bool]:
         """What came of the job, and whether the process is fit for another one."""
-        self.calls += 1
+        self.n_calls += 1
         reply, has_children = await self._ask(job, limit, n_completions(job.rows))
         output = self.output.take()
         if isinstance(reply, Failure):

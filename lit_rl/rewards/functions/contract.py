@@ -70,8 +70,8 @@ def argument_names(name: str, function: Function) -> set[str]:
 
 def is_per_sample(name: str, function: Function) -> bool:
     """Whether a function takes one completion at a time: it names `prompt` or `completion`, and neither plural."""
-    named = argument_names(name, function)
-    return bool(named & {"prompt", "completion"}) and not named & {"prompts", "completions"}
+    arguments = argument_names(name, function)
+    return bool(arguments & {"prompt", "completion"}) and not arguments & {"prompts", "completions"}
 
 
 def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]:
@@ -83,10 +83,10 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
     columns = list(columns)
     standard = SINGULAR if is_per_sample(name, function) else ARGUMENTS
     # `prompt` and `completion` are fine names for columns as long as no function means something else by them.
-    if taken := [column for column in columns if column in ARGUMENTS or column in standard]:
+    if clashing := [column for column in columns if column in ARGUMENTS or column in standard]:
         raise RewardError(
-            f"the data column {taken[0]!r} has the name of an argument that reward function {name!r} may take. "
-            f"Rename it: data.rename={{{taken[0]}: {taken[0]}_column}}."
+            f"the data column {clashing[0]!r} has the name of an argument that reward function {name!r} may take. "
+            f"Rename it: data.rename={{{clashing[0]}: {clashing[0]}_column}}."
         )
     offered = [*standard, *columns]
     parameters = _parameters(name, function)
@@ -94,8 +94,8 @@ def keywords(name: str, function: Function, columns: Iterable[str]) -> list[str]
         _check_parameter(name, parameter, standard, columns)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return offered
-    named = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
-    return [argument for argument in offered if argument in named]
+    by_keyword = {parameter.name for parameter in parameters if parameter.kind is not parameter.POSITIONAL_ONLY}
+    return [argument for argument in offered if argument in by_keyword]
 
 
 def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence[str], columns: Sequence[str]) -> None:

@@ -95,10 +95,10 @@ def check_columns(columns: Sequence[str]) -> None:
     Raises:
         RewardError: a column of the data has the name of what a judge is given.
     """
-    if taken := [column for column in columns if column in _RESERVED]:
+    if clashing := [column for column in columns if column in _RESERVED]:
         raise RewardError(
-            f"the data column {taken[0]!r} has the name of an argument that a judge may take. Rename it: "
-            f"data.rename={{{taken[0]}: {taken[0]}_column}}."
+            f"the data column {clashing[0]!r} has the name of an argument that a judge may take. Rename it: "
+            f"data.rename={{{clashing[0]}: {clashing[0]}_column}}."
         )
 
 

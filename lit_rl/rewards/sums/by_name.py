@@ -22,19 +22,21 @@ def functions_by_name(functions: Any) -> dict[str, Function]:
     if isinstance(functions, str):
         raise ConfigError(f"functions={functions!r} is a string. Load a path with lit_rl.rewards.from_paths.")
     if isinstance(functions, Mapping):
-        named = [(str(name), function) for name, function in functions.items()]
+        pairs = [(str(name), function) for name, function in functions.items()]
     elif isinstance(functions, Sequence):
-        named = [(name_of(function), function) for function in functions]
+        pairs = [(name_of(function), function) for function in functions]
     else:
-        named = [(name_of(functions), functions)]
-    if not named:
+        pairs = [(name_of(functions), functions)]
+    if not pairs:
         raise ConfigError("functions is empty: there is nothing to learn from without a reward function.")
-    twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
-    if twice:
-        raise ConfigError(f"two reward functions are called {twice[0]!r}. Name them: functions={{'a': f, 'b': g}}.")
-    for name, function in named:
+    duplicates = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if duplicates:
+        raise ConfigError(
+            f"two reward functions are called {duplicates[0]!r}. Name them: functions={{'a': f, 'b': g}}."
+        )
+    for name, function in pairs:
         check_callable(name, function)
-    return dict(named)
+    return dict(pairs)
 
 
 def weights_by_name(weights: Any, names: list[str]) -> dict[str, float]:

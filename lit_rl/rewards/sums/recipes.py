@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -69,16 +68,12 @@ class RewardRecipes(Rewards):
                 f"{', '.join(columns) or 'none'}.{did_you_mean(self.column, columns)} Set column, or add it."
             )
 
-    def _results(
-        self, inputs: Mapping[str, Any], completions: Sequence[Completion], state: TrainerState
-    ) -> dict[str, FunctionScores]:
-        recipes = self._recipes(inputs)
-        parts = copy.copy(self)
-        parts._callers = {}
+    def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
+        recipes, callers = self._recipes(inputs), {}
         for name, caller in self._callers.items():
             rows = [row for row, recipe in enumerate(recipes) if name in recipe]
-            parts._callers[name] = _RowsCaller(caller, rows)  # pyright: ignore[reportArgumentType]
-        return Rewards._results(parts, inputs, completions, state)
+            callers[name] = _RowsCaller(caller, rows)
+        return callers
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
         """Float64 ``(b, k)``: by the recipe of each row."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -116,6 +117,13 @@ class Rewards:
     def names(self) -> tuple[str, ...]:
         return tuple(self.functions)
 
+    def only(self, name: str) -> Rewards:
+        """One of the functions, with weight 1. What a call of it loads or starts is shared."""
+        alone = copy.copy(self)
+        alone.functions, alone.weights = {name: self.functions[name]}, {name: 1.0}
+        alone._callers = {name: self._callers[name]}
+        return alone
+
     def bind(self, columns: Sequence[str]) -> None:
         """Check every signature against the columns of the data, before anything expensive is loaded.
 
@@ -161,40 +169,45 @@ class Rewards:
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
                 raise RewardError(f"{key} has {len(values)} values for {len(completions)} completions.")
-        results = self._results(inputs, completions, trainer_state or TrainerState())
-        for name, result in results.items():
-            _print_output(result.output)
-            self._watches[name].observe(result.values, completions)
+        by_function = self._call(inputs, completions, trainer_state or TrainerState())
+        for name, scores in by_function.items():
+            _print_output(scores.output)
+            self._watches[name].observe(scores.values, completions)
         weights = self._weights(inputs, len(completions))
-        by_function = torch.tensor([result.values for result in results.values()], dtype=torch.float32)
-        values = by_function.reshape(len(results), len(completions)).T.contiguous()
+        table = torch.tensor([scores.values for scores in by_function.values()], dtype=torch.float32)
+        values = table.reshape(len(by_function), len(completions)).T.contiguous()
         return Scores(
             names=self.names,
             values=values,
             total=self._total(values, weights),
             weights=weights.float(),
-            metrics=self._metrics(results),
-            extras=_merge_extras(results),
-            span_rewards=_span_rewards(results, weights),
+            metrics=self._metrics(by_function),
+            extras=_merge_extras(by_function),
+            span_rewards=_span_rewards(by_function, weights),
         )
 
-    def _results(
+    def _call(
         self, inputs: Mapping[str, Any], completions: Sequence[Completion], state: TrainerState
     ) -> dict[str, FunctionScores]:
         """What every function said. Those that run elsewhere run while the others do, one after another, here."""
-        jobs = {name: caller.job(inputs, len(completions), state) for name, caller in self._callers.items()}
+        callers = self._callers_for(inputs)
+        jobs = {name: caller.job(inputs, len(completions), state) for name, caller in callers.items()}
         begun: dict[str, Future[FunctionScores] | None] = {}
-        results: dict[str, FunctionScores] = {}
+        by_function: dict[str, FunctionScores] = {}
         try:
-            for name, caller in self._callers.items():
+            for name, caller in callers.items():
                 begun[name] = caller.begin(jobs[name], completions)
             for name, future in sorted(begun.items(), key=lambda item: item[1] is not None):
-                results[name] = self._callers[name].result(jobs[name], completions, future)
+                by_function[name] = callers[name].result(jobs[name], completions, future)
         finally:
             for future in begun.values():
                 if future is not None:
                     future.cancel()
-        return {name: results[name] for name in self.names}
+        return {name: by_function[name] for name in self.names}
+
+    def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
+        """What calls each function on these inputs."""
+        return self._callers
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
         """Float64 ``(b, k)``: the same for every row."""
@@ -206,31 +219,31 @@ class Rewards:
             raise RewardError(f"the weighted sum of {', '.join(self.names)} is beyond float32. Use smaller weights.")
         return total.masked_fill(values.isnan().all(1), math.nan)
 
-    def _metrics(self, results: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
+    def _metrics(self, by_function: Mapping[str, FunctionScores]) -> dict[str, tuple[float, int]]:
         """What was logged, and the shares of completions that failed, hung or were known."""
         logged: dict[str, list[float]] = {}
-        for result in results.values():
-            for name, values in result.metrics.items():
+        for scores in by_function.values():
+            for name, values in scores.metrics.items():
                 logged.setdefault(name, []).extend(values)
         # fsum: the order in which concurrent calls logged must not show
         metrics = {name: (math.fsum(values), len(values)) for name, values in logged.items()}
-        for name, result in results.items():
-            rows = len(result.values)
+        for name, scores in by_function.items():
+            rows = len(scores.values)
             if self.settings.on_error is not None:
-                failures = [failure for failure in result.failures if failure is not None]
+                failures = [failure for failure in scores.failures if failure is not None]
                 metrics[f"rewards/{name}/failure_ratio"] = float(len(failures)), rows
                 metrics[f"rewards/{name}/timeout_ratio"] = float(sum(f.timed_out for f in failures)), rows
             if self.settings.cache:
-                metrics[f"rewards/{name}/cache_hit_ratio"] = float(result.cache_hits), rows
+                metrics[f"rewards/{name}/cache_hit_ratio"] = float(scores.cache_hits), rows
         return metrics
 
 
-def _span_rewards(results: Mapping[str, FunctionScores], weights: Tensor) -> list[list[Span]] | None:
-    if not any(spans is not None for result in results.values() for spans in result.spans):
+def _span_rewards(by_function: Mapping[str, FunctionScores], weights: Tensor) -> list[list[Span]] | None:
+    if not any(spans is not None for scores in by_function.values() for spans in scores.spans):
         return None
     weighted: list[list[Span]] = [[] for _ in weights]
-    for result, of_function in zip(results.values(), weights.T.tolist(), strict=True):
-        for row, (spans, weight) in enumerate(zip(result.spans, of_function, strict=True)):
+    for scores, row_weights in zip(by_function.values(), weights.T.tolist(), strict=True):
+        for row, (spans, weight) in enumerate(zip(scores.spans, row_weights, strict=True)):
             weighted[row] += [(start, end, weight * value) for start, end, value in spans or ()]
     return weighted
 
@@ -242,10 +255,10 @@ def _print_output(output: str) -> None:
             sys.stdout.write(output)
 
 
-def _merge_extras(results: Mapping[str, FunctionScores]) -> dict[str, list[Any]]:
+def _merge_extras(by_function: Mapping[str, FunctionScores]) -> dict[str, list[Any]]:
     extras: dict[str, list[Any]] = {}
-    for name, result in results.items():
-        for column, values in result.extras.items():
+    for name, scores in by_function.items():
+        for column, values in scores.extras.items():
             if column in extras:
                 raise RewardError(
                     f"log_extra({column!r}, ...) was called by {name!r} and by a function before it. Use two names."
