@@ -138,7 +138,7 @@ USUAL = {"judge": None, "reference": "auto", "data": "addition", "reward": "exac
 
 
 def _differs(preset: str, group: str, choice: str, algo: DictConfig) -> bool:
-    if group == "judge" and not CLASSES[preset].learns_by_judge:
+    if group == "judge" and not issubclass(CLASSES[preset], JudgedModule):
         return False  # asked for win rates alone, as in every run
     return choice != USUAL[group] and (group in algo or group == "data")
 

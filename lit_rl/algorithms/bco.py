@@ -40,7 +40,7 @@ class BCO(VerdictModule):
         reward: Reward functions for the completions that validation writes. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
         prompt_weights: Weighs undesirable completions by their prompts; None weighs all alike.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     couples_rows = True

@@ -46,7 +46,7 @@ class CPO(PairModule):
         preference: The loss of a pair, or several by name, whose weighted sum is learned.
         preference_weights: Weight of each of them by name (1 where not given).
         nll_coef: Weight of the negative log-likelihood of the chosen completions, at least 0.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class DPO(PairModule):
         precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
             disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
         reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     def __init__(

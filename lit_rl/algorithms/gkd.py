@@ -21,7 +21,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
-from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.preflight.data import fits_context
 from lit_rl.algorithms.preflight.offline import AllRows, longest_prompt
 from lit_rl.algorithms.rollouts.plan import mix
@@ -46,7 +46,7 @@ Writer = Literal["data", "student", "teacher"]
 
 
 @final
-class GKD(OfflineModule):
+class GKD(OfflinePolicyModule):
     """Generalised knowledge distillation.
 
     Args:
@@ -60,7 +60,7 @@ class GKD(OfflineModule):
         temperature: Divides the logits of both in the divergence, above 0. Sampling has its own.
         on_policy_fraction: Share of the optimizer steps that the student writes, in [0, 1].
         teacher_completions: In the other steps the teacher writes; False takes the completions of the data.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     learns_from = "texts"

@@ -50,7 +50,7 @@ class KTO(VerdictModule):
         reward: Reward functions for the completions that validation writes. Nothing is learned from it.
         beta: Scale of the implicit reward beta (log pi - log pi_ref), above 0.
         verdict: The loss of a completion, with the weights of both classes.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.pairs import Sides, pair_metrics
-from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch, TokenBatch
@@ -30,14 +30,14 @@ from lit_rl.ops.step import Metrics, mean_of
 
 
 @final
-class ORPO(OfflineModule):
+class ORPO(OfflinePolicyModule):
     """Odds ratio preference optimisation.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions for the completions that validation writes. Nothing is learned from it.
         beta: Weight of the odds ratio, the paper's lambda, above 0.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     learns_from = "pairs"

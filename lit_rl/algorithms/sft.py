@@ -15,7 +15,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
@@ -28,7 +28,7 @@ from lit_rl.ops.step import Metrics, mean_of
 
 
 @final
-class SFT(OfflineModule):
+class SFT(OfflinePolicyModule):
     """Supervised fine-tuning.
 
     Args:
@@ -37,7 +37,7 @@ class SFT(OfflineModule):
         imitation: From the log-probs `(b, t)` of the texts' tokens to what each of them costs.
         neftune_alpha: Scale of uniform noise on the embeddings in training, above 0 (NEFTune; 5 in the paper). None is
             no noise.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     learns_from = "texts"

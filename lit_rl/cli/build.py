@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean
 
 ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
@@ -177,7 +178,7 @@ def _refusal(tree: dict[str, Any], error: Exception, cause: BaseException) -> st
 
 def check_judged(module: Any, tree: dict[str, Any]) -> None:
     """Refuse a judge, or a model to compare with, where the module writes nothing that could be judged."""
-    if getattr(module, "generates", True):
+    if isinstance(module, GeneratingModule):
         return
     against, judge = tree["eval"]["win_rate_against"], _class_of(tree["judge"])
     asked = f"eval.win_rate_against={against!r}" if against is not None else f"judge={judge}"

@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
+from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving
 from lit_rl.cli.build import build, check_judged, check_trainer, plain
@@ -98,7 +99,8 @@ def run(config: DictConfig) -> int:
     try:
         return TASKS[config.task](job)
     finally:
-        job.module.close()
+        if isinstance(job.module, GeneratingModule):
+            job.module.close()
 
 
 def _check(config: DictConfig) -> None:

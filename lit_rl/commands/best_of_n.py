@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_rl.algorithms.evaluation.statistics import mean_with_interval
+from lit_rl.algorithms.evaluation.validation import Evaluation
+from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.callbacks.preference_sets import readable
 from lit_rl.commands.run_dir import finite
 from lit_rl.commands.train import Run
@@ -83,12 +85,12 @@ def best_of_n(run: Run) -> int:
     `sampling.temperature`, and it is said.
 
     Raises:
-        ConfigError: no reward, one completion a prompt, or both temperatures 0.
+        ConfigError: nothing that writes, no reward, one completion a prompt, or both temperatures 0.
         RewardError: no function applied to any completion.
         StorageError: the file cannot be written.
     """
-    module = run.module
-    _check(run)
+    module = run.generating
+    _check(module)
     if module.evaluation.temperature == 0:
         module.evaluation = replace(module.evaluation, temperature=module.sampling.temperature)
     bests = Bests()
@@ -107,7 +109,9 @@ def best_of_n(run: Run) -> int:
     control = control_tokens(module.tokenizer)
     texts = [best.row for best in kept if readable(best.row["completion"], best.row["prompt"], control)]
     _say(
-        run, kept, {"no reward applies to any completion": len(found) - len(kept), _UNREADABLE: len(kept) - len(texts)}
+        module.evaluation,
+        kept,
+        {"no reward applies to any completion": len(found) - len(kept), _UNREADABLE: len(kept) - len(texts)},
     )
     if not run.dry:
         _write(run.run_dir.path / FILE, texts)
@@ -117,10 +121,8 @@ def best_of_n(run: Run) -> int:
     return 0
 
 
-def _check(run: Run) -> None:
-    module, evaluation = run.module, run.module.evaluation
-    if not module.generates:
-        raise ConfigError(f"{type(module).__name__} writes no completions: take an algorithm that trains a policy.")
+def _check(module: GeneratingModule) -> None:
+    evaluation = module.evaluation
     if not module.reward_functions.names:
         raise ConfigError("lit-rl best-of-n needs a reward to choose by: set reward, such as reward=exact_match.")
     if evaluation.group_size < 2:
@@ -135,8 +137,7 @@ def _check(run: Run) -> None:
         )
 
 
-def _say(run: Run, kept: list[Best], left_out: dict[str, int]) -> None:
-    evaluation = run.module.evaluation
+def _say(evaluation: Evaluation, kept: list[Best], left_out: dict[str, int]) -> None:
     prompts = len(kept) + next(iter(left_out.values()))
     title = f"{evaluation.group_size} completions of {prompts} prompts at temperature {evaluation.temperature:g}"
     table = Table(title=title, title_justify="left")

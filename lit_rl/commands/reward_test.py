@@ -45,13 +45,13 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
             ``row`` the first line answers row 0, and so on.
 
     Raises:
-        ConfigError: ``rows`` is below 1, or the file does not exist.
+        ConfigError: ``rows`` is below 1, the algorithm has no reward, or the file does not exist.
         DataError: a line of the file cannot be used.
         RewardError: as in training.
     """
     in_range("reward_test.rows", rows, low=1)
     given = None if completions is None else _read(Path(completions).expanduser())
-    tokenizer, reward = run.module.tokenizer, run.module.reward_functions
+    tokenizer, reward = run.generating.tokenizer, run.generating.reward_functions
     data: Any = run.data
     data.prepare(tokenizer, stage="predict")
     reward.bind(data.columns)

@@ -18,11 +18,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from rich.console import Console
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
+from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import INTERRUPTED, TERMINATED, GenerationError
+from lit_rl.errors import INTERRUPTED, TERMINATED, ConfigError, GenerationError
 from lit_rl.models.policy.sharding import full_state_dict
 
 _EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
@@ -32,7 +33,7 @@ _EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMI
 class Run:
     """One run, built."""
 
-    module: GeneratingModule
+    module: PolicyModule
     data: L.LightningDataModule
     trainer: L.Trainer
     run_dir: RunDir
@@ -48,6 +49,20 @@ class Run:
     def dry(self) -> bool:
         """`fast_dev_run`: nothing is written."""
         return bool(self.trainer.fast_dev_run)  # pyright: ignore
+
+    @property
+    def generating(self) -> GeneratingModule:
+        """The module, for commands that have completions written or scored.
+
+        Raises:
+            ConfigError: it trains a model that scores, which has no generator and no reward.
+        """
+        if not isinstance(self.module, GeneratingModule):
+            name = type(self.module).__name__
+            raise ConfigError(
+                f"{name} writes no completions, and has no reward: take an algorithm that trains a policy."
+            )
+        return self.module
 
 
 def train(run: Run) -> int:
@@ -97,11 +112,16 @@ def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
     """Reward and win rate of every validation set with their intervals: `{set: {"greedy" | "sampled at T": numbers}}`.
 
     The configured evaluation is one decoding; the training's temperature, if that is another one, is the second.
+    A model that scores decodes nothing: its validation says its losses, and there is nothing here.
     """
-    module, configured = run.module, run.module.evaluation
+    module = run.module
     results: dict[str, dict[str, dict[str, float]]] = {}
     if not _has_validation(run):
         return results
+    if not isinstance(module, GeneratingModule):
+        run.trainer.validate(module, datamodule=run.data, verbose=False)
+        return results
+    configured = module.evaluation
     scored = bool(module.reward_functions.names)  # what a second decoding is for
     decodings = (configured.temperature, module.sampling.temperature) if scored else (configured.temperature,)
     for temperature in dict.fromkeys(decodings):

@@ -358,6 +358,7 @@ def test_a_loss_gets_weights_and_step_if_it_names_them_and_only_then():
 
     assert not GRPO("tiny", len, loss=plain).needs_step
     assert GRPO("tiny", len, loss=curious).needs_step
+    assert GRPO("tiny", len, loss=lambda *columns, **everything: curious(*columns, **everything)).needs_step
     assert GRPO("tiny", len, loss=functools.partial(curious, delta=4.0)).needs_step
     assert got  # each was tried once when its module was made
 

@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lit_rl.algorithms import SFT, AdamW, Constant
-from lit_rl.algorithms.loop import offline
+from lit_rl.algorithms.loop import offline_policy
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.data.offline.datamodule import SupervisedDataModule
@@ -244,7 +244,7 @@ def test_a_noisy_run_resumes_as_if_it_had_not_stopped(tmp_path):
 @pytest.mark.parametrize("packing", ["none", "best_fit"])
 def test_a_packed_run_looks_whether_texts_are_kept_apart(tmp_path, monkeypatch, packing):
     asked = []
-    monkeypatch.setattr(offline, "refuse_leaks", asked.append)
+    monkeypatch.setattr(offline_policy, "refuse_leaks", asked.append)
     module = SFT("tiny", sampling=Sampling(max_new_tokens=2))
     data = SupervisedDataModule(rows=ROWS, val_fraction=0, batch_size=1, packing=packing, max_length=48)
     trainer_of(tmp_path, 1, limit_val_batches=0).fit(module, datamodule=data)

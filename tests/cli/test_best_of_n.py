@@ -115,6 +115,7 @@ def test_prompts_that_no_reward_applies_to_are_left_out(best, cwd, tmp_path):
     ("settings", "told"),
     [
         ([], "eval.group_size=1"),
+        (["eval.group_size=4", "algo=reward_model"], "RewardModeling writes no completions"),
         (["eval.group_size=4", "reward=none", "algo=sft"], "needs a reward"),
         (["eval.group_size=4", "sampling.temperature=0", "algo=sft"], "eval.temperature=0"),
     ],

@@ -126,6 +126,7 @@ def test_rows_and_completions_are_keys(ask, cwd):
     outcome = ask("reward=contains", f"reward_test.completions={path}")
     assert [(c[0], c[3]) for c in rows(outcome.out) if len(c) == 6] == [("3", "x")], outcome.err
     refused(ask("reward_test.rows=0"), 2, "reward_test.rows=0")
+    refused(ask("algo=reward_model", "data=addition"), 2, "RewardModeling", "has no reward")
     refused(ask("reward_test.completions=nothing.jsonl"), 2, "reward_test.completions='nothing.jsonl'")
 
 
@@ -140,7 +141,7 @@ class TestFile:
 
         data = RolloutDataModule(rows=[{"prompt": f"{n}+0=", "answer": str(n)} for n in range(40)], val_fraction=0)
         module = SimpleNamespace(tokenizer=LanguageModel("tiny").tokenizer, reward_functions=Rewards(right))
-        return SimpleNamespace(module=module, data=data, trainer=SimpleNamespace(is_global_zero=True))
+        return SimpleNamespace(generating=module, data=data, trainer=SimpleNamespace(is_global_zero=True))
 
     def test_its_lines_are_scored(self, run, tmp_path, capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", "200")

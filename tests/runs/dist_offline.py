@@ -7,6 +7,7 @@ from typing import Any
 
 import dist_equal
 
+from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 
 SHAPES: dict[str, list[str]] = {
@@ -43,7 +44,8 @@ COMMON = [
 def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
     """Train, validate, and leave `name.pt` there."""
     module, data = dist_equal.parts(*COMMON, *SHAPES[name])
-    module.sampling = type(module.sampling)(max_new_tokens=2)
+    if isinstance(module, GeneratingModule):
+        module.sampling = type(module.sampling)(max_new_tokens=2)
     trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
     dist_equal.train_and_leave(module, data, trainer, folder / f"{name}.pt", cut=CUT.get(name, []))
 

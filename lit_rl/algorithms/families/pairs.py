@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.preflight import preferences as pair_checks
 from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
 from lit_rl.errors import in_range
@@ -29,7 +29,7 @@ Columns = dict[str, Tensor]
 """Columns `(b,)` by their name in `Pairs`."""
 
 
-class PairModule(OfflineModule, ABC):
+class PairModule(OfflinePolicyModule, ABC):
     """Abstract: subclasses say what the log-probs are compared with.
 
     Args:
@@ -38,7 +38,7 @@ class PairModule(OfflineModule, ABC):
         beta: Scale of the implicit reward, above 0.
         preference: The loss of a pair, or several by name, whose weighted sum is learned (MPO, 2411.10442).
         preference_weights: Weight of each of them by name (1 where not given).
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     learns_from = "pairs"

@@ -1,4 +1,4 @@
-"""What the methods share that train a model to score texts: the head, its export, and validation without generation."""
+"""What the methods share that train a model to score texts: the head, what it says of them, and its export."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from lit_rl.models.scoring.model import Scoring, check_scoring, load_scoring
 class ScalarModule(OfflineModule, ABC):
     """Abstract: subclasses say what is scored, and what the scores should be.
 
-    The policy of a base class is the scoring model here. It writes nothing, so there is no generator, no sampling and
-    no reward.
+    The policy of the base classes is the scoring model here.
 
     Args:
         model: The language model whose trunk it starts from, or a scoring model of the same kind to go on with: a
@@ -37,7 +36,6 @@ class ScalarModule(OfflineModule, ABC):
     """
 
     scoring: ClassVar[Scoring]
-    generates = False
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import VerdictBatch
@@ -18,7 +18,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics, mean_of
 
 
-class VerdictModule(OfflineModule, ABC):
+class VerdictModule(OfflinePolicyModule, ABC):
     """Abstract: subclasses say what a reward is compared with. Pairs serve too: each is a good and a bad completion.
 
     Args:
@@ -28,7 +28,7 @@ class VerdictModule(OfflineModule, ABC):
         precompute_reference: Compute the reference's log-probs of all rows once, before the first step, keep them on
             disk, and train without the reference in memory. Batches of `data.val_batch_size` rows; the same numbers.
         reference_cache: Folder for them; runs with the same data and reference share them. null: `cache` in `run_dir`.
-        shared: What every `OfflineModule` takes.
+        shared: What every `OfflinePolicyModule` takes.
     """
 
     learns_from = "verdicts"

@@ -30,7 +30,7 @@ from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 
 class GeneratingModule(PolicyModule):
-    """A `PolicyModule` with a generator and rewards. Every algorithm validates with it, whatever it learns from.
+    """A `PolicyModule` with a generator and rewards. Every policy is validated with it, whatever it learns from.
 
     Args:
         model: The policy: a description, or its name, folder or hub id.
@@ -63,9 +63,6 @@ class GeneratingModule(PolicyModule):
         self.source = RolloutSource(self.generator, self.stopwatch)
         self._evaluated: list[EvaluationRows] = []
         self._compared_model = ComparedModel(self.model)
-
-    generates = True
-    """Whether validation prompts are written to; without it data modules hand out no loaders of prompts."""
 
     learns_by_judge = False
     """Whether the judge decides what is learned; otherwise `eval.win_rate_against` alone asks it."""
@@ -208,12 +205,3 @@ class GeneratingModule(PolicyModule):
             rows.gather(self.ranks)
             logged |= self.log_validation(prefixed(rows.metrics(), stage, name))
         return logged
-
-    def log_validation(self, metrics: dict[str, float]) -> set[str]:
-        """Log under the number of the step; returns the names."""
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if fitting and not self.trainer.sanity_checking:
-            for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
-                logger.log_metrics(metrics, step=self.step)
-        self.log_dict(metrics, logger=not fitting, batch_size=1)
-        return set(metrics)

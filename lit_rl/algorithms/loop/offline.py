@@ -1,14 +1,14 @@
-"""What every method shares that learns from a data set: the steps, their metrics, and validation.
+"""What every method shares that learns from a data set: the steps, their metrics, and validation by the loss.
 
 The data module cuts an optimizer step of `data.batch_size` rows into micro-batches, and tells each what the whole step
-counts; so a loss has the step's denominator, however the step is cut. No term of an objective is here.
+counts; so a loss has the step's denominator, however the step is cut. No term of an objective is here, and nothing is
+generated: `offline_policy.py` adds that for policies, and reward models go without.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -17,35 +17,27 @@ from torch import Tensor
 
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
-from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.optim.strategies import flattens
+from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
 from lit_rl.algorithms.records import OfflineRecords, learning_rates
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
-from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference, ReferenceSource, free_memory
-from lit_rl.algorithms.terms.reference_files import ReferenceFiles, hash_of_weights
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Kind
-from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import in_range
-from lit_rl.examples import ExampleBatch, TokenBatch, Totals
-from lit_rl.models.policy.text_forward import TextScores, refuse_leaks, score_texts
+from lit_rl.examples import ExampleBatch, Totals
 from lit_rl.ops.step import Metrics
-from lit_rl.rollout import PromptBatch
 
 
-class OfflineModule(GeneratingModule, ABC):
-    """Abstract: subclasses say what a loss is. Validation writes to the validation prompts and measures the loss.
+class OfflineModule(PolicyModule, ABC):
+    """Abstract: subclasses say what a loss is. Validation measures it.
 
     Args:
-        model: The policy: a description, or its name, folder or hub id.
-        reward: Reward functions and weights, or one function, for the completions that validation writes; None only
-            writes them. Nothing is learned from it.
+        model: What is trained: a description, or its name, folder or hub id.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
             is defined over a micro-batch.
-        shared: What every `GeneratingModule` takes.
+        shared: What every `PolicyModule` takes.
     """
 
     learns_from: ClassVar[Kind]
@@ -54,8 +46,8 @@ class OfflineModule(GeneratingModule, ABC):
     headline: ClassVar[tuple[str, ...]] = ("loss",)
     """Validation metrics that a run shows before and after."""
 
-    def __init__(self, model: Any, reward: Any = None, *, router_aux_loss_coef: float = 0.0, **shared: Any) -> None:
-        super().__init__(model, reward, **shared)
+    def __init__(self, model: Any, *, router_aux_loss_coef: float = 0.0, **shared: Any) -> None:
+        super().__init__(model, **shared)
         in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
         self.router_aux_loss_coef = router_aux_loss_coef
         self.plan: OfflinePlan | None = None
@@ -91,50 +83,20 @@ class OfflineModule(GeneratingModule, ABC):
         """What the objective of a step is averaged over: its rows, unless a method says otherwise."""
         return max(1, totals.rows)
 
-    precomputed: PrecomputedReference | None = None
-    """Log-probs of the reference that were computed before the training, by the methods that can do with them."""
-
-    def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:
-        """Sets of texts, each with a name, whose reference log-probs losses read beside those of the rows."""
-        return ()
-
-    def before_release(self) -> None:
-        """Called before a precomputed reference is let go: what else is to be asked of it, is asked here."""
-
     def reads_all_rows(self) -> Iterator[AllRows]:
         """Terms in force that look at every row before the first step, so that a stream will not do."""
-        if self.precomputed is not None:
-            yield AllRows("algo.precompute_reference=true asks the reference about", "set it to false")
+        return iter(())
 
     def after_step(self) -> None:
         """Called after each optimizer step: what changes between steps changes here."""
-        if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.step + 1)
 
     def coefficients(self) -> dict[str, float]:
         """Numbers in force that are no constants of the run, for the log."""
         return {}
 
-    # ------------------------------------------------------------------ what losses are made with
-
-    def text_scores(self, tokens: TokenBatch, *, stats: bool = False) -> TextScores:
-        """Log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient."""
-        return score_texts(self.policy, tokens, stats=stats, router_aux=self.router_aux_loss_coef > 0)
-
-    @torch.no_grad()
-    def ref_logprobs(self, batch: ExampleBatch, tokens: TokenBatch | None = None) -> Tensor:
-        """`(b, s - 1)` under the reference, without gradient: of the batch's texts, or of these.
-
-        Precomputed ones are taken where there are any.
-        """
-        if tokens is None and batch.ref_logprobs is not None:
-            return batch.ref_logprobs
-        if tokens is not None and self.precomputed is not None:
-            known = self.precomputed.of_texts(tokens)
-            if known is not None:
-                return known
-        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
-            return score_texts(scorer, batch.tokens if tokens is None else tokens).logprobs  # pyright: ignore
+    def generation_seconds(self) -> float:
+        """Seconds since the last line of the log in which a model wrote what was learned from."""
+        return 0.0
 
     def with_aux(self, loss: Tensor, aux_loss: Tensor | None, totals: Totals) -> tuple[Tensor, Metrics]:
         """The loss with the micro-batch's part of the router's load-balancing term, and that term's metric."""
@@ -150,18 +112,11 @@ class OfflineModule(GeneratingModule, ABC):
 
         Raises:
             ConfigError: the Trainer has no data module of the right kind, lengths do not fit, or batches do not divide.
-            RewardError: a reward needs what is no column.
         """
         trainer: Any = self.trainer
         data = examples_of(trainer, self.learns_from, type(self).__name__)
         preflight.one_accumulation(trainer, "data.batch_size counts the rows of a whole step")
         texts_fit(self.model, data.longest_text, streamed=data.stream_buffer is not None)
-        if longest := data.longest_val_prompt:
-            own = self.evaluation.max_new_tokens
-            group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
-            preflight.fits_context(self.model, group, longest, new_tokens, "data.max_length")
-        preflight.bind_validation(self.reward_functions, data)
-        self.reward_functions.load()
         unused = f"{type(self).__name__} has no use for one."
         preflight.reference_is_read(self.reference, self.needs_reference, unused)
         if stage == "fit":
@@ -175,51 +130,7 @@ class OfflineModule(GeneratingModule, ABC):
                 stream_buffer=data.stream_buffer,
             )
 
-    def on_fit_start(self) -> None:
-        super().on_fit_start()
-        data: Any = self.trainer.datamodule  # pyright: ignore
-        if data.options.packing != "none":
-            with self.rollout_context():
-                self.refuse_leaks()
-        if self.precomputed is not None:
-            self._precompute(self.precomputed, data)
-
-    def _precompute(self, precomputed: PrecomputedReference, data: Any) -> None:
-        """Ask the reference for all that the run will read of it, and let it go. A collective."""
-        corpus = data.corpus
-        sets = {"train": corpus.train} | {f"val/{name}".removesuffix("/"): held for name, held in corpus.val.items()}
-        if precomputed.released:
-            precomputed.prepare(sets, self.texts_beside(), None)
-            return
-        precomputed.prepare(sets, self.texts_beside(), self._reference_source(precomputed.folder, data.val_batch_size))
-        self.before_release()
-        if not flattens(self.trainer.strategy):
-            free_memory(self.reference_policy, self.policy)
-        self.reference_policy = None
-        precomputed.release()
-
-    def _reference_source(self, folder: str | None, batch_size: int) -> ReferenceSource:
-        trainer: Any = self.trainer
-        files = ReferenceFiles(
-            folder=Path(trainer.default_root_dir) / "cache" if folder is None else Path(folder).expanduser(),
-            weights=hash_of_weights(self.reference_policy, self.policy, self.ranks),
-            precision=str(trainer.precision),
-            ranks=self.ranks,
-            writes=not trainer.fast_dev_run,
-        )
-        files.check()
-        return ReferenceSource(self.ref_logprobs, batch_size, self.rollout_context, files, self.ranks)
-
-    def refuse_leaks(self) -> None:
-        """Refuse models in which packed texts see each other, before the first step.
-
-        Raises:
-            ConfigError: one does.
-        """
-        refuse_leaks(self.policy)
-
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
-        self._fill(batch, 0)
         if batch.slot == 0:
             self._records.open(batch.totals)
             self._whole = None
@@ -250,8 +161,7 @@ class OfflineModule(GeneratingModule, ABC):
     def _log_steps(self, step: int) -> None:
         """One line of metrics for the optimizer steps since the last one."""
         settings = {**self.coefficients(), **learning_rates(self.trainer.optimizers[0])}
-        generated_in = self.stopwatch.take("generate")
-        metrics = self._records.line(self.ranks, settings, generated_in)
+        metrics = self._records.line(self.ranks, settings, self.generation_seconds())
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
@@ -270,54 +180,40 @@ class OfflineModule(GeneratingModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_state(saved, self.trainer.strategy.root_device)
 
-    # ------------------------------------------------------------------ validate, test, predict
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        self._fill(batch, dataloader_idx)
-
-    on_test_batch_start = on_validation_batch_start
-
-    def _fill(self, batch: Any, dataloader_idx: int) -> None:
-        """Put precomputed log-probs into a batch of examples; prompts have none."""
-        if self.precomputed is None or not isinstance(batch, ExampleBatch):
-            return
-        data: Any = self.trainer.datamodule  # pyright: ignore
-        if self.trainer.training:
-            self.precomputed.fill(batch, data.corpus.train)
-        else:  # loaders of prompts stand before those of examples
-            self.precomputed.fill(batch, data.corpus.val[data.loss_names[dataloader_idx - len(data.val_names)]])
+    # ------------------------------------------------------------------ validate, test
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]] | None:
-        """A batch of prompts is written to, as in `predict_step`; of a batch of examples the loss is measured."""
-        if isinstance(batch, PromptBatch):
-            return self.predict_step(batch, batch_idx, dataloader_idx)
-        index = dataloader_idx - len(self.trainer.datamodule.val_names)  # pyright: ignore
-        while len(self._val_averages) <= index:
+        """Measure the loss of a batch of examples; no table comes of it."""
+        while len(self._val_averages) <= dataloader_idx:
             self._val_averages.append(Averages())
         with torch.no_grad():
             loss, metrics = self.loss(batch)
         part = loss.new_tensor(1 / batch.totals.shares)
-        self._val_averages[index].add({"loss": (loss, part), **metrics})
+        self._val_averages[dataloader_idx].add({"loss": (loss, part), **metrics})
         return None
 
     test_step = validation_step
 
     def on_validation_epoch_start(self) -> None:
-        super().on_validation_epoch_start()
         self._val_averages = []
 
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
-        self._log_validation("val")
+        self._end_validation("val")
 
     def on_test_epoch_end(self) -> None:
-        self._log_validation("test")
+        self._end_validation("test")
 
-    def _log_validation(self, stage: str) -> None:
+    def _end_validation(self, stage: str) -> None:
         fitting = self.trainer.state.fn == TrainerFn.FITTING
-        logged = self.log_generated(stage)
-        for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
-            logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))
+        logged = self.log_evaluation(stage)
         if fitting and not self.trainer.sanity_checking:
             preflight.monitors(self.trainer, logged)
+
+    def log_evaluation(self, stage: str) -> set[str]:
+        """Log what was measured on every validation set; returns the names."""
+        logged: set[str] = set()
+        for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
+            logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))
+        return logged

@@ -1,5 +1,5 @@
 """Log-probs of a reference that stays where it is, computed once: before training, for every row of every set, and for
-every further text that a method is going to ask about (`OfflineModule.texts_beside`).
+every further text that a method is going to ask about (`OfflinePolicyModule.texts_beside`).
 
 They are kept on disk under a hash of all that they depend on, so that the next run on the same data with the same
 reference only reads them; and the reference is let go before the first step, which is what this is for.

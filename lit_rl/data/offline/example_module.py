@@ -152,9 +152,9 @@ class ExampleDataModule(SourcedDataModule):
 
     @property
     def _generates(self) -> bool:
-        """Whether the run's module writes; one that only scores has no use for prompts."""
+        """Whether the run's module evaluates what it writes; a model that scores has no use for prompts."""
         module = None if self.trainer is None else self.trainer.lightning_module
-        return getattr(module, "generates", True)
+        return module is None or hasattr(module, "evaluation")
 
     @property
     def val_columns(self) -> dict[str, list[str]]:
@@ -214,6 +214,8 @@ class ExampleDataModule(SourcedDataModule):
         ]
 
     def _prompt_loaders(self) -> list[EvalLoader]:
+        if not self._generates:
+            return []
         limit, (rank, world_size) = self.module_attribute("evaluation").limit, self.rank()
         sets = (self._sets.val[name].prompts for name in self.val_names)
         return [

@@ -1,0 +1,71 @@
+"""Who writes to validation prompts: every method that trains a policy from a data set, and no model that scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_rollouts import trainer
+
+import lit_rl.algorithms
+from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, ProcessRewardModeling, RewardModeling
+from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.loop.generating import GeneratingModule
+from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.loop.offline import OfflineModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
+from lit_rl.data.tasks import AdditionPairs, AdditionSteps, AdditionText
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+METHODS: dict[type, dict[str, Any]] = {
+    **{method: {"sampling": Sampling(max_new_tokens=3)} for method in (SFT, DPO, CPO, ORPO, KTO, BCO)},
+    GKD: {"sampling": Sampling(max_new_tokens=3), "teacher": "tiny"},
+    RewardModeling: {},
+    ProcessRewardModeling: {},
+}
+"""Every method that learns from a data set, with settings for a quick validation."""
+WRITE = [method for method in METHODS if method not in (RewardModeling, ProcessRewardModeling)]
+SCORE = [RewardModeling, ProcessRewardModeling]
+DATA = {
+    "texts": lambda: SupervisedDataModule(task=AdditionText(max_operand=9, val_rows=6)),
+    "pairs": lambda: PreferenceDataModule(task=AdditionPairs(max_operand=9, val_rows=6)),
+    "verdicts": lambda: PreferenceDataModule(task=AdditionPairs(max_operand=9, val_rows=6)),
+    "stepwise": lambda: StepwiseDataModule(task=AdditionSteps(max_operand=9, val_rows=6)),
+}
+
+
+def validated(module: Any, folder: Path) -> dict[str, float]:
+    runner = trainer(folder, max_steps=1, limit_val_batches=1.0)
+    runner.validate(module, datamodule=DATA[module.learns_from](), verbose=False)
+    return {name: float(value) for name, value in runner.callback_metrics.items()}
+
+
+def test_every_method_that_learns_from_a_data_set_is_here() -> None:
+    offered = {value for value in vars(lit_rl.algorithms).values() if isinstance(value, type)}
+    assert {method for method in offered if issubclass(method, OfflineModule)} == METHODS.keys()
+    assert [method for method in METHODS if issubclass(method, GeneratingModule)] == WRITE
+    assert [method for method in METHODS if issubclass(method, ScalarModule)] == SCORE
+
+
+@pytest.mark.parametrize("method", SCORE)
+def test_a_model_that_scores_has_nothing_to_generate_with(method: type) -> None:
+    adds = set(dir(GeneratingModule("tiny", exact_match))) - set(dir(PolicyModule("tiny")))
+    assert {"generator", "sampling", "evaluation", "judge", "reward_functions", "source", "generate", "reward"} <= adds
+    assert adds & set(dir(method("tiny"))) == set()
+
+
+@pytest.mark.parametrize("method", SCORE)
+def test_a_model_that_scores_is_validated_by_its_loss(method: type, tmp_path: Path) -> None:
+    found = validated(method("tiny"), tmp_path)
+    assert {"val/loss", "val/accuracy"} <= found.keys()
+    assert not any("completions" in name or "prompts" in name or name == "val/reward" for name in found)
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in (SFT, DPO) else pytest.mark.all) for m in WRITE])
+def test_a_policy_is_validated_by_its_loss_and_by_what_it_writes(method: type, tmp_path: Path) -> None:
+    found = validated(method("tiny", exact_match, **METHODS[method]), tmp_path)
+    assert {"val/loss", "val/reward", "val/rewards/exact_match/mean", "val/completions/mean_length"} <= found.keys()
+    assert found["val/prompts"] == 6
+    assert 1 <= found["val/completions/mean_length"] <= 3
