@@ -92,9 +92,9 @@ class Watch(L.Callback):
             ratios = torch.cat(self._ratios)
             told = float((ratios[::2] > ratios[1::2]).float().mean())
             self._ratios = []
-        if pl_module.needs_reference and not pl_module.step:
+        if pl_module.needs_reference and not pl_module.global_step:
             told = None  # policy and reference are the same
-        self.curve.append(Point(pl_module.step, found.get("val/reward"), told, found.get("val/logps/chosen")))
+        self.curve.append(Point(pl_module.global_step, found.get("val/reward"), told, found.get("val/logps/chosen")))
 
 
 def setting(preset: str, seed: int) -> Any:

@@ -151,10 +151,10 @@ class PPO(PolicyGradient):
             ref_logprobs=ref if self.beta else None,
             old_values=values,
             returns=returns,
-            kl_factor=self.kl.factor,
+            kl_factor=self.kl.control.factor,
         )
         self.kl.update(old, ref, sampled, self.ranks)
-        rollout, weighing = self.engine.at_rollout(rollout, self.step)
+        rollout, weighing = self.engine.at_rollout(rollout, self.global_step)
         return rollout, distances | weighing | _of_rollout(scored, credit, old, ref, self.world_size)
 
     @torch.no_grad()
@@ -165,10 +165,6 @@ class PPO(PolicyGradient):
             return self.value_function.values(self.policy, self.critic, part)
 
         return without_gradient(self.policy, completions, of_rows, rows_at_once=self.rows_at_once(completions))
-
-    @property
-    def needs_greedy_rewards(self) -> bool:
-        return False
 
     def compares_completions(self) -> bool:
         """The critic is what an advantage is compared with."""
@@ -192,7 +188,7 @@ class PPO(PolicyGradient):
         assert rollout.old_values is not None and rollout.returns is not None and scores.values is not None
         mask = rollout.loss_mask
         policy, metrics = super().loss(rollout, scores, totals, step)
-        if self.step < self.critic_warmup:
+        if self.global_step < self.critic_warmup:
             policy = policy * 0.0
         per_token, of_values = clipped_value_loss(
             scores.values, rollout.old_values, rollout.returns, mask, clip=self.value_clip
@@ -223,7 +219,7 @@ class PPO(PolicyGradient):
         assert self.ptx is not None and self.plan is not None
         shares = self.plan.accumulate * self.plan.world_size
         part = slot % self.plan.accumulate * self.plan.world_size + self.global_rank
-        texts = self.ptx.batch(self.tokenizer, self.step, self.seed)
+        texts = self.ptx.batch(self.tokenizer, self.global_step, self.seed)
         total = texts.learned.sum().clamp(min=1)
         mine = texts.take(slice(part, None, shares)).to(self.device)
         if not len(mine):

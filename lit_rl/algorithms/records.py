@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lit_rl.algorithms.evaluation.statistics import Averages, rollout_metrics
 from lit_rl.algorithms.evaluation.tables import sample_table
-from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import RewardError
@@ -100,6 +100,7 @@ class Records:
         seconds: Mapping[str, float],
         engine_seconds: Mapping[str, float],
         coefficients: Mapping[str, float],
+        optimizer: Optimizer,
     ) -> dict[str, float]:
         """What the rollout and its updates were like, over all ranks.
 
@@ -108,11 +109,13 @@ class Records:
             seconds: Of generation and of rewards.
             engine_seconds: Parts of the time that generation took, as the engine says.
             coefficients: Numbers in force that are no constants of the run.
+            optimizer: Whose learning rates are in force.
         """
         phases = {**seconds, "update": time.perf_counter() - self._opened}
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
-        metrics = prefixed({**stats, **self.averages.reduce(ranks), **coefficients}, "train")
+        means = {**stats, **self.averages.reduce(ranks), **coefficients, **learning_rates(optimizer)}
+        metrics = {f"train/{name}": value for name, value in means.items()}
         metrics |= {f"time/{phase}": value for phase, value in {**phases, **engine_seconds}.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
         return metrics
@@ -160,15 +163,19 @@ class OfflineRecords:
         self.add(step_metrics(grad_norm, skipped=skipped))
         self._seconds += time.perf_counter() - self._opened
 
-    def line(self, ranks: Ranks, settings: Mapping[str, float], generated_in: float) -> dict[str, float]:
+    def line(
+        self, ranks: Ranks, coefficients: Mapping[str, float], optimizer: Optimizer, generated_in: float
+    ) -> dict[str, float]:
         """The metrics of the steps since the last line, and a new beginning. A collective.
 
         Args:
             ranks: Whose steps they are.
-            settings: Numbers in force at the last step, such as the learning rate.
+            coefficients: Numbers in force at the last step that are no constants of the run.
+            optimizer: Whose learning rates are in force.
             generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
         """
-        metrics = prefixed({**self.averages.reduce(ranks), **settings, "num_tokens": float(self._tokens_seen)}, "train")
+        means = {**self.averages.reduce(ranks), **coefficients, **learning_rates(optimizer)}
+        metrics = {f"train/{name}": value for name, value in (means | {"num_tokens": float(self._tokens_seen)}).items()}
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
         metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
         self._tokens, self._seconds = 0, 0.0
@@ -191,7 +198,7 @@ def step_metrics(grad_norm: Tensor, *, skipped: bool) -> Metrics:
     return {"grad_norm": norm, "skipped_steps": (one if skipped else nothing, one)}
 
 
-def learning_rates(optimizer: Any) -> dict[str, float]:
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """Of the optimizer's parameter groups: `lr` of the first, `lr_<name>` of the others."""
     first, *others = optimizer.param_groups
     return {"lr": first["lr"]} | {f"lr_{group['name']}": group["lr"] for group in others}

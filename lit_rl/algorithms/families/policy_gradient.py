@@ -134,6 +134,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
+        self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
         reads_step = reads(loss, "step") or self.selection.needs_step
         self.needs_step = reads_step or (selection is not None and entropy is not None)
         made_of_old = self.kl.needs_old_logprobs, self.engine.needs_old_logprobs, replay
@@ -168,10 +169,10 @@ class PolicyGradient(OnPolicyModule, ABC):
             loss_mask=self.loss_mask(scored),
             old_logprobs=old,
             ref_logprobs=ref if self.beta else None,
-            kl_factor=self.kl.factor,
+            kl_factor=self.kl.control.factor,
         )
         self.kl.update(old, ref, sampled, self.ranks)
-        rollout, weighing = self.engine.at_rollout(rollout, self.step)
+        rollout, weighing = self.engine.at_rollout(rollout, self.global_step)
         return rollout, distances | weighing
 
     def loss_mask(self, scored: Scored) -> Tensor:
@@ -187,10 +188,6 @@ class PolicyGradient(OnPolicyModule, ABC):
     def compares_completions(self) -> bool:
         """Whether an advantage needs several completions of one prompt."""
         return estimators.compares_within_groups(self.advantage)
-
-    @property
-    def needs_greedy_rewards(self) -> bool:
-        return "greedy_rewards" in parameters(self.advantage)
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -260,7 +257,7 @@ class PolicyGradient(OnPolicyModule, ABC):
             self.entropy.update(self.ranks, skipped=self.broken_steps.last)
 
     def coefficients(self) -> dict[str, float]:
-        found = super().coefficients() | self.kl.coefficients()
+        found = self.kl.coefficients()
         if self.entropy is not None:
             found["entropy_coef"] = self.entropy.control.coefficient
         return found

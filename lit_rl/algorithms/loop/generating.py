@@ -101,7 +101,7 @@ class GeneratingModule(PolicyModule):
             batch,
             self.policy,
             self.model,
-            version=self.step,
+            version=self.global_step,
             sampling=sampling or self.sampling,
             group_size=group_size or self.group_size,
             seed=self.seed,
@@ -109,7 +109,7 @@ class GeneratingModule(PolicyModule):
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
-        return self.reward_texts(batch, texts_of(completions, self.tokenizer), response_ids(completions))
+        return self.reward_texts(batch, texts_of(completions, self.model.tokenizer), response_ids(completions))
 
     def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
         """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
@@ -123,7 +123,7 @@ class GeneratingModule(PolicyModule):
     def trainer_state(self) -> TrainerState:
         """Where the run is, as reward functions and judges see it."""
         trainer = self.trainer_or_none
-        return TrainerState(self.step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
+        return TrainerState(self.global_step, trainer.max_steps, trainer.current_epoch) if trainer else TrainerState()
 
     @contextmanager
     def rollout_context(self) -> Iterator[None]:
@@ -151,10 +151,10 @@ class GeneratingModule(PolicyModule):
     def predict_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> dict[str, list[Any]]:
         """The batch as a table: prompt, completion, each reward, length, and the data's own columns."""
         completions, scores = self.evaluate(batch, dataloader_idx)
-        texts = texts_of(completions, self.tokenizer)
+        texts = texts_of(completions, self.model.tokenizer)
         while len(self._evaluated) <= dataloader_idx:
             self._evaluated.append(EvaluationRows())
-        table = sample_table(self.step, batch, texts, completions, scores, advantages=None)
+        table = sample_table(self.global_step, batch, texts, completions, scores, advantages=None)
         wins, against = None, self.evaluation.win_rate_against
         if against is not None and not self.trainer.predicting:
             theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)

@@ -88,11 +88,6 @@ class PolicyModule(L.LightningModule):
         trainer = self.trainer_or_none
         return Ranks(self.device, trainer.global_rank, trainer.world_size) if trainer else Ranks(self.device)
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken: the version of the policy."""
-        return self.trainer_or_none.global_step if self.trainer_or_none else 0
-
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self.policy is not None:
@@ -193,9 +188,9 @@ class PolicyModule(L.LightningModule):
         optimizer.zero_grad()
         kept = ""
         if not self.trainer.fast_dev_run:  # pyright: ignore
-            batch = {"step": self.step + 1, "grad_norm": norm, **self.step_batch()}
+            batch = {"step": self.global_step + 1, "grad_norm": norm, **self.step_batch()}
             kept = keep_batch(Path(self.trainer.default_root_dir), self.global_rank, batch)
-        self.broken_steps.report(self.step + 1, norm, kept)
+        self.broken_steps.report(self.global_step + 1, norm, kept)
 
     def step_batch(self) -> dict[str, Any]:
         """What the optimizer step at hand learns from, to be looked at where it broke: tensors, numbers and strings."""
@@ -209,7 +204,7 @@ class PolicyModule(L.LightningModule):
         fitting = self.trainer.state.fn == TrainerFn.FITTING
         if fitting and not self.trainer.sanity_checking:
             for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
-                logger.log_metrics(metrics, step=self.step)
+                logger.log_metrics(metrics, step=self.global_step)
         self.log_dict(metrics, logger=not fitting, batch_size=1)
         return set(metrics)
 

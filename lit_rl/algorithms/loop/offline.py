@@ -20,7 +20,7 @@ from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
-from lit_rl.algorithms.records import OfflineRecords, learning_rates
+from lit_rl.algorithms.records import OfflineRecords
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
 from lit_rl.algorithms.terms.whole_step import WholeStep
@@ -155,13 +155,13 @@ class OfflineModule(PolicyModule, ABC):
         self.after_step()
         self._records.close(self.grad_norm, skipped=self.broken_steps.last)
         every = self.trainer.log_every_n_steps  # pyright: ignore
-        if every and (self.step + 1) % every == 0:
-            self._log_steps(self.step + 1)
+        if every and (self.global_step + 1) % every == 0:
+            self._log_steps(self.global_step + 1)
 
     def _log_steps(self, step: int) -> None:
         """One line of metrics for the optimizer steps since the last one."""
-        settings = {**self.coefficients(), **learning_rates(self.trainer.optimizers[0])}
-        metrics = self._records.line(self.ranks, settings, self.generation_seconds())
+        optimizer = self.trainer.optimizers[0]
+        metrics = self._records.line(self.ranks, self.coefficients(), optimizer, self.generation_seconds())
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)

@@ -56,7 +56,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
 
     def after_step(self) -> None:
         if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.step + 1)
+            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
 
     def generation_seconds(self) -> float:
         return self.stopwatch.take("generate")

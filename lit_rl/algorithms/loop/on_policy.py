@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.records import Records, learning_rates
+from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
@@ -237,7 +237,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     def after_step(self) -> None:
         """Called after each optimizer step: what changes between steps changes here."""
         if self.needs_reference:
-            self.reference.update(self.policy, self.reference_policy, self.step + 1)
+            self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
 
     def coefficients(self) -> dict[str, float]:
         """Numbers in force that are no constants of the run, for the log."""
@@ -294,7 +294,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._records.open(
             self.scored,
             visible,
-            step=self.step,
+            step=self.global_step,
             sampled_tokens=self.source.sampled_tokens,
             tokenizer=self.model.tokenizer,
             ranks=self.ranks,
@@ -324,7 +324,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._records.stepped(self.grad_norm, skipped=self.broken_steps.last)
         self.after_step()
         if self.plan is not None and self._slot == self.plan.slots - 1:
-            self._log_rollout(self.step + 1)
+            self._log_rollout(self.global_step + 1)
 
     def _log_rollout(self, step: int) -> None:
         """Log what the rollout and its updates were like, under the number of the optimizer step that ended it."""
@@ -333,7 +333,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.ranks,
             seconds=self.stopwatch.seconds,
             engine_seconds=self.generator.seconds,
-            coefficients=self.coefficients() | learning_rates(trainer.optimizers[0]),
+            coefficients=self.coefficients(),
+            optimizer=trainer.optimizers[0],
         )
         every = trainer.log_every_n_steps
         if every and step // every > (step - self.minibatches * self.iterations) // every:

@@ -25,9 +25,10 @@ _BY_POSITION = ("rewards", "group_id")
 
 
 def is_there(estimator: Estimator | None, such_as: str) -> None:
-    """
+    """Refuse a method without an estimator of advantages, and name one.
+
     Raises:
-        ConfigError: there is no estimator of advantages; names one.
+        ConfigError: there is none.
     """
     if estimator is None:
         raise ConfigError(f"algo.advantage=null: advantages need an estimator, such as algo/advantage={such_as}.")

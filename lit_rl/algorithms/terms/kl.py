@@ -64,11 +64,6 @@ class ReferenceKL:
         self.in_reward, self.in_loss, self.control = in_reward, in_loss, control
 
     @property
-    def factor(self) -> float:
-        """What both weights are multiplied by in the next rollout."""
-        return self.control.factor
-
-    @property
     def needs_reference(self) -> bool:
         """Whether there is a penalty at all."""
         return bool(self.in_reward.weight or self.in_loss.weight)
@@ -91,7 +86,7 @@ class ReferenceKL:
         """
         if not self.in_reward.weight or old is None or ref is None:
             return credit, {}
-        penalty, metrics = self.in_reward(old, ref, old, mask, self.factor)
+        penalty, metrics = self.in_reward(old, ref, old, mask, self.control.factor)
         return credit.less(penalty, mask), {} if self.in_loss.weight else metrics
 
     def update(self, old: Tensor | None, ref: Tensor | None, mask: Tensor, ranks: Ranks) -> None:
@@ -126,7 +121,7 @@ class ReferenceKL:
         if not self.control.adapts:
             return {}
         weights = {"kl_coef": self.in_loss.weight, "reward_kl_coef": self.in_reward.weight}
-        return {name: weight * self.factor for name, weight in weights.items() if weight}
+        return {name: weight * self.control.factor for name, weight in weights.items() if weight}
 
 
 def distance(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks) -> tuple[float, int]:
