@@ -352,7 +352,9 @@ def test_a_loss_gets_weights_and_step_if_it_names_them_and_only_then():
         got.append(set())
         return clipped_policy_loss(logprobs, old_logprobs, advantages, mask)
 
-    def curious(logprobs, old_logprobs, advantages, mask, weights: torch.Tensor | None = None, step=None, *, delta=None):
+    def curious(
+        logprobs, old_logprobs, advantages, mask, weights: torch.Tensor | None = None, step=None, *, delta=None
+    ):
         got.append({name for name, value in {"weights": weights, "step": step}.items() if value is None})
         return plain(logprobs, old_logprobs, advantages, mask)
 
