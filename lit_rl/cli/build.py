@@ -204,9 +204,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     if not isinstance(trainer.accelerator, CPUAccelerator):
         return
     if str(trainer.precision) in ("16-true", "16-mixed"):
-        raise BackendError(
-            f"trainer.precision={trainer.precision} needs a GPU: on a CPU take bf16-mixed, bf16-true or 32-true."
-        )
+        raise BackendError(f"trainer.precision={trainer.precision} needs a GPU: on a CPU take bf16-mixed or 32-true.")
     if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size == 1:
         raise BackendError(
             "strategy=fsdp spreads over several devices and there is one: take strategy=auto, or devices=2."

@@ -21,11 +21,12 @@ from lit_rl.algorithms import GRPO, RLOO, AdamW, Constant, Evaluation
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
+from lit_rl.models import LanguageModel, Lora
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 
 
-def module(algorithm=GRPO, **changes):
+def module(algorithm=GRPO, model="tiny", **changes):
     settings = {
         "sampling": Sampling(max_new_tokens=6),
         "optimizer": AdamW(lr=1e-4),
@@ -33,7 +34,7 @@ def module(algorithm=GRPO, **changes):
         "group_size": 4,
         "evaluation": Evaluation(limit=4),
     }
-    return algorithm("tiny", exact_match, **{**settings, **changes})
+    return algorithm(model, exact_match, **{**settings, **changes})
 
 
 def data(**changes):
@@ -110,12 +111,26 @@ def test_gradient_clip_val_bounds_what_the_optimizer_sees_and_reports_the_norm_b
     assert one.callback_metrics["train/grad_norm"] == pytest.approx(seen[-1], rel=1e-4)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_precision(tmp_path, precision):
     one, grpo, _ = fit(tmp_path, precision=precision)
-    kind = torch.bfloat16 if precision == "bf16-true" else torch.float32
-    assert next(grpo.policy.parameters()).dtype == kind
+    assert next(grpo.policy.parameters()).dtype == torch.float32
     assert torch.isfinite(one.callback_metrics["train/loss"])
+
+
+@pytest.mark.parametrize(
+    "model, precision", [("tiny", "bf16-true"), (LanguageModel("tiny", dtype="bfloat16"), "32-true")]
+)
+def test_weights_that_would_not_move_are_refused(tmp_path, model, precision):
+    with pytest.raises(ConfigError, match="bfloat16.*rounded away.*bf16-mixed"):
+        fit(tmp_path, module(model=model), precision=precision)
+
+
+def test_adapters_of_a_half_precision_policy_are_float32_and_learn(tmp_path):
+    _, grpo, _ = fit(tmp_path, module(model=LanguageModel("tiny", dtype="bfloat16", lora=Lora(r=2))))
+    trained = {name: p for name, p in grpo.policy.named_parameters() if p.requires_grad}
+    assert {p.dtype for p in trained.values()} == {torch.float32}
+    assert all(p.abs().sum() > 0 for name, p in trained.items() if "lora_B" in name)  # these begin at 0
 
 
 def test_model_checkpoint_follows_the_validation_reward(tmp_path):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
+from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory, refuse_narrow_weights
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
@@ -137,7 +137,10 @@ class PolicyModule(L.LightningModule):
         return [self.scheduler]
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.optimizer(self.parameter_groups())
+        groups = self.parameter_groups()
+        if not isinstance(self.trainer.strategy, DeepSpeedStrategy):  # which keeps float32 weights beside narrow ones
+            refuse_narrow_weights(groups)
+        optimizer = self.optimizer(groups)
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = by_group(optimizer, self.total_steps, self.schedules())

@@ -56,8 +56,7 @@ class BrokenSteps:
             return
         raise NumericError(
             f"{said} It is the {LIMIT}th in a row; the weights are as they were before them, and so is the last "
-            "checkpoint. Lower optimizer.lr, or look for a loss or a reward that is infinite; with trainer.precision="
-            "bf16-true or 16-true take a -mixed precision."
+            "checkpoint. Lower optimizer.lr, or look for a loss or a reward that is infinite."
         )
 
 
