@@ -38,3 +38,19 @@ def test_a_folder_without_a_model_is_not(typed, models):
 
 def test_the_root_of_the_system_holds_no_model():
     assert "Did you mean" not in refused("/nope")
+
+
+@pytest.mark.parametrize("cache", [None, "elsewhere"])
+def test_a_copy_without_the_hub_stands_for_the_hub_unless_a_revision_is_asked_for(cache, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LIT_RL_CACHE", str(tmp_path / cache) if cache else "")
+    name = "owner/small"
+    assert hub.resolve("model.name", name) == name
+    copy = hub.copy_without_hub(name)
+    assert copy == tmp_path / (cache or ".cache/lit_rl") / "models" / "owner" / "small"
+    copy.mkdir(parents=True)
+    assert hub.resolve("model.name", name) == name  # a folder that is not finished is none
+    (copy / "config.json").touch()
+    assert hub.resolve("model.name", name) == str(copy)
+    assert hub.resolve("model.name", name, revision="main") == name
+    assert hub.resolve("model.name", "owner/other") == "owner/other"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +20,19 @@ _LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
 """How a name begins that can only mean a folder."""
 
 
-def resolve(key: str, name: str) -> str:
+def copy_without_hub(name: str) -> Path:
+    """Where a script such as `scripts/smollm2.py` puts what stands for a model of the hub, with no hub to reach.
+
+    `$LIT_RL_CACHE` moves it; it is `~/.cache/lit_rl` otherwise.
+    """
+    cache = Path(os.environ.get("LIT_RL_CACHE") or "~/.cache/lit_rl").expanduser()
+    return cache / "models" / name
+
+
+def resolve(key: str, name: str, revision: str | None = None) -> str:
     """The folder that ``name`` stands for, or ``name`` itself where it is a hub id.
+
+    A hub id of which there is a copy without the hub is that folder, unless a revision was asked for.
 
     Raises:
         ConfigError: ``name`` is empty, or is written as a path and no such folder exists.
@@ -35,7 +47,8 @@ def resolve(key: str, name: str) -> str:
     if _LOCAL.match(name) or name.count("/") > 1:
         near = did_you_mean(folder.name, _models_in(folder.parent))
         raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
-    return name
+    copy = copy_without_hub(name)
+    return str(copy) if revision is None and (copy / "config.json").is_file() else name
 
 
 def _models_in(parent: Path) -> set[str]:

@@ -97,7 +97,7 @@ class LanguageModel:
         self.eos_token = eos_token
         self.pad_token = pad_token
         self._new_tokens: tuple[int, ...] = ()
-        self.path = str(hub.TINY) if name == "tiny" else hub.resolve("model.name", name)
+        self.path = str(hub.TINY) if name == "tiny" else hub.resolve("model.name", name, revision)
         self._check()
 
     @classmethod

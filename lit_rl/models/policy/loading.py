@@ -43,8 +43,11 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
         StorageError: weights are missing or damaged.
         BackendError: the model cannot be reached.
     """
+    from lightning.pytorch.utilities import rank_zero_info
     from transformers import AutoModelForCausalLM
 
+    if path == str(hub.copy_without_hub(name)):
+        rank_zero_info(f"model.name={name}: read from {path}, whose weights are not the hub's (see its README.md).")
     with hub.reading("model.name", name, path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=config, use_safetensors=True, output_loading_info=True, **settings
