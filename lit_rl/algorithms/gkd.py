@@ -159,6 +159,7 @@ class GKD(OfflinePolicyModule):
         prompts = prompts_of(micro_batches, self.ranks)
         with self.rollout_context():
             completions = self.generate(prompts) if writer == "student" else self._of_teacher(prompts)
+        self.rest()
         self.teacher.check_written(completions.response_ids, writer)
         return with_completions(micro_batches, completions, self.ranks)
 

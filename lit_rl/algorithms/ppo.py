@@ -114,6 +114,7 @@ class PPO(PolicyGradient):
             iterations=iterations,
             **terms,
         )
+        self.needs_greedy_rewards = False  # the critic is what an advantage is compared with
         self.value_clip, self.vf_coef = value_clip, vf_coef
         self.value_function: Critic = SeparateCritic() if critic is None else critic
         self.critic: Any = None

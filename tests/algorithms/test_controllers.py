@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL
 from lit_rl.errors import ConfigError, NumericError, StorageError
 
@@ -101,6 +102,14 @@ def test_the_state_of_another_controller_is_refused():
     ):
         with pytest.raises(StorageError, match=type(control).__name__):
             control.load_state(saved)
+
+
+def test_a_controller_that_does_not_say_whether_it_adapts_is_refused_by_its_name():
+    class Silent:
+        factor = 1.0
+
+    with pytest.raises(ConfigError, match="algo.kl_control=Silent.*adapts = True"):
+        GRPO("tiny", len, beta=0.1, kl_control=Silent())  # pyright: ignore
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

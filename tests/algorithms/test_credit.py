@@ -370,6 +370,7 @@ def test_the_step_is_scored_ahead_only_for_terms_that_are_taken_over_it():
     assert not GRPO("tiny", len, selection=per_row).needs_step
     assert not GRPO("tiny", len, entropy=bonus).needs_step
     assert GRPO("tiny", len, selection=selection.top_entropy).needs_step
+    assert GRPO("tiny", len, selection=lambda e, m, **rest: selection.top_entropy(e, m, **rest)).needs_step
     assert GRPO("tiny", len, selection=per_row, entropy=bonus).needs_step  # the bonus is a mean over what acts
 
 

@@ -123,7 +123,14 @@ def test_a_loss_that_takes_weights_says_by_their_type_who_multiplies():
     for loss in (silent, unread, partial(silent, old=None)):
         with pytest.raises(ConfigError, match="weights: WeightsInside"):
             weights_are_declared(loss)
-    for loss in (looks, multiplies, losses.clipped_policy_loss, losses.vespo_loss, lambda *args, **kwargs: None):
+    for loss in (
+        looks,
+        multiplies,
+        partial(silent, weights=None),
+        losses.clipped_policy_loss,
+        losses.vespo_loss,
+        lambda *args, **kwargs: None,
+    ):
         weights_are_declared(loss)
     assert multiplies_weights(multiplies) and not multiplies_weights(looks)
 

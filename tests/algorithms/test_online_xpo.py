@@ -14,6 +14,8 @@ from torch.nn.functional import logsigmoid
 
 from lit_rl.algorithms import XPO, Constant
 from lit_rl.algorithms.optim.optimizers import AdamW
+from lit_rl.algorithms.preflight.judged import ranks_draw_alike
+from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
@@ -138,3 +140,11 @@ def test_learns_the_sums(tmp_path: Path) -> None:
     print(f"xpo: {first:.3f} -> {last:.3f}")
     assert last > first + 0.05
     assert fit.callback_metrics["train/alpha"] == pytest.approx(1e-5)
+
+
+def test_dynamic_groups_of_several_ranks_are_refused_where_an_opponent_writes():
+    """A rank that needs no more spare groups would leave the others alone with the opponent's weights."""
+    ranks_draw_alike("XPO", DynamicSampling(), 1)
+    ranks_draw_alike("XPO", None, 2)
+    with pytest.raises(ConfigError, match="algo/groups=dynamic on 2 ranks: XPO"):
+        ranks_draw_alike("XPO", DynamicSampling(), 2)

@@ -15,9 +15,11 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from runs_helpers import SMALL, rows
 
 from lit_rl.algorithms import GRPO, RLOO, AdamW, Constant, Evaluation
+from lit_rl.algorithms.preflight.precision import weights_are_float32
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
@@ -124,6 +126,13 @@ def test_precision(tmp_path, precision):
 def test_weights_that_would_not_move_are_refused(tmp_path, model, precision):
     with pytest.raises(ConfigError, match="bfloat16.*rounded away.*bf16-mixed"):
         fit(tmp_path, module(model=model), precision=precision)
+
+
+def test_a_head_beside_the_adapters_has_the_type_of_the_base_and_is_refused_by_name():
+    head = {"policy.lora_A": torch.zeros(2), "policy.score.weight": torch.zeros(2, dtype=torch.bfloat16)}
+    with pytest.raises(ConfigError, match=r"bfloat16 \(policy.score.weight\).*model.dtype=float32"):
+        weights_are_float32(head, SingleDeviceStrategy())
+    weights_are_float32(head, DeepSpeedStrategy.__new__(DeepSpeedStrategy))  # which keeps float32 beside them
 
 
 def test_adapters_of_a_half_precision_policy_are_float32_and_learn(tmp_path):

@@ -75,10 +75,12 @@ class JudgedModule(OnPolicyModule, ABC):
     def setup(self, stage: str) -> None:
         if stage == "fit" and (data := getattr(self.trainer, "datamodule", None)) is not None:
             self.judge.bind(getattr(data, "columns", []))
+        if stage == "fit" and self.opponent_writes:
+            preflight.ranks_draw_alike(type(self).__name__, self.groups, self.world_size)
         super().setup(stage)
 
     def judged(self, scored: Scored) -> Scored:
-        """The same with the win rates that the judge gives the completions, and with what it logged."""
+        """The rollout with a win rate for each completion: the judge compares those of a prompt, each with each."""
         with self.stopwatch.measure("reward"):
             group = scored.group_size
             texts = texts_of(scored.completions, self.tokenizer)

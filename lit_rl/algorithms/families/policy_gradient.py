@@ -29,7 +29,7 @@ from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teac
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import multiplies_weights, name_of, parameters, reads
 from lit_rl.algorithms.terms.advantages import AdvantageClip, Whitening
-from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy, FixedKL, KLControl
+from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, AdaptiveKL, FixedEntropy, FixedKL, KLControl
 from lit_rl.algorithms.terms.credit import CreditAssignment
 from lit_rl.algorithms.terms.engine_correction import EngineCorrection
 from lit_rl.algorithms.terms.entropy import EntropyBonus
@@ -101,7 +101,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         beta: float = 0.0,
         reward_beta: float = 0.0,
         reward_kl: Callable = k1,
-        kl_control: KLControl | None = None,
+        kl_control: FixedKL | AdaptiveKL | KLControl | None = None,
         whitening: Callable | None = None,
         shaping: Callable | None = None,
         reward_norm: RunningNorm | None = None,

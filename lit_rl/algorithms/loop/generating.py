@@ -8,14 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compare
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
@@ -185,20 +183,9 @@ class GeneratingModule(PolicyModule):
 
     on_test_epoch_start = on_validation_epoch_start
 
-    def on_validation_epoch_end(self) -> None:
-        self._end_evaluation("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._end_evaluation("test")
-
-    def _end_evaluation(self, stage: str) -> None:
-        self.rest()
-        logged = self.log_generated(stage)
-        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            monitors(self.trainer, logged)
-
-    def log_generated(self, stage: str) -> set[str]:
+    def log_evaluation(self, stage: str) -> set[str]:
         """Log what the completions of every validation set were like; returns the names."""
+        self.rest()
         self._compared_model.release()
         logged: set[str] = set()
         for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore

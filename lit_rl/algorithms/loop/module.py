@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory, refuse_narrow_weights
+from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
+from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.preflight.precision import weights_are_float32
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
@@ -137,10 +139,9 @@ class PolicyModule(L.LightningModule):
         return [self.scheduler]
 
     def configure_optimizers(self) -> Any:
-        groups = self.parameter_groups()
-        if not isinstance(self.trainer.strategy, DeepSpeedStrategy):  # which keeps float32 weights beside narrow ones
-            refuse_narrow_weights(groups)
-        optimizer = self.optimizer(groups)
+        trained = {name: tensor for name, tensor in self._trained_names().items() if tensor.requires_grad}
+        weights_are_float32(trained, self.trainer.strategy)
+        optimizer = self.optimizer(self.parameter_groups())
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = by_group(optimizer, self.total_steps, self.schedules())
@@ -210,6 +211,23 @@ class PolicyModule(L.LightningModule):
                 logger.log_metrics(metrics, step=self.global_step)
         self.log_dict(metrics, logger=not fitting, batch_size=1)
         return set(metrics)
+
+    # ------------------------------------------------------------------ validate, test
+
+    def on_validation_epoch_end(self) -> None:
+        self._end_validation("val")
+
+    def on_test_epoch_end(self) -> None:
+        self._end_validation("test")
+
+    def _end_validation(self, stage: str) -> None:
+        logged = self.log_evaluation(stage)
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            monitors(self.trainer, logged)
+
+    def log_evaluation(self, stage: str) -> set[str]:
+        """Log what was measured on every validation set; returns the names."""
+        return set()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_rl.algorithms.evaluation.statistics import Averages
@@ -94,7 +93,7 @@ class OfflineModule(PolicyModule, ABC):
         """Numbers in force that are no constants of the run, for the log."""
         return {}
 
-    def generation_seconds(self) -> float:
+    def take_generation_seconds(self) -> float:
         """Seconds since the last line of the log in which a model wrote what was learned from."""
         return 0.0
 
@@ -161,7 +160,7 @@ class OfflineModule(PolicyModule, ABC):
     def _log_steps(self, step: int) -> None:
         """One line of metrics for the optimizer steps since the last one."""
         optimizer = self.trainer.optimizers[0]
-        metrics = self._records.line(self.ranks, self.coefficients(), optimizer, self.generation_seconds())
+        metrics = self._records.line(self.ranks, self.coefficients(), optimizer, self.take_generation_seconds())
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
@@ -199,20 +198,8 @@ class OfflineModule(PolicyModule, ABC):
 
     on_test_epoch_start = on_validation_epoch_start
 
-    def on_validation_epoch_end(self) -> None:
-        self._end_validation("val")
-
-    def on_test_epoch_end(self) -> None:
-        self._end_validation("test")
-
-    def _end_validation(self, stage: str) -> None:
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        logged = self.log_evaluation(stage)
-        if fitting and not self.trainer.sanity_checking:
-            preflight.monitors(self.trainer, logged)
-
     def log_evaluation(self, stage: str) -> set[str]:
-        """Log what was measured on every validation set; returns the names."""
+        """Log the loss on every validation set; returns the names."""
         logged: set[str] = set()
         for name, averages in zip(self.trainer.datamodule.loss_names, self._val_averages):  # pyright: ignore
             logged |= self.log_validation(prefixed(averages.reduce(self.ranks), stage, name))

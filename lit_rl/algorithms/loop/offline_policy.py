@@ -58,7 +58,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         if self.needs_reference:
             self.reference.update(self.policy, self.reference_policy, self.global_step + 1)
 
-    def generation_seconds(self) -> float:
+    def take_generation_seconds(self) -> float:
         return self.stopwatch.take("generate")
 
     # ------------------------------------------------------------------ what losses are made with
@@ -176,4 +176,4 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     on_test_epoch_start = on_validation_epoch_start
 
     def log_evaluation(self, stage: str) -> set[str]:
-        return self.log_generated(stage) | super().log_evaluation(stage)
+        return GeneratingModule.log_evaluation(self, stage) | OfflineModule.log_evaluation(self, stage)

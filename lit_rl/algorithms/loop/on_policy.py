@@ -232,7 +232,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return rollout, {}
 
     def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
-        """Called after the loss of each micro-batch, with what `loss` was given: what a term sums up over a step."""
+        """Called after each `loss`, with its arguments: a term that adapts after the step sums up what it needs."""
 
     def after_step(self) -> None:
         """Called after each optimizer step: what changes between steps changes here."""
@@ -373,7 +373,9 @@ class Spare:
 
     datamodule: Any
     draw_now: Callable[[PromptBatch], Completions]
+    """Completes the prompts that may be learned from."""
     generate: Callable[..., Completions]
+    """Completes a prompt that nobody looks at, where an engine has to be asked by every rank."""
     reward: Callable[[PromptBatch, Completions], Scores]
     exact: bool
     """Whether the generator is the policy itself, so that each rank can draw alone."""

@@ -24,26 +24,6 @@ class OptimizerFactory(Protocol):
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
 
-def refuse_narrow_weights(groups: ParamGroups) -> None:
-    """Refuse to train weights in half precision, whose updates are rounded away.
-
-    Between neighbours of bfloat16 lies 1/256 to 1/128 of a weight, and AdamW moves a weight by about the learning rate.
-    After 10 steps at 1e-6 in bfloat16, 1.9 % of the weights of a policy had moved.
-
-    Raises:
-        ConfigError: a weight that is to be trained is narrower than float32.
-    """
-    narrow = {p.dtype for group in groups for p in group["params"] if p.is_floating_point() and p.dtype.itemsize < 4}
-    if narrow:
-        kind = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in narrow))
-        raise ConfigError(
-            f"The weights to be trained are {kind} (by trainer.precision, or by model.dtype): at learning rates of "
-            "post-training nearly every update is smaller than half the distance to the next number, and is rounded "
-            "away without a word. Take model.dtype=float32 with trainer.precision=bf16-mixed, which computes in "
-            "bfloat16; or model.lora.r=16 with model.dtype=bfloat16, whose adapters are float32."
-        )
-
-
 def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0) -> None:
     in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
     for i, beta in enumerate(betas):

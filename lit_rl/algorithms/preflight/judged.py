@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lit_rl.algorithms.preflight import preferences
-from lit_rl.algorithms.terms.groups import BestOfGroup, GroupSelection
+from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, GroupSelection
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.generation.base import Generator
 from lit_rl.generation.native import NativeGenerator
@@ -46,6 +46,22 @@ def groups_are_compared(name: str, group_size: int, split_groups: int, groups: G
         )
     if groups is not None:
         groups.fits(group_size, compares_completions=lambda: True)
+
+
+def ranks_draw_alike(name: str, groups: GroupSelection | None, world_size: int) -> None:
+    """Refuse dynamic groups on several ranks where an opponent writes.
+
+    Each rank draws spare groups until it has enough, and an opponent's weights may have to be gathered from all ranks.
+
+    Raises:
+        ConfigError: one rank would wait for another that draws no more.
+    """
+    if isinstance(groups, DynamicSampling) and world_size > 1:
+        raise ConfigError(
+            f"algo/groups=dynamic on {world_size} ranks: {name} has an opponent write beside the policy, and ranks "
+            "that need other numbers of spare groups would wait for each other for ever. Take algo/groups=all, or one "
+            "device."
+        )
 
 
 def judge_has_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalty: float | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lit_rl.algorithms.signatures import annotations_of, name_of, notes, parameters, setting
+from lit_rl.algorithms.signatures import annotations_of, name_of, notes, parameters, reads, setting
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.ranges import Above, Pair, Range
 
@@ -31,7 +31,7 @@ def weights_are_declared(loss: Callable[..., Any], key: str = "algo.loss") -> No
     Raises:
         ConfigError: there is no annotation, or none that can be read.
     """
-    if annotations_of(loss).get("weights") is Any:
+    if reads(loss, "weights") and annotations_of(loss).get("weights") is Any:
         raise ConfigError(
             f"{key}={name_of(loss)}: it takes `weights`, the weights against an engine, "
             "and its annotation does not say what for. If the loss multiplies by them itself, write `weights: "

@@ -71,15 +71,20 @@ def group_is_large_enough(algorithm: str, group_size: int, *, compares_completio
 
 
 def controller_has_a_term(control: KLControl, *weights: float) -> None:
-    """Refuse a controller that has no weight to steer.
+    """Refuse a controller that has no weight to steer, or does not say whether it steers.
 
     Raises:
-        ConfigError: the controller steers the weight of a KL, and there is none.
+        ConfigError: the controller steers the weight of a KL, and there is none; or it has no `adapts`.
     """
+    if not hasattr(control, "adapts"):
+        raise ConfigError(
+            f"algo.kl_control={type(control).__name__} does not say whether its factor changes during the run: give "
+            "the class `adapts = True`, or False where `update` does nothing."
+        )
     if control.adapts and not any(weights):
         raise ConfigError(
-            "algo/kl_control=adaptive changes the weight of a KL term, and there is none: set algo.beta (KL in the "
-            "loss) or algo.reward_beta (KL in the reward) above 0."
+            f"algo.kl_control={type(control).__name__} changes the weight of a KL term, and there is none: set "
+            "algo.beta (KL in the loss) or algo.reward_beta (KL in the reward) above 0."
         )
 
 

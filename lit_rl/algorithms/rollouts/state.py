@@ -48,16 +48,16 @@ def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:
 
 
 FORMAT = 2
-"""Of what a rank keeps in a checkpoint. 1, which was not written down, had the KL's factor outside the rollout."""
+"""Of a half-used rollout in a checkpoint. In 1, which was not written down, Nash-MD's advantages were verdicts."""
 
 
 def check_format(saved: Mapping[str, Any]) -> None:
-    """Refuse what another version of lit_rl kept of a half-used rollout.
+    """Refuse a half-used rollout that another version of lit_rl kept. All else reads as it did.
 
     Raises:
         StorageError: the format is another.
     """
-    if (found := saved.get("format", 1)) != FORMAT:
+    if "rollout" in saved["module"] and (found := saved.get("format", 1)) != FORMAT:
         raise StorageError(
             f"The checkpoint keeps the state of a rank in format {found}, and this version of lit_rl reads format "
             f"{FORMAT}. Its weights are sound: export them with the version that wrote them and start a new run from "

@@ -144,8 +144,8 @@ def token_rewards(
     if spans is not None:
         ids = response_ids(completions)
         for row, row_spans in enumerate(spans):
-            if not rewards[row].isnan():
-                columns = mask[row].nonzero().flatten().tolist()
+            columns = mask[row].nonzero().flatten().tolist()
+            if columns and not rewards[row].isnan():
                 for _, end, value in row_spans:
                     token = columns[_token_at(ids[row], end, tokenizer)]
                     out[row, token] += value

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lit_rl.algorithms.signatures import arguments_for, parameters
+from lit_rl.algorithms.signatures import arguments_for, reads
 from lit_rl.errors import in_range
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
@@ -19,7 +19,8 @@ class TokenSelection:
     """The loss tokens that the policy loss acts on; the KL and the denominator have all of them.
 
     Args:
-        choose: `(entropy, mask, ...) -> bool (b, t)`; it may also name `step`. None: all loss tokens.
+        choose: `(entropy, mask, ...) -> bool (b, t)`; it may also name `step`. It may be called several times for a
+            micro-batch, and has to answer alike: it holds no state and draws nothing. None: all loss tokens.
     """
 
     def __init__(self, choose: Callable[..., Tensor] | None) -> None:
@@ -28,7 +29,7 @@ class TokenSelection:
     @property
     def needs_step(self) -> bool:
         """Whether the choice is made over all tokens of an optimizer step."""
-        return self.choose is not None and "step" in parameters(self.choose)
+        return self.choose is not None and reads(self.choose, "step")
 
     def __call__(self, entropy: Tensor, mask: Tensor, step: StepTokens | None) -> Tensor:
         """Bool `(b, t)`, a subset of `mask`.

@@ -42,8 +42,8 @@ class LanguageModel:
 
     Args:
         name: "tiny" (the policy that comes with the package), a folder, or a hub id.
-        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored). Weights that are trained
-            have to be float32; under LoRA the adapters are, whatever this says.
+        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored). What is trained has to
+            be float32, as adapters always are.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ... None lets transformers choose.
         revision: Branch, tag or commit of the hub repository.
         trust_remote_code: Run Python code that comes with the model. From the hub only with ``revision`` a commit.

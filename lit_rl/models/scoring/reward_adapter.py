@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.trunk import base_of, frozen_trunk, trunk_inputs
 from lit_rl.rollout import Completions
 
@@ -58,12 +59,8 @@ class RewardAdapter:
     @torch.no_grad()
     def rewards(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
         """Float32 ``(b,)``: the score at the last token of each response, without dropout."""
-        training = module.training
-        module.eval()
-        try:
+        with evaluation_mode(module):
             return module(**trunk_inputs(completions))
-        finally:
-            module.train(training)
 
 
 class _RewardModel(nn.Module):
