@@ -146,7 +146,7 @@ def test_groups_drawn_anew_on_two_ranks(run: Callable[..., Run]) -> None:
     assert sum(one.column("train/groups/drawn")) > 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
 def test_two_ranks_each_with_an_engine(run: Callable[..., Run], strategy: str) -> None:
     """Two processes, two engines, whole policies and sharded ones: each engine proves every update."""
     two = ["trainer.accelerator=cpu", "trainer.devices=2", f"strategy={strategy}"]

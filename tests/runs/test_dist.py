@@ -12,7 +12,7 @@ import pytest
 import torch
 from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
-from tiers import quick
+from tiers import all_but_exhaustive
 
 pytestmark = pytest.mark.dist
 
@@ -64,7 +64,7 @@ def _tiny(monkeypatch, tiny_dir):
     monkeypatch.setenv("LIT_RL_TINY", str(tiny_dir))
 
 
-@pytest.mark.parametrize("shape", quick(SHAPES, ["kl-and-accumulation"]))
+@pytest.mark.parametrize("shape", all_but_exhaustive(SHAPES, ["kl-and-accumulation", "batch-normalized"]))
 def test_ddp_equals_one_process(shape, process, train, tmp_path):
     assert train(*SMALL, *SGD, *SHAPES[shape], f"run_dir={tmp_path / 'one'}") == 0
     finished(process, tmp_path / "two", *SGD, *SHAPES[shape], "strategy=ddp", *TWO)
@@ -85,7 +85,7 @@ def test_fsdp_with_a_reference_matches_one_process_and_ddp_and_exports(process, 
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", all_but_exhaustive(["ddp", "fsdp"], ["fsdp"]))  # ddp resumes in test_resume_terms
 def test_two_processes_resume_exactly(strategy, process, tmp_path):
     overrides = [
         f"strategy={strategy}",

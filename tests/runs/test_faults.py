@@ -104,7 +104,9 @@ def test_a_second_signal_ends_at_once(process, tmp_path):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.exhaustive)]
+)
 def test_a_signal_saves_and_leaves_with_its_code(process, tmp_path, whole, number, code):
     run_dir = tmp_path / "run"
     child = process(*RUN, f"run_dir={run_dir}")
