@@ -156,7 +156,7 @@ def test_a_distribution_that_depends_on_the_past_is_refused_whatever_the_engine(
 ALONE: dict[str, Any] = {"group_size": 1, "advantage": advantages.raw}
 
 COMBINATIONS: list[tuple[dict[str, Any], str]] = [
-    ({"kl_control": AdaptiveKL()}, r"algo/kl_control=adaptive.*algo\.beta.*algo\.reward_beta"),
+    ({"kl_control": AdaptiveKL()}, r"algo/kl_control: AdaptiveKL.*algo\.beta.*algo\.reward_beta"),
     ({"weight_norm": mismatch.normalize_token_weights}, r"algo/weight_norm.*algo/correction"),
     ({"correction": partial(mismatch.token_truncate, low=4.0)}, r"algo\.correction: low=4\.0 high=3\.0"),
     ({"correction": partial(mismatch.sequence_mask, low=-1.0)}, r"algo\.correction: low=-1\.0"),

@@ -40,7 +40,7 @@ ROWS: list[tuple[str, list[str], list[str]]] = [
     ),
     # KL
     ("beta-ppo", ["algo=ppo", "algo.beta=-0.1"], ["algo.beta=-0.1", "[0, inf]"]),
-    ("adaptive-kl", ["algo/kl_control=adaptive"], ["algo/kl_control=adaptive", "algo.beta", "algo.reward_beta"]),
+    ("adaptive-kl", ["algo/kl_control=adaptive"], ["algo/kl_control: AdaptiveKL", "algo.beta", "algo.reward_beta"]),
     # correction
     ("weight-norm", ["algo/weight_norm=token"], ["algo/weight_norm", "algo/correction"]),
     (

@@ -83,7 +83,7 @@ def controller_has_a_term(control: KLControl, *weights: float) -> None:
         )
     if control.adapts and not any(weights):
         raise ConfigError(
-            f"algo.kl_control={type(control).__name__} changes the weight of a KL term, and there is none: set "
+            f"algo/kl_control: {type(control).__name__} changes the weight of a KL term, and there is none: set "
             "algo.beta (KL in the loss) or algo.reward_beta (KL in the reward) above 0."
         )
 
