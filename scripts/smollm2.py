@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -91,13 +90,14 @@ def main() -> None:
     if (folder / "config.json").exists():
         print(f"{NAME} is there: {folder}")
         return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SystemExit(f"{folder} holds something else. Give --folder a new folder; nothing was written.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         made = Path(temporary, "made")
         convert(fetch(Path(temporary)), made)
         said = check(made)
-        shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+        made.rename(folder)  # in place of an empty folder too
     print(f"{NAME}, Apache-2.0, weights rounded to 4 bits: {folder}")
     print(f"  {QUESTION} {said}")
     print("Train it: python train.py model=smollm2_135m model.lora.r=16 ...")

@@ -60,7 +60,6 @@ class BCO(VerdictModule):
                 f"algo/prompt_weights=density_ratio embeds prompts with the reference, and reference="
                 f"{type(self.reference).__name__} changes during the run. Take reference=auto or reference=frozen_copy."
             )
-        self.density_ratio = prompt_weights
         self.prompt_weights = None if prompt_weights is None else PromptWeights(prompt_weights)
         self.shift = RewardShift()
         self._step_reward: Tensor | None = None
@@ -95,14 +94,14 @@ class BCO(VerdictModule):
         self._step_reward = None
 
     def rank_state(self) -> dict[str, Any]:
-        weights = self.density_ratio.state() if self.density_ratio else {}
+        weights = self.prompt_weights.ratio.state() if self.prompt_weights else {}
         return super().rank_state() | self.shift.state() | {"prompt_weights": weights}
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         super().load_rank_state(saved)
         self.shift.load_state(saved)
-        if self.density_ratio:
-            self.density_ratio.load_state(saved["prompt_weights"])
+        if self.prompt_weights:
+            self.prompt_weights.ratio.load_state(saved["prompt_weights"])
 
     # ------------------------------------------------------------------ the weights of prompts
 
@@ -138,7 +137,7 @@ class BCO(VerdictModule):
 
     def _match_once(self) -> None:
         """Fit the density ratio where no checkpoint has brought it."""
-        if self.density_ratio is not None and not self.density_ratio.fitted:
+        if self.prompt_weights is not None and not self.prompt_weights.ratio.fitted:
             data: Any = self.trainer.datamodule  # pyright: ignore
             with self.rollout_context():
                 self.match_prompts(data.corpus.train.examples)
@@ -155,5 +154,5 @@ class BCO(VerdictModule):
 
     def reads_all_rows(self) -> Iterator[AllRows]:
         yield from super().reads_all_rows()
-        if self.density_ratio is not None:
+        if self.prompt_weights is not None:
             yield AllRows("algo/prompt_weights=density_ratio is fitted to a sample of", "take algo/prompt_weights=none")

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lit_rl.algorithms.evaluation.statistics import Averages, rollout_metrics
 from lit_rl.algorithms.evaluation.tables import sample_table
+from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import RewardError
@@ -115,7 +116,7 @@ class Records:
         stats = dict(self._stats)
         tokens = stats.pop("rollout_tokens")
         means = {**stats, **self.averages.reduce(ranks), **coefficients, **learning_rates(optimizer)}
-        metrics = {f"train/{name}": value for name, value in means.items()}
+        metrics = prefixed(means, "train")
         metrics |= {f"time/{phase}": value for phase, value in {**phases, **engine_seconds}.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
         return metrics
@@ -175,7 +176,7 @@ class OfflineRecords:
             generated_in: Seconds in which a model wrote what was learned from; 0 where none did.
         """
         means = {**self.averages.reduce(ranks), **coefficients, **learning_rates(optimizer)}
-        metrics = {f"train/{name}": value for name, value in (means | {"num_tokens": float(self._tokens_seen)}).items()}
+        metrics = prefixed(means | {"num_tokens": float(self._tokens_seen)}, "train")
         metrics |= {"time/update": self._seconds} | ({"time/generate": generated_in} if generated_in else {})
         metrics["tokens_per_second"] = self._tokens / max(1e-9, self._seconds + generated_in)
         self._tokens, self._seconds = 0, 0.0

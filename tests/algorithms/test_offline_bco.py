@@ -241,5 +241,5 @@ def test_a_run_fits_the_ratio_once_and_counts_its_steps() -> None:
     )
     data = PreferenceDataModule(rows=APART, batch_size=4, val_fraction=0.0)
     trainer.fit(module, datamodule=data)
-    assert module.shift.steps == 3 and module.density_ratio is not None and module.density_ratio.fitted
+    assert module.shift.steps == 3 and module.prompt_weights is not None and module.prompt_weights.ratio.fitted
     assert math.isfinite(float(trainer.callback_metrics["train/delta"]))

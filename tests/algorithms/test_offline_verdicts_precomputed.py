@@ -112,8 +112,8 @@ def test_weights_of_prompts_are_those_of_the_reference(tmp_path: Path) -> None:
     live, kept = module("bco-weighted"), module("bco-weighted", precompute_reference=True)
     fit(tmp_path / "live", live, small(), max_steps=2)
     fit(tmp_path / "kept", kept, small(), max_steps=2)
-    for name, part in live.density_ratio.state().items():
-        torch.testing.assert_close(kept.density_ratio.state()[name], part, rtol=1e-4, atol=1e-6)
+    for name, part in live.prompt_weights.ratio.state().items():
+        torch.testing.assert_close(kept.prompt_weights.ratio.state()[name], part, rtol=1e-4, atol=1e-6)
     assert len(kept.prompt_weights.known) == 12 + 7 and not live.prompt_weights.known
 
 

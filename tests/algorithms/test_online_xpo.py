@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from online_modules import completions, gradient_by_hand, rollout_of, step_of, sums_by_hand, with_policies
 from small_rollouts import EachBatch, trainer
 from torch.nn.functional import logsigmoid
 
 from lit_rl.algorithms import XPO, Constant
 from lit_rl.algorithms.optim.optimizers import AdamW
-from lit_rl.algorithms.preflight.judged import ranks_draw_alike
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy, shards
+from lit_rl.algorithms.preflight.judged import opponent_can_draw_alone
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -142,9 +144,10 @@ def test_learns_the_sums(tmp_path: Path) -> None:
     assert fit.callback_metrics["train/alpha"] == pytest.approx(1e-5)
 
 
-def test_dynamic_groups_of_several_ranks_are_refused_where_an_opponent_writes():
+def test_dynamic_groups_are_refused_where_an_opponent_cannot_write_for_one_rank_alone():
     """A rank that needs no more spare groups would leave the others alone with the opponent's weights."""
-    ranks_draw_alike("XPO", DynamicSampling(), 1)
-    ranks_draw_alike("XPO", None, 2)
-    with pytest.raises(ConfigError, match="algo/groups=dynamic on 2 ranks: XPO"):
-        ranks_draw_alike("XPO", DynamicSampling(), 2)
+    opponent_can_draw_alone("XPO", DynamicSampling(), ranks_draw_together=False)
+    opponent_can_draw_alone("XPO", None, ranks_draw_together=True)
+    with pytest.raises(ConfigError, match="algo/groups=dynamic: XPO.*strategy=ddp"):
+        opponent_can_draw_alone("XPO", DynamicSampling(), ranks_draw_together=True)
+    assert shards(FSDP2Strategy()) and shards(FSDPStrategy()) and not shards(DDPStrategy())

@@ -1,4 +1,4 @@
-"""The one real pretrained model that needs no hub, SmolLM2-135M-Instruct: read, asked, scored, exported."""
+"""The one real pretrained model that needs no hub, SmolLM2-135M-Instruct: read, asked, scored."""
 
 from __future__ import annotations
 

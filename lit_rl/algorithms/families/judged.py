@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.preflight.sampling import sampling_teaches
 from lit_rl.algorithms.rollouts.opponents import policy_rows, without_opponent
@@ -76,7 +77,8 @@ class JudgedModule(OnPolicyModule, ABC):
         if stage == "fit" and (data := getattr(self.trainer, "datamodule", None)) is not None:
             self.judge.bind(getattr(data, "columns", []))
         if stage == "fit" and self.opponent_writes:
-            preflight.ranks_draw_alike(type(self).__name__, self.groups, self.world_size)
+            together = self.world_size > 1 and (shards(self.trainer.strategy) or not self.generator.exact)
+            preflight.opponent_can_draw_alone(type(self).__name__, self.groups, ranks_draw_together=together)
         super().setup(stage)
 
     def judged(self, scored: Scored) -> Scored:

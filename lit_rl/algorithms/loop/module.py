@@ -203,15 +203,6 @@ class PolicyModule(L.LightningModule):
     def on_fit_start(self) -> None:
         self.policy.train()  # from_pretrained gives evaluation mode, where gradient checkpointing is silently off
 
-    def log_validation(self, metrics: dict[str, float]) -> set[str]:
-        """Log under the number of the step; returns the names."""
-        fitting = self.trainer.state.fn == TrainerFn.FITTING
-        if fitting and not self.trainer.sanity_checking:
-            for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
-                logger.log_metrics(metrics, step=self.global_step)
-        self.log_dict(metrics, logger=not fitting, batch_size=1)
-        return set(metrics)
-
     # ------------------------------------------------------------------ validate, test
 
     def on_validation_epoch_end(self) -> None:
@@ -228,6 +219,15 @@ class PolicyModule(L.LightningModule):
     def log_evaluation(self, stage: str) -> set[str]:
         """Log what was measured on every validation set; returns the names."""
         return set()
+
+    def log_validation(self, metrics: dict[str, float]) -> set[str]:
+        """Log under the number of the step; returns the names."""
+        fitting = self.trainer.state.fn == TrainerFn.FITTING
+        if fitting and not self.trainer.sanity_checking:
+            for logger in self.trainer.loggers:  # Lightning's own way counts a step less at an epoch's end
+                logger.log_metrics(metrics, step=self.global_step)
+        self.log_dict(metrics, logger=not fitting, batch_size=1)
+        return set(metrics)
 
     # ------------------------------------------------------------------ checkpoints
 

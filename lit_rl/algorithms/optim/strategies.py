@@ -28,6 +28,11 @@ class FSDP2Strategy(ModelParallelStrategy):
         super().setup_environment()
 
 
+def shards(strategy: Any) -> bool:
+    """Whether the ranks may hold parts of the weights, so that to read a whole one takes all of them."""
+    return flattens(strategy) or isinstance(strategy, ModelParallelStrategy)
+
+
 def flattens(strategy: Any) -> bool:
     """Whether it flattens the weights of all modules into one, so that none of them can be given back alone."""
     return isinstance(strategy, FSDPStrategy | DeepSpeedStrategy)

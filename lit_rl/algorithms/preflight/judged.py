@@ -48,19 +48,21 @@ def groups_are_compared(name: str, group_size: int, split_groups: int, groups: G
         groups.fits(group_size, compares_completions=lambda: True)
 
 
-def ranks_draw_alike(name: str, groups: GroupSelection | None, world_size: int) -> None:
-    """Refuse dynamic groups on several ranks where an opponent writes.
+def opponent_can_draw_alone(name: str, groups: GroupSelection | None, *, ranks_draw_together: bool) -> None:
+    """Refuse dynamic groups where an opponent writes and a rank cannot draw without the others.
 
-    Each rank draws spare groups until it has enough, and an opponent's weights may have to be gathered from all ranks.
+    Args:
+        name: Of the method.
+        groups: Each rank draws spare groups until dynamic sampling has enough: some ranks draw more than others.
+        ranks_draw_together: Whether the weights are spread over the ranks, or an engine is asked by all of them.
 
     Raises:
         ConfigError: one rank would wait for another that draws no more.
     """
-    if isinstance(groups, DynamicSampling) and world_size > 1:
+    if isinstance(groups, DynamicSampling) and ranks_draw_together:
         raise ConfigError(
-            f"algo/groups=dynamic on {world_size} ranks: {name} has an opponent write beside the policy, and ranks "
-            "that need other numbers of spare groups would wait for each other for ever. Take algo/groups=all, or one "
-            "device."
+            f"algo/groups=dynamic: {name} has an opponent write beside the policy, and ranks that need other numbers "
+            "of spare groups would wait for each other for ever. Take algo/groups=all, strategy=ddp, or one device."
         )
 
 

@@ -88,14 +88,14 @@ class RolloutSource:
         They are drawn with a copy of the generator, so that the policy's never holds other weights.
         """
         with self._stopwatch.measure("generate"):
-            completions = _begin(copy.copy(for_another_policy(self.generator)), asked)()
+            completions = _ask(copy.copy(for_another_policy(self.generator)), asked)()
         self.sampled_tokens += int(completions.lengths.sum())
         return completions
 
     def _begin(self, asked: RolloutRequest) -> Callable[[], Completions]:
         """Give the generator the weights of now. What is returned draws the completions when it is called."""
         self._ahead.wait()  # the weights of a request in flight stay as they are
-        return _begin(self.generator, asked)
+        return _ask(self.generator, asked)
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
         self.sampled_tokens += int(completions.lengths.sum())
@@ -209,7 +209,7 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
         raise failure
 
 
-def _begin(generator: Generator, asked: RolloutRequest) -> Callable[[], Completions]:
+def _ask(generator: Generator, asked: RolloutRequest) -> Callable[[], Completions]:
     return request(
         generator,
         asked.policy,

@@ -98,7 +98,8 @@ class ReferenceKL:
             mask: Bool `(b, t)`: the sampled tokens.
             ranks: The rollout is of all of them.
         """
-        if self.control.adapts and old is not None and ref is not None:
+        if self.control.adapts:
+            assert old is not None and ref is not None  # `needs_old_logprobs` and `needs_reference` ask for them
             self.control.update(*distance(old, ref, mask, ranks))
 
     def add_to_loss(self, per_token: Tensor, rollout: Rollout, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
