@@ -50,10 +50,12 @@ class TokenBatch:
         """Bool ``(b, s - 1)``: the loss mask of the positions that predict, one to the left of what they predict."""
         return self.loss_mask[:, 1:]
 
-    def take(self, rows: slice) -> TokenBatch:
-        """Some of the rows."""
-        segment = None if self.segment is None else self.segment[rows]
-        return TokenBatch(self.input_ids[rows], self.attention_mask[rows], self.loss_mask[rows], segment)
+    def take(self, rows: slice | Tensor, width: int | None = None) -> TokenBatch:
+        """Some of the rows; of them the first `width` columns, where that is given."""
+        segment = None if self.segment is None else self.segment[rows, :width]
+        return TokenBatch(
+            self.input_ids[rows, :width], self.attention_mask[rows, :width], self.loss_mask[rows, :width], segment
+        )
 
     def to(self, device: Any) -> Self:
         """The same batch with its tensors on the device."""

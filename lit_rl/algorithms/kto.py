@@ -92,7 +92,7 @@ class KTO(VerdictModule):
         tokens = batch.mismatched
         assert tokens is not None
         with evaluation_mode(self.policy):
-            logprobs = score_texts(self.policy, tokens).logprobs
+            logprobs = score_texts(self.policy, tokens, options=self.forward_options).logprobs
         return masked_sum(logprobs - self.ref_logprobs(batch, tokens), tokens.learned, dim=1)
 
     def texts_beside(self) -> Iterable[tuple[str, ExampleSet]]:

@@ -226,7 +226,8 @@ class PPO(PolicyGradient):
         if not len(mine):
             zero = torch.zeros((), device=self.device)
             return zero, {"ptx_loss": (zero, zero)}
-        loss = -masked_sum(score_texts(self.policy, mine).logprobs, mine.learned)
+        scores = score_texts(self.policy, mine, options=self.forward_options)
+        loss = -masked_sum(scores.logprobs, mine.learned)
         return loss / total.to(loss.device) * shares, {"ptx_loss": (loss.detach(), mine.learned.sum())}
 
     # ------------------------------------------------------------------ two parameter groups

@@ -22,6 +22,7 @@ from lit_rl.errors import in_range
 from lit_rl.examples import TextBatch, Totals
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.neftune import noisy_embeddings
+from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics, mean_of
@@ -72,6 +73,12 @@ class SFT(OfflinePolicyModule):
             "mean_token_accuracy": mean_of(scores.stats.correct, mask),
         }
         return loss, metrics | aux
+
+    @property
+    def forward_options(self) -> ForwardOptions:
+        """Noise is laid on the embeddings of a whole batch."""
+        options = super().forward_options
+        return options if self.neftune_alpha is None else options.in_one_call
 
     def noise(self, batch: TextBatch) -> AbstractContextManager[None]:
         """Noise on the embeddings of a training batch. The same row gets the same in the same step of every run."""

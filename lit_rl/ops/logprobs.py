@@ -173,10 +173,15 @@ def finite_logprobs(log_softmax: Tensor) -> Tensor:
 def blocks(logits: Tensor, truncation: Truncation) -> Iterator[tuple[slice, slice]]:
     """Slices of the first two dimensions: logits are often a view of a longer tensor, which flattening would copy."""
     b, t, v = logits.shape
-    numbers = CPU_BLOCK if logits.device.type == "cpu" else GPU_BLOCK
-    numbers = numbers if truncation.off else numbers // _TRUNCATED_SHARE
+    numbers = block_numbers(logits.device, truncation)
     rows = max(1, numbers // max(1, t * v))
     columns = max(1, numbers // max(1, v))
     for row in range(0, b, rows):
         for column in range(0, t, columns):
             yield slice(row, row + rows), slice(column, column + columns)
+
+
+def block_numbers(device: torch.device, truncation: Truncation) -> int:
+    """How many float32 numbers a block has at most."""
+    numbers = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
+    return numbers if truncation.off else numbers // _TRUNCATED_SHARE

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Float32, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lit_rl.ops.logprobs import blocks
@@ -12,14 +12,14 @@ from lit_rl.ops.transforms import NO_TRUNCATION
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Of each position."""
+    """Of each position, in any shape."""
 
-    log_sum_sq: Float32[Tensor, "b t"]
+    log_sum_sq: Float[Tensor, "*shape"]
     """``log sum_v p_v^2``, in [-log v, 0]: the log-prob that a sampled token has on average, by its probability. WPO
     (2406.11827) takes the log-prob of a token relative to it."""
-    correct: Bool[Tensor, "b t"]
+    correct: Bool[Tensor, "*shape"]
     """The token is the likeliest one; of several likeliest, the first."""
-    mean_logit: Float32[Tensor, "b t"]
+    mean_logit: Float[Tensor, "*shape"]
     """Mean over the vocabulary."""
 
 

@@ -107,6 +107,7 @@ def test_the_shared_trunk_runs_once_and_learns_from_both(describe, completions):
     policy = describe("full").load()
     critic = SharedTrunk()
     module, calls = made(critic, policy), []
+    forward.score(policy, completions, Sampling())  # the first pass of a model tries its head
     policy.base_model.register_forward_hook(lambda *args: calls.append(1))
     scores, values = critic.scores_and_values(policy, module, completions, Sampling())
     assert calls == [1]

@@ -238,12 +238,14 @@ class PolicyGradient(OnPolicyModule, ABC):
         return score(self.policy, completions, self.sampling, **self.score_terms)
 
     @property
-    def score_terms(self) -> dict[str, bool]:
-        """What the objective needs of the policy's forward pass beside log-probs."""
-        return {"entropy_gradient": self.entropy is not None, "router_aux": self.router_aux_loss_coef > 0}
+    def score_terms(self) -> dict[str, Any]:
+        """What the objective needs of the policy's forward pass beside log-probs, and how it is computed."""
+        wanted = {"entropy_gradient": self.entropy is not None, "router_aux": self.router_aux_loss_coef > 0}
+        return wanted | {"options": self.forward_options}
 
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
-        return step_tokens(self.policy, micro_batches, self.sampling, self.selection, self.ranks)
+        options = self.forward_options
+        return step_tokens(self.policy, micro_batches, self.sampling, options, self.selection, self.ranks)
 
     # ------------------------------------------------------------------ between steps
 

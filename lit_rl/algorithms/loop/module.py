@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
+from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.precision import weights_are_float32
 from lit_rl.algorithms.ranks import Ranks
@@ -28,6 +29,7 @@ from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
 from lit_rl.models.reference.base import Auto, Reference, Scorer
 
@@ -83,6 +85,13 @@ class PolicyModule(L.LightningModule):
     @property
     def world_size(self) -> int:
         return self.trainer_or_none.world_size if self.trainer_or_none else 1
+
+    @property
+    def forward_options(self) -> ForwardOptions:
+        """How log-probs are computed. Where ranks hold parts of the weights, each has to call the model as often as the
+        others, so all rows go into one call."""
+        trainer, options = self.trainer_or_none, self.model.forward_options
+        return options.in_one_call if trainer is not None and shards(trainer.strategy) else options
 
     @property
     def ranks(self) -> Ranks:

@@ -65,7 +65,8 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
 
     def text_scores(self, tokens: TokenBatch, *, stats: bool = False) -> TextScores:
         """Log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient."""
-        return score_texts(self.policy, tokens, stats=stats, router_aux=self.router_aux_loss_coef > 0)
+        router_aux, options = self.router_aux_loss_coef > 0, self.forward_options
+        return score_texts(self.policy, tokens, stats=stats, router_aux=router_aux, options=options)
 
     @torch.no_grad()
     def ref_logprobs(self, batch: ExampleBatch, tokens: TokenBatch | None = None) -> Tensor:
@@ -80,7 +81,8 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
             if known is not None:
                 return known
         with self.reference.scoring(self.policy, self.reference_policy) as scorer:
-            return score_texts(scorer, batch.tokens if tokens is None else tokens).logprobs  # pyright: ignore
+            texts = batch.tokens if tokens is None else tokens
+            return score_texts(scorer, texts, options=self.forward_options).logprobs  # pyright: ignore
 
     # ------------------------------------------------------------------ the steps
 

@@ -198,7 +198,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def token_scores(self, completions: Completions) -> TokenScores:
         """Log-probs `(b, t)` of the response under the policy, with gradient, and entropies `(b, t)`."""
-        return score(self.policy, completions, self.sampling)
+        return score(self.policy, completions, self.sampling, options=self.forward_options)
 
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
         """The loss tokens of a whole step, from its micro-batches on this rank, where `needs_step`."""
@@ -218,7 +218,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self.ref_logprobs(scored.completions)
 
     def _frozen(self, model: Any, completions: Completions) -> Tensor:
-        return frozen_logprobs(model, completions, sampling=self.sampling, rows_at_once=self.rows_at_once(completions))
+        return frozen_logprobs(
+            model,
+            completions,
+            sampling=self.sampling,
+            options=self.forward_options,
+            rows_at_once=self.rows_at_once(completions),
+        )
 
     def rows_at_once(self, completions: Completions) -> int:
         """As many rows as a micro-batch has: scoring must not need more memory than learning."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.rollouts.plan import BatchPlan, mix
-from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.forward import response_logprobs
 from lit_rl.models.policy.modes import evaluation_mode
+from lit_rl.models.policy.options import DEFAULT, ForwardOptions
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
@@ -123,8 +124,15 @@ def without_gradient(
     return out
 
 
-def frozen_logprobs(model: nn.Module, completions: Completions, *, sampling: Sampling, rows_at_once: int) -> Tensor:
+def frozen_logprobs(
+    model: nn.Module,
+    completions: Completions,
+    *,
+    sampling: Sampling,
+    rows_at_once: int,
+    options: ForwardOptions = DEFAULT,
+) -> Tensor:
     """`(b, t)`: log-probs of the response tokens under a model, without gradient."""
     return without_gradient(
-        model, completions, lambda part: score(model, part, sampling).logprobs, rows_at_once=rows_at_once
+        model, completions, lambda part: response_logprobs(model, part, sampling, options), rows_at_once=rows_at_once
     )

@@ -12,13 +12,19 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.selection import TokenSelection
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.modes import evaluation_mode
+from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.step import StepTokens
 from lit_rl.rollout import Rollout, Sampling
 
 
 @torch.no_grad()
 def step_tokens(
-    policy: nn.Module, micro_batches: Sequence[Rollout], sampling: Sampling, selection: TokenSelection, ranks: Ranks
+    policy: nn.Module,
+    micro_batches: Sequence[Rollout],
+    sampling: Sampling,
+    options: ForwardOptions,
+    selection: TokenSelection,
+    ranks: Ranks,
 ) -> StepTokens:
     """The loss tokens of all micro-batches of a step, over all ranks, as the policy sees them now: one more forward.
 
@@ -28,11 +34,12 @@ def step_tokens(
         policy: Scored in evaluation mode.
         micro_batches: Of this rank's step.
         sampling: What drew the tokens.
+        options: How the forward pass is computed.
         selection: Which of them the policy loss acts on.
         ranks: The step is of all of them.
     """
     with evaluation_mode(policy):
-        scores = [score(policy, micro.completions, sampling) for micro in micro_batches]
+        scores = [score(policy, micro.completions, sampling, options=options) for micro in micro_batches]
     parts = [
         StepTokens.of(
             micro.loss_mask,

@@ -6,12 +6,18 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, cat, nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.errors import ConfigError
-from lit_rl.models.policy.trunk import base_of
-from lit_rl.ops.logprobs import logprobs_and_entropy, logprobs_and_entropy_with_gradient
-from lit_rl.rollout import Completions, Sampling
+from lit_rl.models.policy.head import Targets, TargetScores, run
+from lit_rl.models.policy.options import DEFAULT, ForwardOptions
+from lit_rl.models.policy.rows_by_length import by_length
+from lit_rl.models.policy.shared_prefix import run_shared, shared_prompts
+from lit_rl.models.policy.trunk import base_of, trunk_inputs
+from lit_rl.ops.linear_logprobs import Distribution
+from lit_rl.ops.logprobs import logprobs_and_entropy
+from lit_rl.rollout import Completions, Sampling, select, trim
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,7 @@ def score(
     *,
     entropy_gradient: bool = False,
     router_aux: bool = False,
+    options: ForwardOptions = DEFAULT,
 ) -> TokenScores:
     """Score the response tokens under the distribution that ``sampling`` draws from, given this model's logits.
 
@@ -49,25 +56,58 @@ def score(
         entropy_gradient: Whether the entropy takes part in the backward pass.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), as
             transformers does: over the attended tokens, prompts included, and all layers, without its coefficient.
+        options: How.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
-    extra = {"output_router_logits": True} if router_aux else {}
-    if router_aux and "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
-        raise no_router(model)
-    output = _forward(model, completions, **extra)
-    aux_loss = output.aux_loss if router_aux else None
-    if router_aux and not isinstance(aux_loss, Tensor):
-        raise no_router(model)
-    scored = logprobs_and_entropy_with_gradient if entropy_gradient else logprobs_and_entropy
-    logprobs, entropy = scored(
-        _of_response(output.logits, completions),
-        completions.response_ids,
-        temperature=float(sampling.temperature),
-        truncation=sampling.truncation,
-    )
-    return TokenScores(logprobs, entropy, aux_loss)
+    distribution = _distribution(sampling, entropy=True, entropy_gradient=entropy_gradient)
+    if router_aux:
+        if "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
+            raise no_router(model)
+        scores, output = _one_call(model, completions, distribution, options, output_router_logits=True)
+        if not isinstance(output.aux_loss, Tensor):
+            raise no_router(model)
+        return _token_scores(scores, output.aux_loss)
+    return _token_scores(_run(model, completions, distribution, options))
+
+
+def response_logprobs(
+    model: nn.Module, completions: Completions, sampling: Sampling, options: ForwardOptions = DEFAULT
+) -> Tensor:
+    """Float32 ``(b, t)``: the log-probs of `score` alone, where nothing reads entropies."""
+    return _run(model, completions, _distribution(sampling), options).logprobs
+
+
+def _run(
+    model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions
+) -> TargetScores:
+    prompts = shared_prompts(model, completions) if options.shared_prompts else None
+    if prompts is not None:
+        return run_shared(model, completions, prompts, distribution, options)
+    if not options.rows_by_length or isinstance(model, FSDPModule):
+        return _one_call(model, completions, distribution, options)[0]
+    calls = by_length(completions.attention_mask.sum(1))
+    if len(calls) == 1:
+        return _one_call(model, completions, distribution, options)[0]
+    parts = [_one_call(model, trim(select(completions, call.rows)), distribution, options)[0] for call in calls]
+    return TargetScores.of_calls(parts, calls, completions.response_ids.shape[1])
+
+
+def _one_call(
+    model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions, **extra: Any
+) -> tuple[TargetScores, Any]:
+    targets = Targets(completions.response_ids, completions.response_mask, first=-_kept(completions))
+    return run(model, targets, distribution, fused=options.fused_head, **_inputs(completions), **extra)
+
+
+def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
+    return Distribution(float(sampling.temperature), sampling.truncation, **wanted)
+
+
+def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenScores:
+    assert found.entropy is not None
+    return TokenScores(found.logprobs, found.entropy, aux_loss)
 
 
 def token_logits(model: nn.Module, completions: Completions) -> Tensor:
@@ -76,7 +116,8 @@ def token_logits(model: nn.Module, completions: Completions) -> Tensor:
     Positions count attended tokens, so padding changes nothing, also where positions are absolute (GPT-2). The head
     works on the t positions that predict a response token, never on the prompt.
     """
-    return _of_response(_forward(model, completions).logits, completions)
+    logits = model(**_inputs(completions)).logits
+    return logits[:, -_kept(completions) : -1]
 
 
 def token_logprobs(model: nn.Module, completions: Completions, *, temperature: float) -> tuple[Tensor, Tensor]:
@@ -87,21 +128,15 @@ def token_logprobs(model: nn.Module, completions: Completions, *, temperature: f
     return logprobs_and_entropy(token_logits(model, completions), completions.response_ids, temperature=temperature)
 
 
-def _forward(model: nn.Module, completions: Completions, **extra: Any) -> Any:
-    mask = completions.attention_mask.long()
-    return model(
-        input_ids=cat([completions.prompt_ids, completions.response_ids], dim=1),
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        logits_to_keep=completions.response_ids.shape[1] + 1,
-        use_cache=False,
-        **completions.model_inputs,
-        **extra,
-    )
+def _inputs(completions: Completions) -> dict[str, Any]:
+    inputs: dict[str, Any] = {**trunk_inputs(completions)}
+    inputs["logits_to_keep"] = _kept(completions)
+    return inputs | {"use_cache": False}
 
 
-def _of_response(logits: Tensor, completions: Completions) -> Tensor:
-    return logits[:, -(completions.response_ids.shape[1] + 1) : -1]
+def _kept(completions: Completions) -> int:
+    """Positions that the head works on: those that predict a response token, and the last one."""
+    return completions.response_ids.shape[1] + 1
 
 
 def no_router(model: nn.Module) -> ConfigError:

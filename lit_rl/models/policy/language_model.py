@@ -13,6 +13,7 @@ from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.models.policy import hub
 from lit_rl.models.policy import tokenizer as tokenizers
 from lit_rl.models.policy.lora import Lora
+from lit_rl.models.policy.options import ForwardOptions
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -52,6 +53,9 @@ class LanguageModel:
         quantization: Hold the frozen base in 4 bits ("nf4") or 8 ("int8"). Needs ``lora`` or ``adapter``.
         disable_dropout: Set every dropout probability of the model to 0.
         lm_head_fp32: Compute the logits in float32, whatever the type of the weights and of autocast.
+        fused_head: Compute log-probs from hidden states, without the logits in memory. The same numbers.
+        shared_prompts: Compute the prompt of a group once in training too, where that is exact. The same numbers.
+        rows_by_length: Run rows of like length together, with less padding. The same numbers.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
         init_kwargs: Further arguments of `from_pretrained`, config overrides included.
         chat_template: A Jinja chat template, inline or as a file, in place of the tokenizer's; or a model (a folder or
@@ -76,6 +80,9 @@ class LanguageModel:
         disable_dropout: bool = False,
         lm_head_fp32: bool = False,
         gradient_checkpointing: bool = False,
+        fused_head: bool = True,
+        shared_prompts: bool = True,
+        rows_by_length: bool = True,
         init_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
@@ -92,6 +99,7 @@ class LanguageModel:
         self.disable_dropout = disable_dropout
         self.lm_head_fp32 = lm_head_fp32
         self.gradient_checkpointing = gradient_checkpointing
+        self.forward_options = ForwardOptions(fused_head, shared_prompts, rows_by_length)
         self.init_kwargs = dict(init_kwargs or {})
         self.chat_template = chat_template
         self.eos_token = eos_token

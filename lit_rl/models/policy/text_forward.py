@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.forward import no_router
+from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.modes import evaluation_mode
+from lit_rl.models.policy.options import DEFAULT, ForwardOptions
+from lit_rl.models.policy.rows_by_length import by_length
 from lit_rl.models.policy.trunk import base_of
-from lit_rl.ops.logprobs import logprobs_and_entropy
-from lit_rl.ops.token_stats import TokenStats, token_stats
+from lit_rl.ops.linear_logprobs import Distribution
+from lit_rl.ops.token_stats import TokenStats
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,14 @@ class TextScores:
     """0-dim, with gradient: the router's load-balancing loss. None unless it was asked for."""
 
 
-def score_texts(model: nn.Module, tokens: TokenBatch, *, stats: bool = False, router_aux: bool = False) -> TextScores:
+def score_texts(
+    model: nn.Module,
+    tokens: TokenBatch,
+    *,
+    stats: bool = False,
+    router_aux: bool = False,
+    options: ForwardOptions = DEFAULT,
+) -> TextScores:
     """Score the learned tokens of texts under ``softmax(logits)``.
 
     The head works only on columns in which some row learns something. Texts that are packed into one row do not see
@@ -45,25 +56,46 @@ def score_texts(model: nn.Module, tokens: TokenBatch, *, stats: bool = False, ro
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
         tokens: ``b`` rows.
-        stats: Whether to compute what `token_stats` does.
+        stats: Whether to compute `lit_rl.ops.token_stats.TokenStats`.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6).
+        options: How: whether the head is fused, and rows of like length run together. Rows with several texts do not.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
+    width = tokens.input_ids.shape[1] - 1
+    alone = router_aux or tokens.segment is not None or isinstance(model, FSDPModule)
+    calls = [] if alone or not options.rows_by_length else by_length(tokens.attention_mask.sum(1))
+    if len(calls) < 2:
+        found, aux_loss = _one_call(model, tokens, stats, router_aux, options)
+    else:
+        parts = [_one_call(model, tokens.take(call.rows, call.width), stats, False, options)[0] for call in calls]
+        found, aux_loss = TargetScores.of_calls(parts, calls, width), None
+    assert found.entropy is not None
+    return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
+
+
+def _one_call(
+    model: nn.Module, tokens: TokenBatch, stats: bool, router_aux: bool, options: ForwardOptions
+) -> tuple[TargetScores, Tensor | None]:
+    """`(b, s - 1)` of every row in one call of the model, and the router's loss if it was asked for."""
     columns = tokens.learned.any(0).nonzero().flatten()
     columns = columns if len(columns) else torch.zeros(1, dtype=torch.long, device=columns.device)
-    logits, aux_loss = text_logits(model, tokens, columns, router_aux)
-    ids = tokens.input_ids[:, 1:][:, columns]
-    logprobs, entropy = logprobs_and_entropy(logits, ids)
-    wide = (len(tokens), tokens.input_ids.shape[1] - 1)
-    found = token_stats(logits.detach(), ids) if stats else None
-    return TextScores(
-        logprobs=_spread(logprobs, columns, wide),
-        entropy=_spread(entropy, columns, wide),
-        stats=found and _spread_stats(found, columns, wide),
-        aux_loss=aux_loss,
+    inputs, shape = _inputs(model, tokens, columns, router_aux)
+    ids, learned = tokens.input_ids[:, 1:][:, columns], tokens.learned[:, columns]
+    found, output = run(
+        model,
+        Targets(ids.reshape(shape), learned.reshape(shape)),
+        Distribution(entropy=True, stats=stats),
+        fused=options.fused_head,
+        **inputs,
     )
+
+    def spread(part: Tensor) -> Tensor:
+        wide = part.new_zeros(len(tokens), tokens.input_ids.shape[1] - 1)
+        return wide.index_copy(1, columns, part.reshape(ids.shape))
+
+    return found.mapped(spread), _aux_loss(model, output, router_aux)
 
 
 @torch.no_grad()
@@ -113,31 +145,35 @@ def text_logits(
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
+    inputs, _ = _inputs(model, tokens, columns, router_aux)
+    output = model(**inputs)
+    return output.logits.reshape(len(tokens), len(columns), -1), _aux_loss(model, output, router_aux)
+
+
+def _inputs(
+    model: nn.Module, tokens: TokenBatch, columns: Tensor, router_aux: bool
+) -> tuple[dict[str, Any], tuple[int, int]]:
+    """What the model is called with, and the rows and columns that its head then works on."""
     extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
     if router_aux and "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
         raise no_router(model)
-    ids, positions, kept = tokens.input_ids, tokens.position_ids, columns
+    ids, positions, kept, shape = tokens.input_ids, tokens.position_ids, columns, (len(tokens), len(columns))
     if tokens.segment is None:
         extra["attention_mask"] = tokens.attention_mask.long()
     elif _needs_one_row(model):
         starts = torch.arange(len(tokens), device=ids.device)[:, None] * ids.shape[1]
         ids, positions, kept = ids.reshape(1, -1), positions.reshape(1, -1), (starts + columns).flatten()
-    output = model(input_ids=ids, position_ids=positions, logits_to_keep=kept, use_cache=False, **extra)
+        shape = (1, kept.numel())
+    named = {"input_ids": ids, "position_ids": positions, "logits_to_keep": kept, "use_cache": False}
+    return named | extra, shape
+
+
+def _aux_loss(model: nn.Module, output: Any, router_aux: bool) -> Tensor | None:
     if router_aux and not isinstance(output.aux_loss, Tensor):
         raise no_router(model)
-    logits = output.logits.reshape(len(tokens), len(columns), -1)
-    return logits, output.aux_loss if router_aux else None
+    return output.aux_loss if router_aux else None
 
 
 def _needs_one_row(model: nn.Module) -> bool:
     """Flash attention tells texts apart by their positions in a batch of one row only (transformers 5.19)."""
     return "flash" in str(base_of(model).config._attn_implementation)
-
-
-def _spread(part: Tensor, columns: Tensor, wide: tuple[int, int]) -> Tensor:
-    """`(b, c)` to `(b, s - 1)`, 0 in the other columns."""
-    return torch.zeros(wide, dtype=part.dtype, device=part.device).index_copy(1, columns, part)
-
-
-def _spread_stats(stats: TokenStats, columns: Tensor, wide: tuple[int, int]) -> TokenStats:
-    return TokenStats(**{field.name: _spread(getattr(stats, field.name), columns, wide) for field in fields(stats)})

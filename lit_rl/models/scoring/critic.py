@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy import forward
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.options import DEFAULT
 from lit_rl.models.policy.trunk import copied_trunk, frozen_trunk, hidden_size, trunk_inputs, trunk_of
 from lit_rl.models.scoring.value_head import ValueHead, ValueModel
 from lit_rl.rollout import Completions, Sampling
@@ -46,7 +47,7 @@ class Critic(Protocol):
         ...
 
     def scores_and_values(
-        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: bool
+        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
     ) -> tuple[forward.TokenScores, Tensor]:
         """`lit_rl.models.policy.forward.score` of the policy (``terms`` go there) and `values`, both with gradient."""
         ...
@@ -63,7 +64,7 @@ class _OwnTrunk:
             return module(t=completions.response_ids.shape[1], **trunk_inputs(completions))
 
     def scores_and_values(
-        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: bool
+        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
     ) -> tuple[forward.TokenScores, Tensor]:
         return forward.score(policy, completions, sampling, **terms), self.values(policy, module, completions)
 
@@ -182,8 +183,10 @@ class SharedTrunk:
         return module(_of_response(seen, completions))
 
     def scores_and_values(
-        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: bool
+        self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
     ) -> tuple[forward.TokenScores, Tensor]:
+        # One pass over whole rows, whose hidden states are those that the value head reads.
+        terms["options"] = terms.get("options", DEFAULT).in_one_call
         with _hidden_states(policy) as seen:
             scores = forward.score(policy, completions, sampling, **terms)
         return scores, module(_of_response(seen, completions))
@@ -201,7 +204,7 @@ def _hidden_states(policy: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _of_response(seen: list[Tensor], completions: Completions) -> Tensor:
-    (hidden,) = seen
+    hidden = seen[-1]  # of the pass that was scored: the first one of a model may come after a trial of its head
     return hidden[:, -(completions.response_ids.shape[1] + 1) : -1]
 
 

@@ -1,0 +1,196 @@
+"""A forward pass that ends in log-probs instead of logits: the head of a model is fused with the softmax behind it.
+
+The head's own `forward` is replaced for the length of one call, so whatever is hung on the head or on the model (hooks
+that gather sharded weights, that fetch offloaded ones, that record) works as with logits. Models that change logits
+after the head (a soft cap, a scale) are found out, and keep their logits whole.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_rl.models.policy.loading import Float32Head
+from lit_rl.models.policy.modes import evaluation_mode
+from lit_rl.models.policy.rows_by_length import Call, together
+from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
+from lit_rl.ops.logprobs import logprobs_and_entropy, logprobs_and_entropy_with_gradient
+from lit_rl.ops.token_stats import TokenStats, token_stats
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The tokens that a pass is asked about."""
+
+    ids: Tensor
+    """Long ``(b, t)``."""
+    wanted: Tensor
+    """Bool ``(b, t)``: the others cost nothing."""
+    first: int = 0
+    """The column of the head's input that predicts the first column of ``ids``; negative counts from the end."""
+    rows: Tensor | None = None
+    """Long ``(b,)``: the row of the pass that predicts each row of ``ids``. None: its own."""
+
+    def columns_of(self, passed: Tensor) -> Tensor:
+        """The ``(b, t, ...)`` that predict the tokens, of the ``(rows, columns, ...)`` that a pass computed."""
+        start = self.first % passed.shape[1]
+        found = passed[:, start : start + self.ids.shape[1]]
+        return found if self.rows is None else found[self.rows]
+
+
+@dataclass(frozen=True)
+class TargetScores:
+    """What a pass says about its targets, ``(b, t)`` each. Numbers without meaning where none was wanted."""
+
+    logprobs: Tensor
+    """Float32 (float64 of float64 weights), with gradient."""
+    entropy: Tensor | None
+    """Of the same type. None unless it was asked for."""
+    stats: TokenStats | None
+    """None unless they were asked for."""
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> TargetScores:
+        """The same in another shape."""
+        entropy = None if self.entropy is None else change(self.entropy)
+        stats = {name: change(getattr(self.stats, name)) for name in _STATS if self.stats}
+        return TargetScores(change(self.logprobs), entropy, TokenStats(**stats) if stats else None)
+
+    def beside(self, later: TargetScores) -> TargetScores:
+        """These columns, and those of later tokens of the same rows. Without statistics."""
+        entropy = [part.entropy for part in (self, later) if part.entropy is not None]
+        return TargetScores(
+            torch.cat([self.logprobs, later.logprobs], 1), torch.cat(entropy, 1) if entropy else None, None
+        )
+
+    @staticmethod
+    def of_calls(parts: Sequence[TargetScores], calls: Sequence[Call], width: int) -> TargetScores:
+        """``(b, width)``: what was found in each call, in the order of the rows."""
+
+        def joint(values: Sequence[Tensor | None]) -> Tensor | None:
+            known = [value for value in values if value is not None]
+            return together(known, calls, width) if known else None
+
+        logprobs = joint([part.logprobs for part in parts])
+        assert logprobs is not None
+        found = [part.stats for part in parts if part.stats is not None]
+        stats = {name: together([getattr(each, name) for each in found], calls, width) for name in _STATS if found}
+        return TargetScores(logprobs, joint([part.entropy for part in parts]), TokenStats(**stats) if stats else None)
+
+
+def run(
+    model: nn.Module, targets: Targets, distribution: Distribution, *, fused: bool, **inputs: Any
+) -> tuple[TargetScores, Any]:
+    """One forward pass, and what it says about the targets. The other thing returned is the model's own output.
+
+    Args:
+        model: A causal language model; under PEFT with the adapter that is active.
+        targets: What is predicted by the columns that the head computes (`logits_to_keep` of the inputs says which).
+        distribution: Of what.
+        fused: Whether to fuse the head, where it can be: the same numbers, without the logits in memory.
+        inputs: Of the model.
+    """
+    head = linear_head(model) if fused else None
+    if head is None or not _returns_what_its_head_does(model, head):
+        output = model(**inputs)
+        return _of_logits(targets.columns_of(output.logits), targets, distribution), output
+    with _in_its_place(
+        head, lambda hidden: _packed(_of_hidden(targets.columns_of(hidden), head, targets, distribution))
+    ):
+        output = model(**inputs)
+    return _unpacked(output.logits, distribution), output
+
+
+def linear_head(model: nn.Module) -> nn.Linear | None:
+    """The head of a model, where it is a plain linear map: no adapter on it, no quantisation."""
+    find = getattr(base_of(model), "get_output_embeddings", lambda: None)
+    head = find()
+    return head if type(head) in (nn.Linear, Float32Head) else None
+
+
+@contextmanager
+def _in_its_place(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    head.forward = forward  # pyright: ignore[reportAttributeAccessIssue]  # of this one module: hooks on it run
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+_RETURNS_IT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
+    """Whether nothing is done to logits after the head. Found out once a model, by two tokens without gradient."""
+    if model not in _RETURNS_IT:
+        device = head.weight.device
+        numbers = torch.tensor([[[7.0], [-77.0]]], device=device)
+        with torch.no_grad(), evaluation_mode(model), _in_its_place(head, lambda hidden: numbers):
+            returned = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False).logits
+        _RETURNS_IT[model] = returned.shape == numbers.shape and torch.equal(returned.float(), numbers)
+    return _RETURNS_IT[model]
+
+
+# ---------------------------------------------------------------- scores from hidden states, and from logits
+
+
+def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
+    dtype, bias = _dtype_of_product(hidden, head), head.bias
+    at = targets.wanted.flatten().nonzero().flatten()
+    with torch.autocast(hidden.device.type, enabled=False):
+        found = linear_logprobs(
+            hidden.flatten(0, 1).index_select(0, at).to(dtype),
+            head.weight.to(dtype),
+            targets.ids.flatten()[at],
+            distribution,
+            bias=None if bias is None else bias.to(dtype),
+        )
+
+    def spread(values: Tensor) -> Tensor:
+        return values.new_zeros(targets.ids.numel()).index_copy(0, at, values).view(targets.ids.shape)
+
+    return TargetScores(found.logprobs, found.entropy, found.stats).mapped(spread)
+
+
+def _dtype_of_product(hidden: Tensor, head: nn.Linear) -> torch.dtype:
+    """What the head itself would multiply in."""
+    if isinstance(head, Float32Head):
+        return torch.float32
+    kind = hidden.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
+
+
+def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> TargetScores:
+    scored = logprobs_and_entropy_with_gradient if distribution.entropy_gradient else logprobs_and_entropy
+    logprobs, entropy = scored(
+        logits, targets.ids, temperature=distribution.temperature, truncation=distribution.truncation
+    )
+    stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
+    return TargetScores(logprobs, entropy if distribution.entropy else None, stats)
+
+
+_STATS = tuple(field.name for field in fields(TokenStats))
+
+
+def _packed(scores: TargetScores) -> Tensor:
+    """``(b, t, k)``: one tensor, as a head returns one."""
+    stats = [getattr(scores.stats, name) for name in _STATS] if scores.stats else []
+    parts = [part for part in (scores.logprobs, scores.entropy, *stats) if part is not None]
+    return torch.stack([part.to(scores.logprobs.dtype) for part in parts], -1)
+
+
+def _unpacked(packed: Tensor, distribution: Distribution) -> TargetScores:
+    logprobs, *others = packed.unbind(-1)
+    entropy = others.pop(0) if distribution.entropy else None
+    if entropy is not None and not distribution.entropy_gradient:
+        entropy = entropy.detach()
+    if not distribution.stats:
+        return TargetScores(logprobs, entropy, None)
+    log_sum_sq, correct, mean_logit = (part.detach() for part in others)
+    return TargetScores(logprobs, entropy, TokenStats(log_sum_sq, correct.bool(), mean_logit))

@@ -1,0 +1,28 @@
+"""How a forward pass of a policy is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How a forward pass is computed. Every choice gives the same numbers, but for rounding.
+
+    Args:
+        fused_head: Compute log-probs without the logits in memory (`lit_rl.ops.linear_logprobs`).
+        shared_prompts: Compute the prompt of a group once (`lit_rl.models.policy.shared_prefix`).
+        rows_by_length: Run rows of like length together (`lit_rl.models.policy.rows_by_length`).
+    """
+
+    fused_head: bool = True
+    shared_prompts: bool = True
+    rows_by_length: bool = True
+
+    @property
+    def in_one_call(self) -> ForwardOptions:
+        """The same, but one call of the model for all rows: where each rank has to call it as often as the others."""
+        return ForwardOptions(self.fused_head, shared_prompts=False, rows_by_length=False)
+
+
+DEFAULT = ForwardOptions()

@@ -1,0 +1,151 @@
+"""A training forward pass that computes the prompt of a group once: its keys and values carry gradient.
+
+In a causal model the hidden state of token j is a function of the tokens up to j. Rows i of one prompt therefore agree
+on its keys and values in every layer: ``K_i = K``. The pass runs in two calls of the model. The first runs the n
+different prompts and keeps their keys and values; the last position of each predicts the first response token of its
+rows. The second runs the responses behind the keys and values of their prompts, repeated over the rows. The gradient of
+a repeated one sums over its rows,
+
+    ∂L/∂K = Σ_i ∂L/∂K_i
+
+as it does where each row runs the prompt for itself and the gradients of the weights are added up. So log-probs and
+gradients are the same, and n p + b t tokens run in place of b (p + t).
+
+Each row runs its own prompt where that would not hold: with dropout, which is drawn anew for each row; with gradient
+checkpointing, which keeps no cache; with caches of other kinds than keys and values.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lit_rl.models.policy.head import Targets, TargetScores, run
+from lit_rl.models.policy.loading import drops_out
+from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.rows_by_length import Call, by_length
+from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.linear_logprobs import Distribution
+from lit_rl.rollout import Completions
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicCache
+
+WORTH = 0.15
+"""Share of a pass's tokens that must be saved: two calls cost more than one (measured in docs/benchmarks.md)."""
+
+
+@dataclass(frozen=True)
+class PromptGroups:
+    """Which rows have the same prompt."""
+
+    rows: Tensor
+    """Long ``(n,)``: a row of each prompt."""
+    of_row: Tensor
+    """Long ``(b,)``: the number of each row's prompt."""
+
+
+def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups | None:
+    """The prompts to compute once; None where each row has to run its own, or hardly anything would be saved."""
+    b, p = completions.prompt_ids.shape
+    t = completions.response_ids.shape[1]
+    if t < 2 or completions.model_inputs:
+        return None
+    ids, of_row = completions.group_id.unique(return_inverse=True)
+    n = len(ids)
+    if (b - n) * p < WORTH * b * (p + t) or not can_share(model):
+        return None
+    numbers = torch.arange(b, device=of_row.device)
+    rows = numbers.new_full((n,), b).scatter_reduce(0, of_row, numbers, "amin")
+    same = completions.prompt_ids[rows][of_row] == completions.prompt_ids
+    same &= completions.prompt_mask[rows][of_row] == completions.prompt_mask
+    return PromptGroups(rows, of_row) if bool(same.all()) else None
+
+
+def can_share(model: nn.Module) -> bool:
+    """Whether a cache of keys and values gives this model, as it stands, the same log-probs and gradients."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    base = base_of(model)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return False
+    if not {"past_key_values", "position_ids"} <= inspect.signature(base.forward).parameters.keys():
+        return False
+    kinds = {type(layer) for layer in DynamicCache(config=base.config).layers}
+    if not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return False
+    if any(isinstance(part, FSDPModule) for part in (model, base)):
+        return False  # each rank would gather weights as often as its own rows need
+    return not (model.training and (base.is_gradient_checkpointing or drops_out(model)))
+
+
+def run_shared(
+    model: nn.Module,
+    completions: Completions,
+    prompts: PromptGroups,
+    distribution: Distribution,
+    options: ForwardOptions,
+) -> TargetScores:
+    """What the policy says of the response tokens: the prompts run once, then the responses behind them.
+
+    Args:
+        model: One that `can_share`.
+        completions: ``b`` rows of ``n`` prompts.
+        prompts: Which.
+        distribution: Of what the log-probs are.
+        options: Whether the head is fused, and whether responses of like length run together.
+    """
+    from transformers.cache_utils import DynamicCache
+
+    mask = completions.attention_mask.long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    p, ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, completions.response_mask
+    past = DynamicCache(config=base_of(model).config)
+    first, _ = run(
+        model,
+        Targets(ids[:, :1], wanted[:, :1], first=-1, rows=prompts.of_row),
+        distribution,
+        fused=options.fused_head,
+        input_ids=completions.prompt_ids[prompts.rows],
+        attention_mask=mask[prompts.rows, :p],
+        position_ids=positions[prompts.rows, :p],
+        logits_to_keep=1,
+        past_key_values=past,
+        use_cache=True,
+    )
+
+    def behind(call: Call) -> TargetScores:
+        """Of the response tokens of some rows, but for the first."""
+        rows, t = call.rows, call.width
+        found, _ = run(
+            model,
+            Targets(ids[rows, 1:t], wanted[rows, 1:t]),
+            distribution,
+            fused=options.fused_head,
+            input_ids=ids[rows, : t - 1],
+            attention_mask=mask[rows, : p + t - 1],
+            position_ids=positions[rows, p : p + t - 1],
+            logits_to_keep=t - 1,
+            past_key_values=_of_rows(past, prompts.of_row[rows]),
+            use_cache=True,
+        )
+        return found
+
+    columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
+    lengths = (mask[:, p:] * columns).amax(1).clamp(min=2)
+    calls = by_length(lengths if options.rows_by_length else lengths.amax().expand(len(ids)))
+    return first.beside(TargetScores.of_calls([behind(call) for call in calls], calls, ids.shape[1] - 1))
+
+
+def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
+    """Keys and values of each row's prompt; the cache that is given stays as it is."""
+    repeated = copy.copy(past)
+    repeated.layers = [copy.copy(layer) for layer in past.layers]
+    repeated.batch_select_indices(prompt_of_row)
+    return repeated

@@ -1,0 +1,295 @@
+"""Log-probabilities of given tokens from hidden states: the head of a language model and the softmax behind it in one.
+
+With hidden states ``h`` (n, d), the head's weight ``W`` (v, d) and bias ``c``, and temperature ``τ``:
+
+    z = (h Wᵀ + c) / τ        lse_i = log Σ_j exp z_ij        logprob_i = z_i,id(i) - lse_i
+    p = exp(z - lse)          H_i = -Σ_j p_ij log p_ij
+
+    ∂L/∂z_ij = g_i (1[j = id(i)] - p_ij) - k_i p_ij (log p_ij + H_i)        for gradients g of logprob and k of H
+    ∂L/∂h = ∂L/∂z W / τ       ∂L/∂W = (∂L/∂z)ᵀ h / τ
+
+The logits ``z`` are never whole: both directions run over blocks of tokens and of the vocabulary. The forward pass
+keeps two numbers a token, the sums of ``exp(z - m)`` and of ``exp(z - m)(z - m)`` under a running maximum ``m``
+(1805.02867, section 3); the backward pass computes a block of logits anew, and its ``p`` from ``lse``. Below `KEPT`
+logits in all, which cost little memory, they are kept instead. Sums of gradients over blocks are float32, whatever the
+weights are.
+
+Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, so blocks are of tokens alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lit_rl.ops import logprobs as of_logits
+from lit_rl.ops.token_stats import TokenStats
+from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
+
+COLUMNS = 2**13
+"""Tokens of the vocabulary in a block, at most: enough rows of the head's weight to use a matrix product well."""
+
+KEPT = 2**24
+"""Logits that are kept for the backward pass rather than computed twice: 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """``softmax_S(logits / temperature)``, S what truncation keeps; and what is computed of it beside log-probs.
+
+    Args:
+        temperature: Above 0.
+        truncation: What the tokens were drawn with.
+        entropy: Whether to compute its entropy.
+        entropy_gradient: Whether that has a gradient.
+        stats: Whether to compute `TokenStats`, which are of plain logits: temperature 1, no truncation.
+    """
+
+    temperature: float = 1.0
+    truncation: Truncation = NO_TRUNCATION
+    entropy: bool = False
+    entropy_gradient: bool = False
+    stats: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.temperature > 0, f"temperature={self.temperature} must be above 0"
+        assert not self.stats or (self.temperature == 1 and self.truncation.off)
+        assert self.entropy or not self.entropy_gradient
+
+
+@dataclass(frozen=True)
+class LinearScores:
+    """What is known of ``n`` tokens, in float32 (float64 where the hidden states are)."""
+
+    logprobs: Float[Tensor, " n"]
+    """With gradient."""
+    entropy: Float[Tensor, " n"] | None = None
+    """In nats. None unless it was asked for."""
+    stats: TokenStats | None = None
+    """Without gradient. None unless they were asked for."""
+
+
+def linear_logprobs(
+    hidden: Float[Tensor, "n d"],
+    weight: Float[Tensor, "v d"],
+    ids: Int[Tensor, " n"],
+    distribution: Distribution = Distribution(),
+    *,
+    bias: Float[Tensor, " v"] | None = None,
+) -> LinearScores:
+    """``log softmax_S((hidden weightᵀ + bias) / temperature)`` at ``ids``, without the logits in memory.
+
+    Half-precision hidden states are multiplied in half precision, as the head itself would, so the logits have the
+    rounding that a generator's have; everything after the product is float32.
+
+    Args:
+        hidden: What the head reads at the positions that predict ``ids``.
+        weight: Of the head.
+        ids: In ``[0, v)``.
+        bias: Of the head.
+        distribution: Of what the log-probs are, and what else is asked about it.
+    """
+    assert ids.shape == hidden.shape[:1]
+    if distribution.truncation.off:
+        logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, ids, distribution)
+        return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
+    parts = [
+        _of_whole_rows(hidden[rows], weight, bias, ids[rows], distribution)
+        for rows in _slices(len(ids), _rows(hidden.device, weight.shape[0], distribution.truncation))
+    ]
+    logprobs, entropy = (torch.cat(column) for column in zip(*parts))
+    return LinearScores(logprobs, entropy if distribution.entropy else None)
+
+
+# ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary
+
+
+class _LinearScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
+    ) -> Any:
+        sums, kept = _Sums(hidden, ids, distribution), []
+        keeps = len(ids) * len(weight) <= KEPT and any(ctx.needs_input_grad)
+        for rows, columns in _blocks(hidden, weight):
+            logits = _logits(hidden, weight, bias, rows, columns, distribution)
+            sums.add(logits, rows, columns)
+            if keeps:
+                kept.append(logits)
+        lse = sums.lse()
+        entropy = sums.entropy() if distribution.entropy else None
+        stats = sums.stats(lse) if distribution.stats else ()
+        ctx.distribution, ctx.kept = distribution, kept
+        ctx.save_for_backward(hidden, weight, bias, ids, lse, entropy if distribution.entropy_gradient else None)
+        constants = [] if entropy is None or distribution.entropy_gradient else [entropy]
+        ctx.mark_non_differentiable(*constants, *stats)
+        return sums.picked - lse, entropy, *stats
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        of_logprobs, of_entropy = grads[:2]
+        hidden, weight, bias, ids, lse, entropy = ctx.saved_tensors
+        distribution: Distribution = ctx.distribution
+        sums = _GradientSums(hidden, weight, bias, ctx.needs_input_grad)
+        for number, (rows, columns) in enumerate(_blocks(hidden, weight)):
+            logits = ctx.kept[number] if ctx.kept else _logits(hidden, weight, bias, rows, columns, distribution)
+            log_p = logits - lse[rows, None]
+            scale = of_logprobs[rows, None] / distribution.temperature
+            if entropy is None or of_entropy is None:
+                grad = log_p.exp_().mul_(-scale)
+            else:
+                of_spread = of_entropy[rows, None] / distribution.temperature
+                spread = (log_p + entropy[rows, None]).mul_(of_spread).add_(scale)
+                grad = log_p.exp_().mul_(spread.neg_())
+            _add_at_ids(grad, ids[rows], columns, scale)
+            sums.add(grad.to(hidden.dtype), rows, columns)
+        return sums.hidden, sums.weight, sums.bias, None, None
+
+
+def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
+    """A block of the vocabulary stays while the tokens pass by: its weight is read, and its gradient summed, once."""
+    columns = min(COLUMNS, len(weight))
+    rows = _rows(hidden.device, columns, NO_TRUNCATION)
+    for of_vocabulary in _slices(len(weight), columns):
+        for of_tokens in _slices(len(hidden), rows):
+            yield of_tokens, of_vocabulary
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, total, size))
+
+
+def _rows(device: torch.device, columns: int, truncation: Truncation) -> int:
+    return max(1, of_logits.block_numbers(device, truncation) // columns)
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice, distribution: Distribution
+) -> Float[Tensor, "rows columns"]:
+    product = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
+    numbers = product.to(_exact(hidden))
+    return numbers if distribution.temperature == 1 else numbers.div_(distribution.temperature)
+
+
+def _exact(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _add_at_ids(grad: Tensor, ids: Tensor, columns: slice, scale: Tensor) -> None:
+    """Add ``scale`` where a token's own id stands in the block."""
+    at = ids - columns.start
+    here = (at >= 0) & (at < grad.shape[1])
+    grad.scatter_add_(1, at.clamp(0, grad.shape[1] - 1)[:, None], scale * here[:, None])
+
+
+class _Sums:
+    """What a row of logits comes to, block by block."""
+
+    def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution) -> None:
+        self._ids, self._distribution = ids, distribution
+        self.picked = torch.zeros(ids.shape, dtype=_exact(hidden), device=hidden.device)
+        self._top = torch.full_like(self.picked, -torch.inf)
+        self._sum = torch.zeros_like(self.picked)  # of exp(z - top)
+        self._spread = torch.zeros_like(self.picked) if distribution.entropy else None  # of exp(z - top) (z - top)
+        self._squares = torch.zeros_like(self.picked) if distribution.stats else None  # of exp(z - top)²
+        self._plain = torch.zeros_like(self.picked) if distribution.stats else None  # of z
+        self._likeliest = torch.zeros_like(ids) if distribution.stats else None
+        self._vocabulary = 0
+
+    def add(self, logits: Tensor, rows: slice, columns: slice) -> None:
+        at = self._ids[rows] - columns.start
+        here = (at >= 0) & (at < logits.shape[1])
+        picked = logits.gather(1, at.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        self.picked[rows] += torch.where(here, picked, 0)
+
+        before, highest = self._top[rows], logits.amax(1)
+        top = torch.maximum(before, highest)
+        shrink = (before - top).exp()
+        below = logits - top[:, None]
+        if self._plain is not None:
+            self._add_stats(logits, rows, columns, highest > before)
+        if self._spread is not None:
+            moved = torch.where(before == -torch.inf, 0, before - top) * self._sum[rows]
+            exps = below.exp()
+            self._spread[rows] = shrink * (self._spread[rows] + moved) + (exps * below).sum(1)
+        else:
+            exps = below.exp_()
+        self._sum[rows] = shrink * self._sum[rows] + exps.sum(1)
+        if self._squares is not None:
+            self._squares[rows] = shrink**2 * self._squares[rows] + exps.square_().sum(1)
+        self._top[rows] = top
+
+    def _add_stats(self, logits: Tensor, rows: slice, columns: slice, higher: Tensor) -> None:
+        assert self._plain is not None and self._likeliest is not None
+        self._plain[rows] += logits.sum(1)
+        self._likeliest[rows] = torch.where(higher, logits.argmax(1) + columns.start, self._likeliest[rows])
+        self._vocabulary = max(self._vocabulary, columns.start + logits.shape[1])
+
+    def lse(self) -> Tensor:
+        return self._top + self._sum.log()
+
+    def entropy(self) -> Tensor:
+        assert self._spread is not None
+        return self._sum.log() - self._spread / self._sum
+
+    def stats(self, lse: Tensor) -> tuple[Tensor, ...]:
+        """The fields of `TokenStats`."""
+        assert self._squares is not None and self._plain is not None
+        log_sum_sq = 2 * (self._top - lse) + self._squares.log()
+        found = TokenStats(log_sum_sq, self._likeliest == self._ids, self._plain / self._vocabulary)
+        return tuple(getattr(found, field.name) for field in fields(found))
+
+
+class _GradientSums:
+    """The gradients of hidden states, weight and bias, each None where nothing needs it."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self._inputs = hidden, weight
+        exact = _exact(hidden)
+        self._hidden = torch.zeros_like(hidden, dtype=exact) if needed[0] else None
+        self.weight = torch.zeros_like(weight) if needed[1] else None
+        self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
+        self._block = torch.zeros(0)
+
+    def add(self, grad: Tensor, rows: slice, columns: slice) -> None:
+        hidden, weight = self._inputs
+        if self._hidden is not None:
+            self._hidden[rows] += grad @ weight[columns]
+        if self.weight is not None:
+            part = grad.T @ hidden[rows]
+            self._block = part.to(_exact(hidden)) if rows.start == 0 else self._block.add_(part)
+            self.weight[columns] = self._block
+        if self.bias is not None:
+            self.bias[columns] += grad.sum(0).to(self.bias.dtype)
+
+    @property
+    def hidden(self) -> Tensor | None:
+        return None if self._hidden is None else self._hidden.to(self._inputs[0].dtype)
+
+
+# ---------------------------------------------------------------- under truncation: blocks of whole rows
+
+
+def _of_whole_rows(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies `(rows,)` of a block; its logits are computed anew in the backward pass."""
+    of_rows = (
+        of_logits.logprobs_and_entropy_with_gradient
+        if distribution.entropy_gradient
+        else of_logits.logprobs_and_entropy
+    )
+
+    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(hidden, weight, bias)
+        return of_rows(
+            logits[None], ids[None], temperature=distribution.temperature, truncation=distribution.truncation
+        )
+
+    logprobs, entropy = checkpoint(scored, hidden, weight, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
+    return logprobs[0], entropy[0]
