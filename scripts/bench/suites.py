@@ -1,0 +1,99 @@
+"""Which workloads and contenders a command runs, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bench.contenders import DEFAULT, OURS, VARIANTS, Contender, ablations, ours, peers
+from bench.workload import Workload
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Contenders that take turns at one workload."""
+
+    workload: Workload
+    contenders: Sequence[Contender]
+    """The first one is the gate's reference."""
+    rounds: int
+    steps: int
+    """Timed steps of a turn."""
+    warmups: int = 2
+    """Steps before the first that counts, the gate's included."""
+    resident: bool = True
+    """Contenders stay between their turns. False: each turn is a fresh process, so that memory holds one at a time."""
+    series: str | None = None
+    """The axis of work that this is a point of: "completions" or "tokens"."""
+    factor: int = 1
+    """How many times the work of the series' first point."""
+
+
+C1 = Workload("C1, prompt 64", prompt_tokens=64, completion_tokens=64)
+C2 = Workload("C2, 0.5B shape", shape="0.5b", prompts=2, group=4, prompt_tokens=64, completion_tokens=16)
+DPO = Workload("C3, DPO", method="dpo", prompts=16, group=2, prompt_tokens=128, completion_tokens=128)
+SFT = Workload("C3, SFT", method="sft", prompts=16, group=1, prompt_tokens=128, completion_tokens=128)
+
+
+def everyone(workload: Workload) -> list[Contender]:
+    """TRL in every setting, ours, ours with each technique off."""
+    return [*peers(workload), ours(OURS), *VARIANTS, *ablations(workload)]
+
+
+def smoke() -> list[Benchmark]:
+    """Does it run? Figures of it mean nothing."""
+    tiny = replace(C1, name="smoke", shape="tiny", prompts=2, group=4, prompt_tokens=8, completion_tokens=8)
+    return [Benchmark(tiny, [*peers(tiny, [DEFAULT]), ours(OURS)], rounds=1, steps=2, warmups=1)]
+
+
+def bench() -> list[Benchmark]:
+    """C1 with prompts of 64 tokens."""
+    return [Benchmark(C1, everyone(C1), rounds=3, steps=5)]
+
+
+def full() -> list[Benchmark]:
+    """C1 to C3, M1, and cost against work."""
+    long = replace(C1, name="C1, prompt 256", prompt_tokens=256)
+    variable = replace(C1, name="C1, variable lengths", lengths="variable")
+    dead = replace(C1, name="C1, half-dead groups", lengths="variable", dead=True)
+    few = [DEFAULT, "TRL, bf16 weights, whole batch", "TRL, autocast, whole batch"]
+    first = [Benchmark(work, everyone(work), rounds=5, steps=5) for work in (C1, long)]
+    second = [Benchmark(w, [*peers(w, few), ours(OURS), *VARIANTS], rounds=5, steps=5) for w in (variable, dead)]
+    half_b = Benchmark(C2, [*peers(C2, few), ours(OURS), *VARIANTS], rounds=3, steps=3, resident=False)
+    offline = [Benchmark(w, [*peers(w), ours(OURS), *VARIANTS, *ablations(w)], rounds=5, steps=5) for w in (DPO, SFT)]
+    return [*first, *second, half_b, *offline, two_processes(), *cost_against_work()]
+
+
+def two_processes() -> Benchmark:
+    """M1: one process with one thread beside two of them."""
+    two = ours("two processes", "strategy=ddp", "trainer.devices=2", threads=1)
+    alone = ours("one process", threads=1)
+    return Benchmark(replace(C1, name="M1, two processes"), [alone, two], rounds=5, steps=5)
+
+
+def cost_against_work() -> list[Benchmark]:
+    """Up to 8 times the completions, and up to 8 times the tokens of each."""
+    found = []
+    for factor in (1, 2, 4, 8):
+        more = replace(C1, name=f"{factor} x completions", prompts=factor * C1.prompts)
+        longer = replace(C1, name=f"{factor} x tokens", completion_tokens=factor * C1.completion_tokens)
+        for work, series in ((more, "completions"), (longer, "tokens")):
+            who = [*peers(work, [DEFAULT]), ours(OURS)]
+            found.append(Benchmark(work, who, rounds=1, steps=3, resident=False, series=series, factor=factor))
+    return found
+
+
+def gpu() -> list[Benchmark]:
+    """G1 in ten minutes: Qwen2.5-0.5B's shape, 32 prompts of 128 tokens, 8 completions of 512, fixed and variable."""
+    fixed = Workload("G1", shape="0.5b", prompts=32, group=8, prompt_tokens=128, completion_tokens=512)
+    variable = replace(fixed, name="G1, variable lengths", lengths="variable")
+    few = [DEFAULT, "TRL, bf16 weights, 8 rows at once"]
+    return [
+        Benchmark(work, [*peers(work, few), ours(OURS), *VARIANTS, *some], rounds=1, steps=2, resident=False)
+        for work, some in ((fixed, ablations(fixed)), (variable, []))
+    ]
+
+
+SUITES = {"smoke": smoke, "bench": bench, "full": full, "gpu": gpu}
+"""By the names that `run` takes."""
+
