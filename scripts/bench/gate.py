@@ -66,7 +66,11 @@ class Agreement:
 
 
 def compare(reference: Mapping[str, Any], other: Mapping[str, Any]) -> Agreement:
-    """Two first steps, as `record.read` gives them; rows that only one has are left to `missing`."""
+    """Two first steps, as `record.read` gives them; rows that only one has are left to `missing`.
+
+    Raises:
+        KeyError: a parameter has a gradient on one side only; says which.
+    """
     both = [key for key in other["logprobs"] if key in reference["logprobs"]]
     differences = [
         abs(a - b) for key in both for a, b in zip(reference["logprobs"][key], other["logprobs"][key], strict=True)
@@ -86,7 +90,12 @@ def missing(workload: Workload, given: Sequence[Sequence[int]], other: Mapping[s
 
 
 def check(
-    name: str, workload: Workload, dtype: str, first: Mapping[str, Any], given: Sequence[Sequence[int]], reference: Any
+    name: str,
+    workload: Workload,
+    dtype: str,
+    first: Mapping[str, Any],
+    given: Sequence[Sequence[int]],
+    reference: Mapping[str, Any],
 ) -> dict[str, Any]:
     """How far a contender is off.
 
@@ -101,10 +110,13 @@ def check(
     Raises:
         GateError: further than allowed; says in what.
     """
-    found = compare(reference, first)
+    try:
+        found = compare(reference, first)
+    except KeyError as error:
+        raise GateError(f"{workload.name}: {name}: {error.args[0]}.") from error
     faults = found.faults(LIMITS[dtype])
     if first["loss"] is not None and (lost := missing(workload, given, first)):
         faults.append(f"{lost} completions of live groups were not scored")
     if faults:
-        raise GateError(f"{workload.name}: {name} computes something else than TRL in float32: {'; '.join(faults)}.")
+        raise GateError(f"{workload.name}: {name} computes something else than the reference: {'; '.join(faults)}.")
     return asdict(found)

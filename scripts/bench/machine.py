@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,12 @@ def describe(device: str = "cpu") -> dict[str, Any]:
     return found | ({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {})
 
 
-def busy() -> float:
-    """CPU seconds that all processes together have used since the machine started."""
-    user, nice, system, _, _, interrupts, soft, steal, *_ = map(
-        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    )
-    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
+def busy(cores: Sequence[int]) -> float:
+    """CPU seconds that all processes together have used on these cores since the machine started."""
+    seconds = 0.0
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *fields = line.split()
+        if name in {f"cpu{core}" for core in cores}:
+            user, nice, system, _, _, interrupts, soft, steal = map(int, fields[:8])
+            seconds += (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
+    return seconds

@@ -1,7 +1,7 @@
 """Rounds: contenders take turns, A B C and then C B A, so that a neighbour's load falls on all of them.
 
-A turn is a few timed steps after untimed ones. Where other processes took more than 5 % of the processor in a turn it is
-taken again, twice at most; what is kept says how much they took.
+A turn is a few timed steps after untimed ones. Where other processes took more than 5 % of the processor in a turn it
+is taken again, a few times at most; what is kept says how much they took.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from bench.workload import Spec, write
 
 FOREIGN = 0.05
 """Share of the processor that others may take in a turn."""
-AGAIN = 2
-"""Times that a turn is repeated at most."""
 SCRIPTS = Path(__file__).resolve().parents[1]
 
 
@@ -171,7 +169,7 @@ class Turns:
     def _take_turn(self, contender: Contender, process: Process, number: int) -> None:
         """Timed steps, again where others took too much of the processor: the quietest is kept."""
         tries = []
-        for _ in range(1 + AGAIN):
+        for _ in range(1 + self._benchmark.again):
             tries.append(self._timed(process) | {"round": number})
             if tries[-1]["foreign"] <= FOREIGN:
                 break
@@ -182,15 +180,16 @@ class Turns:
         print(f"  round {number + 1}: {contender.name}: {median:.3f} s, others {best['foreign']:.0%}", flush=True)
 
     def _timed(self, process: Process) -> dict[str, Any]:
-        load, began, before = os.getloadavg()[0], time.perf_counter(), machine.busy()
-        own = os.times()
+        cores, load, own = self._place.cores, os.getloadavg()[0], os.times()
+        began, before = time.perf_counter(), machine.busy(cores)
         answers = [process.step() for _ in range(self._benchmark.steps)]
         now = os.times()
         wall, ours = time.perf_counter() - began, sum(answer["cpu"] for answer in answers)
         ours += now.user + now.system - own.user - own.system
-        foreign = max(0.0, machine.busy() - before - ours) / (wall * len(self._place.cores))
+        foreign = max(0.0, machine.busy(cores) - before - ours) / (wall * len(cores))
         turn = {name: [answer[name] for answer in answers] for name in ("seconds", "cpu", "phases")}
-        peaks = {name: max(a[name] for a in answers) for name in ("peak", "gpu_peak", "gpu_reserved") if name in answers[0]}
+        memory = [name for name in ("peak", "gpu_peak", "gpu_reserved") if name in answers[0]]
+        peaks = {name: max(answer[name] for answer in answers) for name in memory}
         return turn | peaks | {"foreign": foreign, "load": [load, os.getloadavg()[0]]}
 
     def _look_inside(self, contender: Contender, process: Process) -> None:

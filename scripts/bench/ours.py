@@ -3,7 +3,7 @@
 Nothing of a step is rebuilt or left out. Three things are hung around it: completions are ended at their forced
 lengths, those of the first rollout are given (see `gate`), and the loop waits between steps. Forced lengths come by the
 noise: a token is drawn by inverse CDF from a number that is a function of row and position alone, so a number next to 1
-draws the first token of the vocabulary, which is EOS here, and smaller ones never do. The draw costs what it always does.
+draws the first token of the vocabulary, which is EOS here, and smaller ones never do. A draw costs what it always does.
 
     BENCH_SPEC=spec.json python -m bench.ours
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from bench import reward
-from bench.protocol import Steps
+from bench.protocol import Steps, Unasked
 from bench.record import FirstStep
 from bench.workload import Spec, Workload
 from lit_rl import cli

@@ -10,7 +10,7 @@ from typing import Any
 class Phases:
     """Seconds by phase, of the step that runs.
 
-    Phases of a GPU overlap unless it is waited for at their borders, which makes a step slower: `exact` says whether to.
+    Phases of a GPU overlap unless it is waited for at their borders, which makes a step slower: `exact` waits.
     """
 
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,12 +194,16 @@ class Process:
 
     def __exit__(self, *failure: object) -> None:
         if self._process.poll() is None:
+            others = tree(self.pid)[1:]  # ranks, workers of rewards: they are left alone by a process that just leaves
             try:
                 self._send({"do": "stop"})
                 self._process.wait(timeout=20)
             except (OSError, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
+            for pid in others:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def step(self, **how: bool) -> dict[str, Any]:
         """One optimizer step; its seconds and CPU seconds.

@@ -45,7 +45,9 @@ class FirstStep:
         self.open = False
         gradient = {name: p.grad.detach().float().cpu().contiguous() for name, p in named if p.grad is not None}
         save_file(gradient, folder / "gradient.safetensors")
-        (folder / "first_step.json").write_text(json.dumps({"loss": self.loss if whole else None, "logprobs": self.logprobs}))
+        (folder / "first_step.json").write_text(
+            json.dumps({"loss": self.loss if whole else None, "logprobs": self.logprobs})
+        )
 
 
 def key_of(ids: Sequence[int]) -> str:
