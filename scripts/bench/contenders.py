@@ -16,6 +16,7 @@ OURS = "lit_rl"
 REFERENCE = "TRL, float32"
 """What the gate compares with: no reduced precision, no checkpointing. Also a candidate for the best tuning."""
 DEFAULT = "TRL, default"
+DEFAULT_ASLEEP = "TRL, default, waiting threads sleep"
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,22 @@ class Contender:
     """Of `workload.Spec`."""
     technique: str | None = None
     """Of ours: the one that is switched off."""
-    tuned: bool = False
-    """Of the peer's: a candidate for its best tuning."""
+    role: Literal["default", "tuned"] | None = None
+    """Of the peer's: as it comes, or a candidate for its best tuning. The fastest of a role stands for it."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its process."""
     threads: int | None = None
     """Threads of each of its processes; None takes the benchmark's."""
 
 
+SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
+"""Threads that wait for each other sleep: what `train.py` sets. A busy neighbour slows a step less by far, and on a
+quiet machine they may wake later than threads that spin: TRL takes part with both."""
+
+
 def ours(name: str, *overrides: str, dtype: Literal["float32", "bfloat16"] = "float32", **more: Any) -> Contender:
     """lit_rl with these overrides."""
-    return Contender(name, "ours", dtype, lambda workload: {"overrides": list(overrides)}, **more)
+    return Contender(name, "ours", dtype, lambda workload: {"overrides": list(overrides)}, environment=SLEEP, **more)
 
 
 @dataclass(frozen=True)
@@ -89,10 +97,13 @@ class Peer:
     rows_at_once: int | None = None
     """Rows of a forward pass; None: TRL's default, 8. 0: all of the step."""
     methods: Sequence[str] = ("grpo", "dpo", "sft")
-    tuned: bool = True
+    role: Literal["default", "tuned"] = "tuned"
+    spin: bool = False
+    """Threads that wait spin, as OpenMP has it by itself."""
 
     def contender(self) -> Contender:
-        return Contender(self.name, "peer", self.dtype, self._settings, tuned=self.tuned)
+        environment = {} if self.spin else SLEEP
+        return Contender(self.name, "peer", self.dtype, self._settings, role=self.role, environment=environment)
 
     def _settings(self, workload: Workload) -> Mapping[str, Any]:
         rows = workload.rows if workload.generates else workload.prompts
@@ -106,8 +117,10 @@ class Peer:
 _BF16_WEIGHTS = {"model_init_kwargs": {"dtype": "bfloat16"}, "gradient_checkpointing": False}
 PEERS = (
     Peer(REFERENCE, "float32", {"bf16": False, "gradient_checkpointing": False}, rows_at_once=0),
-    Peer(DEFAULT, "bfloat16", tuned=False),
+    Peer(DEFAULT, "bfloat16", role="default", spin=True),
+    Peer(DEFAULT_ASLEEP, "bfloat16", role="default"),
     Peer("TRL, bf16 weights, whole batch", "bfloat16", _BF16_WEIGHTS, rows_at_once=0),
+    Peer("TRL, bf16 weights, whole batch, waiting threads spin", "bfloat16", _BF16_WEIGHTS, rows_at_once=0, spin=True),
     Peer("TRL, autocast, whole batch", "bfloat16", {"gradient_checkpointing": False}, rows_at_once=0),
     Peer("TRL, bf16 weights, 8 rows at once", "bfloat16", _BF16_WEIGHTS),
     Peer(
@@ -133,5 +146,5 @@ def peers(workload: Workload, names: Sequence[str] | None = None, rows_at_once: 
     """
     chosen = [peer for peer in PEERS if workload.method in peer.methods]
     if rows_at_once is not None:
-        chosen = [peer if peer.name == DEFAULT else replace(peer, rows_at_once=rows_at_once) for peer in chosen]
+        chosen = [peer if peer.role == "default" else replace(peer, rows_at_once=rows_at_once) for peer in chosen]
     return [peer.contender() for peer in chosen if names is None or peer.name in (REFERENCE, *names)]

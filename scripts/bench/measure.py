@@ -65,7 +65,7 @@ class Turns:
                 "side": one.side,
                 "dtype": one.dtype,
                 "technique": one.technique,
-                "tuned": one.tuned,
+                "role": one.role,
                 "settings": one.settings(benchmark.workload),
                 "turns": [],
             }
@@ -133,13 +133,14 @@ class Turns:
         settings = contender.settings(self._benchmark.workload)
         spec = Spec(self._benchmark.workload, self._folder, work, self._place.device, settings)
         paths = [str(SCRIPTS), *([str(SCRIPTS.parent)] if contender.side == "ours" else [])]
-        environment = os.environ | {
+        waiting = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment = waiting | {
             "BENCH_SPEC": str(spec.write()),
             "PYTHONPATH": os.pathsep.join(paths),
             "OMP_NUM_THREADS": str(contender.threads or self._place.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            **contender.environment,
         }
         python = sys.executable if contender.side == "ours" else self._place.peer_python
         command = [python, "-m", f"bench.{contender.side}"]

@@ -45,8 +45,8 @@ METHOD = f"""\
 
 - **Same work.** Random weights from a fixed seed, one checkpoint folder for all; prompts from one file, in one order;
   AdamW at 1e-6, clipping at 1, a constant schedule, no checkpoints and no loggers on either side. Every completion ends
-  at a length from a file: with *fixed* lengths none ends early, *variable* ones are lognormal with mean 0.4 of the
-  longest. In *half-dead* workloads every second prompt has equal rewards in its group.
+  at a length from a file: with *fixed* lengths none ends early, *variable* ones are lognormal, with mean 0.4 of
+  the longest before they are capped there. In *half-dead* workloads every second prompt has equal rewards in its group.
 - **Gate.** The first step of every contender is taken on completions that all are given, in its real training loop.
   Log-probs, loss and gradient are held against TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
   least 0.999. If a contender is further off there are no figures at all.
@@ -54,8 +54,10 @@ METHOD = f"""\
   is left out and contenders alternate (A B C, then C B A). A turn is the median of its steps, a figure the median of
   turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets. A turn in which other
   processes took over {FOREIGN:.0%} of the processor is taken again, twice at most.
-- **TRL.** "default" is its config as it comes; "tuned" is the fastest of the settings listed for each workload. Weights
-  in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they count as a tuning nevertheless.
+- **TRL.** "default" is its config as it comes; "tuned" is the fastest of the settings listed for each workload. Threads
+  of lit_rl that wait for each other sleep (`train.py` sees to it); TRL is measured with sleeping and with spinning
+  ones, and the faster counts. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they
+  count as a tuning nevertheless.
 - **The limit.** Matrix rate and memory bandwidth are measured first. The bound of a step is what its least work takes
   at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU
   counts useful FLOPs of the training alone, HFU executed ones of the whole step, MBU the bytes that decoding must read.
@@ -82,7 +84,7 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield "**A smoke run: it shows that the benchmark runs, and its figures mean nothing.**\n"
     yield from _machine(run)
     whole = [result for result in run["benchmarks"] if result["series"] is None]
-    compared = [result for result in whole if summary.default(result)]
+    compared = [result for result in whole if summary.fastest(result, "default")]
     if compared:
         yield from _overview(compared)
         yield f"![Times as fast as TRL](images/benchmarks/{kind}_ratios.png)\n"
@@ -115,7 +117,7 @@ def _overview(results: Sequence[Result]) -> Iterator[str]:
     yield "| | lit_rl, s a step | TRL default / lit_rl | TRL tuned / lit_rl | by CPU time | peak memory / TRL default |"
     yield "|---|---|---|---|---|---|"
     for result in results:
-        ours, default, tuned = OURS, summary.default(result), summary.tuned(result)
+        ours, default, tuned = OURS, summary.fastest(result, "default"), summary.fastest(result, "tuned")
         assert default is not None
         theirs = [summary.ratio(result, name, ours) if name else None for name in (default, tuned)]
         cpu = [summary.ratio(result, name, ours, "cpu").middle for name in (default, tuned) if name]

@@ -23,7 +23,7 @@ def draw(results: Sequence[Result], folder: Path, kind: str) -> None:
     """All pictures that these results are enough for, as `KIND_NAME.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update({"font.size": 10, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK})
-    compared = [result for result in results if result["series"] is None and summary.default(result)]
+    compared = [result for result in results if result["series"] is None and summary.fastest(result, "default")]
     if compared:
         _ratios(compared, folder / f"{kind}_ratios.png")
     for axis in ("completions", "tokens"):
@@ -34,12 +34,12 @@ def draw(results: Sequence[Result], folder: Path, kind: str) -> None:
 def _ratios(results: Sequence[Result], path: Path) -> None:
     """A bar for each workload: TRL's seconds over ours, as it comes and tuned, with the rounds' range."""
     figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * len(results)), layout="constrained")
-    for offset, color, label, whom in (
-        (-0.19, BLUE, "TRL default", summary.default),
-        (0.19, ORANGE, "TRL tuned", summary.tuned),
+    for offset, color, label, role in (
+        (-0.19, BLUE, "TRL default", "default"),
+        (0.19, ORANGE, "TRL tuned", "tuned"),
     ):
         for place, result in enumerate(results):
-            theirs = whom(result)
+            theirs = summary.fastest(result, role)
             if theirs is None:
                 continue
             found = summary.ratio(result, theirs, OURS)

@@ -79,12 +79,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="rounds, in place of the suite's own")
     parser.add_argument("--only", help="only benchmarks with this in their name")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process (all cores)")
+    parser.add_argument("--fresh", action="store_true", help="one process at a time: less memory, more minutes")
     parser.add_argument("--docs", type=Path, help="write results, page and pictures below this folder, not in docs/")
     given = parser.parse_args()
     kind = "gpu" if given.suite == "gpu" else "cpu"
     if kind == "gpu" and not torch.cuda.is_available():
         raise SystemExit("bench gpu needs a GPU that torch sees; `make bench` measures on the CPU.")
     benchmarks = chosen(given.suite, given.rounds, given.only)
+    if given.fresh:
+        benchmarks = [dataclasses.replace(one, resident=False) for one in benchmarks]
     if versions(given.peer_python)["trl"] is None:
         if kind == "cpu":
             raise SystemExit(f"{given.peer_python} has no TRL: give the interpreter of one that has (--peer-python).")

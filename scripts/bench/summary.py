@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.bounds import Bound, Work
-from bench.contenders import DEFAULT
 from bench.workload import Workload
 
 Result = Mapping[str, Any]
@@ -56,15 +55,10 @@ def quartiles(result: Result, name: str) -> tuple[float, float]:
     return low, high
 
 
-def tuned(result: Result) -> str | None:
-    """The fastest setting of the peer that was tuned."""
-    names = [name for name, one in result["contenders"].items() if one["tuned"]]
+def fastest(result: Result, role: str) -> str | None:
+    """The name of the peer's fastest setting of a role, "default" or "tuned"; None where none takes part."""
+    names = [name for name, one in result["contenders"].items() if one["role"] == role]
     return min(names, key=lambda name: spread(result, name).middle) if names else None
-
-
-def default(result: Result) -> str | None:
-    """The peer as it comes, where it takes part."""
-    return DEFAULT if DEFAULT in result["contenders"] else None
 
 
 def phases(result: Result, name: str) -> dict[str, float]:

@@ -75,7 +75,7 @@ class Workload:
     completion_tokens: int = 64
     """Longest completion. With fixed lengths all have it, and none ends by EOS."""
     lengths: Literal["fixed", "variable"] = "fixed"
-    """"variable": lognormal with mean 0.4 times the longest, capped there."""
+    """"variable": lognormal with mean 0.4 times the longest, capped at the longest."""
     dead: bool = False
     """Every second prompt has equal rewards in all its group, so that it teaches nothing."""
 

@@ -24,7 +24,7 @@ MACHINE: dict[str, Any] = {
 
 
 def contender(
-    rounds: Sequence[Sequence[float]], *, side: str = "ours", tuned: bool = False, technique: str | None = None
+    rounds: Sequence[Sequence[float]], *, side: str = "ours", role: str | None = None, technique: str | None = None
 ) -> dict[str, Any]:
     """One with these seconds in each round: half of a step is generation; CPU seconds are twice the seconds."""
     turns = [
@@ -44,7 +44,7 @@ def contender(
         "side": side,
         "dtype": "float32",
         "technique": technique,
-        "tuned": tuned,
+        "role": role,
         "settings": {"overrides": ["a=b"]} if side == "ours" else {"config": {"bf16": False}},
         "turns": turns,
         "first_step": 12.0,

@@ -72,7 +72,7 @@ def test_variable_lengths_have_the_mean_that_they_should() -> None:
     work = Workload("w", prompts=4, group=8, completion_tokens=200, lengths="variable")
     drawn = [length for number in range(60) for length in work.lengths_of(number)]
     assert min(drawn) >= SHORTEST and max(drawn) <= 200
-    assert sum(drawn) / len(drawn) == pytest.approx(0.4 * 200, rel=0.03)
+    assert sum(drawn) / len(drawn) == pytest.approx(0.4 * 200, rel=0.06)
     assert work.lengths_of(3) == work.lengths_of(3) != work.lengths_of(4)
 
 
@@ -86,9 +86,9 @@ def test_figures_are_medians_of_medians_and_ranges_are_of_rounds() -> None:
     found = result(
         C1,
         {
-            DEFAULT: contender([[8, 9, 100], [10, 10, 10]], side="peer"),
-            "tuned a": contender([[4, 4, 4], [6, 6, 6]], side="peer", tuned=True),
-            "tuned b": contender([[9, 9, 9], [9, 9, 9]], side="peer", tuned=True),
+            DEFAULT: contender([[8, 9, 100], [10, 10, 10]], side="peer", role="default"),
+            "tuned a": contender([[4, 4, 4], [6, 6, 6]], side="peer", role="tuned"),
+            "tuned b": contender([[9, 9, 9], [9, 9, 9]], side="peer", role="tuned"),
             OURS: contender([[2, 3, 3], [2, 2, 50]]),
         },
     )
@@ -97,7 +97,8 @@ def test_figures_are_medians_of_medians_and_ranges_are_of_rounds() -> None:
     assert summary.ratio(found, DEFAULT, OURS) == summary.Spread(9.5 / 2.5, 9 / 3, 10 / 2)
     assert summary.ratio(found, DEFAULT, OURS, "cpu") == summary.ratio(found, DEFAULT, OURS)
     assert summary.spread(found, OURS, "cpu").middle == 5
-    assert summary.tuned(found) == "tuned a"
+    assert summary.fastest(found, "tuned") == "tuned a" and summary.fastest(found, "default") == DEFAULT
+    assert summary.fastest(result(C1, {OURS: contender([[1, 1, 1]])}), "tuned") is None
     assert summary.peak(found, OURS) == 1e9 + 1 and summary.peak(found, OURS, "gpu_peak") is None
     assert summary.noisy(found, 0.05) == (4, 8)
 

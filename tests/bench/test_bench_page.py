@@ -19,8 +19,8 @@ def test_the_page_is_what_its_results_make() -> None:
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
     who = {
-        "TRL, float32": contender([[6.0] * 3, [6.0] * 3], side="peer", tuned=True),
-        DEFAULT: contender([[8.0] * 3, [10.0] * 3], side="peer"),
+        "TRL, float32": contender([[6.0] * 3, [6.0] * 3], side="peer", role="tuned"),
+        DEFAULT: contender([[8.0] * 3, [10.0] * 3], side="peer", role="default"),
         OURS: contender([[2.0] * 3, [2.0] * 3]),
         f"{OURS}, without: tricks": contender([[3.0] * 3, [3.0] * 3], technique="tricks"),
     }
