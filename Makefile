@@ -71,13 +71,13 @@ $(PEER)/.stamp: constraints.txt
 
 BENCH = PYTHONPATH=scripts $(BIN)/python -m bench.run
 
-bench: $(STAMPS)/dev $(PEER)/.stamp  ## a training step beside TRL's, on this CPU: under 20 minutes (docs/benchmarks.md)
+bench: $(STAMPS)/dev $(PEER)/.stamp  ## a training step beside TRL's, on this CPU: some 20 minutes (docs/benchmarks.md)
 	$(BENCH) bench --peer-python $(PEER)/bin/python $(args)
 
-bench-full: $(STAMPS)/dev $(PEER)/.stamp  ## every benchmark of this CPU: some three hours
+bench-full: $(STAMPS)/dev $(PEER)/.stamp  ## every benchmark of this CPU: some five hours
 	$(BENCH) full --peer-python $(PEER)/bin/python $(args)
 
-bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: under 10 minutes
+bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 minutes
 	$(BIN)/python scripts/bench/gpu.py --peer-python $(PEER)/bin/python $(args)
 
 test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class Turns:
             GateError: a contender computes something else.
             ContenderFailed: a process ended.
         """
-        benchmark, began = self._benchmark, time.time()
+        benchmark, began, load = self._benchmark, time.time(), os.getloadavg()[0]
         self._write_files()
         with self._stack:
             for number in range(benchmark.rounds):
@@ -97,6 +98,8 @@ class Turns:
             "resident": benchmark.resident,
             "series": benchmark.series,
             "factor": benchmark.factor,
+            "date": f"{datetime.now():%Y-%m-%d}",
+            "load": [load, os.getloadavg()[0]],
             "minutes": (time.time() - began) / 60,
             "contenders": self.results,
         }
@@ -202,10 +205,8 @@ class Turns:
             result["phases"] = process.step(exact=True)["phases"]
 
 
-def run(benchmarks: Sequence[Benchmark], place: Place) -> list[dict[str, Any]]:
-    """All of them, one after another."""
-    found = []
+def run(benchmarks: Sequence[Benchmark], place: Place) -> Iterator[dict[str, Any]]:
+    """All of them, one after another: what each found out, as soon as it is over."""
     for benchmark in benchmarks:
         print(f"{benchmark.workload.name}: {benchmark.rounds} rounds", flush=True)
-        found.append(Turns(benchmark, place).run())
-    return found
+        yield Turns(benchmark, place).run()

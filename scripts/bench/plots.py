@@ -23,7 +23,7 @@ def draw(results: Sequence[Result], folder: Path, kind: str) -> None:
     """All pictures that these results are enough for, as `KIND_NAME.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     plt.rcParams.update({"font.size": 10, "axes.edgecolor": GREY, "axes.labelcolor": INK, "text.color": INK})
-    compared = [result for result in results if result["series"] is None and summary.fastest(result, "default")]
+    compared = [result for result in results if result["series"] is None and summary.is_compared(result)]
     if compared:
         _ratios(compared, folder / f"{kind}_ratios.png")
     for axis in ("completions", "tokens"):

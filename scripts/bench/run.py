@@ -2,8 +2,9 @@
 
     PYTHONPATH=scripts python -m bench.run bench --peer-python .venv-peer/bin/python
 
-The results of `bench` and `full` go to docs/benchmarks/cpu.json, those of `gpu` to gpu.json; of `smoke` nowhere unless
-`--docs` names a folder.
+After each benchmark its results go to docs/benchmarks/cpu.json, those of `gpu` to gpu.json; those of `smoke` nowhere
+unless `--docs` names a folder. What an earlier run measured on the same machine with the same versions, and this one
+has not, stays: so `--only` measures one benchmark anew.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +27,41 @@ from bench.protocol import ContenderFailed
 from bench.suites import SUITES, Benchmark, without_peer
 
 
-def measured(suite: str, benchmarks: Sequence[Benchmark], place: measure.Place, **limits: int) -> dict[str, Any]:
-    """Everything that a run finds out.
+def header(suite: str, place: measure.Place, **limits: int) -> dict[str, Any]:
+    """What is the same for all benchmarks of a run: the machine, measured, and the versions.
 
     Args:
         suite: The name of what runs.
-        benchmarks: What runs.
         place: Where.
         limits: How `machine.measure` measures, in place of its defaults.
     """
-    before = os.getloadavg()[0]
     found = dataclasses.asdict(machine.measure(place.device, **limits)) | machine.describe(place.device)
     print(f"machine: {found}", flush=True)
     if place.device == "cuda":
         torch.cuda.empty_cache()
-    results = measure.run(benchmarks, place)
-    return {
-        "suite": suite,
-        "date": f"{datetime.now():%Y-%m-%d}",
-        "machine": found,
-        "threads": place.threads,
-        "load": [before, os.getloadavg()[0]],
-        "versions": versions(place.peer_python),
-        "benchmarks": results,
-    }
+    return {"suite": suite, "machine": found, "threads": place.threads, "versions": versions(place.peer_python)}
+
+
+def merged(run: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """The run, with those benchmarks of an earlier one, on the same machine, that it has not measured anew."""
+    if earlier is None or any(_where(run)[key] != _where(earlier)[key] for key in _where(run)):
+        return run
+    new = {one["workload"]["name"]: one for one in run["benchmarks"]}
+    old = {one["workload"]["name"]: one for one in earlier["benchmarks"]}
+    return run | {"benchmarks": list((old | new).values())}
+
+
+def _where(run: dict[str, Any]) -> dict[str, Any]:
+    named = {key: run["machine"].get(key) for key in ("processor", "gpu", "cores", "torch")}
+    return named | {"threads": run["threads"], "versions": run["versions"]}
+
+
+def save(run: dict[str, Any], file: Path, docs: Path) -> None:
+    """Results, page and pictures. Benchmarks that were measured earlier stay, each with its own day and load."""
+    earlier = json.loads(file.read_text()) if file.is_file() and run["suite"] != "smoke" else None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(merged(run, earlier), indent=1) + "\n")
+    page.write(file.parent, docs / "benchmarks.md", docs / "images" / "benchmarks")
 
 
 def versions(python: str) -> dict[str, str | None]:
@@ -92,22 +102,22 @@ def main() -> None:
         if kind == "cpu":
             raise SystemExit(f"{given.peer_python} has no TRL: give the interpreter of one that has (--peer-python).")
         benchmarks = [without_peer(one) for one in benchmarks]
+    docs: Path | None = given.docs or (None if given.suite == "smoke" else page.DOCS)
     with tempfile.TemporaryDirectory(prefix="lit_rl_bench_") as root:
         device = "cuda" if kind == "gpu" else "cpu"
         place = measure.Place(Path(root), given.peer_python, device, given.threads)
         torch.set_num_threads(place.threads)
         os.sched_setaffinity(0, place.cores)
+        run: dict[str, Any] = header(given.suite, place) | {"benchmarks": []}
         try:
-            run = measured(given.suite, benchmarks, place)
+            for result in measure.run(benchmarks, place):
+                run["benchmarks"].append(result)
+                if docs is not None:
+                    save(run, docs / "benchmarks" / f"{kind}.json", docs)
         except (GateError, ContenderFailed) as error:
-            raise SystemExit(f"No figures. {error}") from error
-    if given.suite == "smoke" and given.docs is None:
-        return
-    docs = given.docs or page.DOCS
-    (docs / "benchmarks").mkdir(parents=True, exist_ok=True)
-    (docs / "benchmarks" / f"{kind}.json").write_text(json.dumps(run, indent=1) + "\n")
-    page.write(docs / "benchmarks", docs / "benchmarks.md", docs / "images" / "benchmarks")
-    print(f"{docs / 'benchmarks.md'} is written.")
+            raise SystemExit(f"No figures of this workload. {error}") from error
+    if docs is not None:
+        print(f"{docs / 'benchmarks.md'} is written.")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.bounds import Bound, Work
+from bench.contenders import OURS
 from bench.workload import Workload
 
 Result = Mapping[str, Any]
@@ -59,6 +60,11 @@ def fastest(result: Result, role: str) -> str | None:
     """The name of the peer's fastest setting of a role, "default" or "tuned"; None where none takes part."""
     names = [name for name, one in result["contenders"].items() if one["role"] == role]
     return min(names, key=lambda name: spread(result, name).middle) if names else None
+
+
+def is_compared(result: Result) -> bool:
+    """Whether ours and the peer as it comes both take part."""
+    return OURS in result["contenders"] and fastest(result, "default") is not None
 
 
 def phases(result: Result, name: str) -> dict[str, float]:

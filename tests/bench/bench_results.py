@@ -55,19 +55,18 @@ def contender(
 
 def result(workload: Workload, contenders: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """A benchmark of these."""
-    shape = {"rounds": 2, "steps": 3, "warmups": 2, "resident": True, "series": None, "factor": 1, "minutes": 3.0}
-    return {"workload": asdict(workload), **shape, **more, "contenders": dict(contenders)}
+    shape = {"rounds": 2, "steps": 3, "warmups": 2, "resident": True, "series": None, "factor": 1}
+    when = {"minutes": 3.0, "date": "2026-01-01", "load": [0.1, 0.2]}
+    return {"workload": asdict(workload), **shape, **when, **more, "contenders": dict(contenders)}
 
 
 def run(*results: Mapping[str, Any], suite: str = "bench") -> dict[str, Any]:
-    """What `run.measured` returns."""
+    """What a run leaves in its file."""
     versions = {"trl": "1.16.0", "transformers": "5", "torch": "2"}
     return {
         "suite": suite,
-        "date": "2026-01-01",
         "machine": MACHINE,
         "threads": 2,
-        "load": [0.1, 0.2],
         "versions": versions,
         "benchmarks": list(results),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,23 @@ def first_step(folder: Path, *, rows: int = 4, off: float = 0.0, scale: float = 
 def check(tmp_path: Path, dtype: str = "float32", **other: Any) -> dict[str, Any]:
     reference = first_step(tmp_path / "reference")
     return gate.check("it", WORK, dtype, first_step(tmp_path / "other", **other), GIVEN, reference)
+
+
+def test_the_peer_needs_no_lit_rl() -> None:
+    """TRL's environment has none: what its process loads imports none."""
+    folder, waiting, seen = Path(record.__file__).parent, ["peer"], set()
+    while waiting:
+        name = waiting.pop()
+        seen.add(name)
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
+            found = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            assert not any(each.split(".")[0] == "lit_rl" for each in (module, *found)), name
+            ours = (
+                found if module == "bench" else [module.removeprefix("bench.")] if module.startswith("bench.") else []
+            )
+            waiting += [each for each in ours if each not in seen]
+    assert seen == {"peer", "protocol", "phases", "record", "reward", "workload"}
 
 
 def test_the_same_passes(tmp_path: Path) -> None:
