@@ -130,7 +130,7 @@ class Contender(L.Callback):
         module: Any = pl_module
         self._hang_on_loss(module)
         if self._spec.workload.generates:
-            self._hang_on_generator(module.generator)
+            self._hang_on_generator(module)
             module.reward = self._steps.phases.timed("reward", module.reward)
 
     def _hang_on_loss(self, module: Any) -> None:
@@ -146,14 +146,13 @@ class Contender(L.Callback):
 
         module.loss = recorded
 
-    def _hang_on_generator(self, generator: Any) -> None:
-        generate, rows, forced, work = generator.generate, Rows(self._spec), Forced(self._spec), self._spec.workload
+    def _hang_on_generator(self, module: Any) -> None:
+        generate, rows, forced = module.generator.generate, Rows(self._spec), Forced(self._spec)
 
         def with_lengths(prompts: Prompts, sampling: Sampling) -> Completions:
             self._drawn += 1
             if self._drawn == 1:
-                device = next(generator._policy.parameters()).device
-                return completions_of(rows.given(prompts), prompts, work, device)
+                return completions_of(rows.given(prompts), prompts, self._spec.workload, module.device)
             told = rows.lengths(prompts)
             forced.begin(prompts, told)
             completions = generate(prompts, sampling)
@@ -161,7 +160,7 @@ class Contender(L.Callback):
                 raise RuntimeError(f"Completions have {lengths} tokens, and were forced to {told}.")
             return completions
 
-        generator.generate = self._steps.phases.timed("generate", with_lengths)
+        module.generator.generate = self._steps.phases.timed("generate", with_lengths)
 
     # ------------------------------------------------------------------ between steps
 
