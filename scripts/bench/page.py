@@ -1,0 +1,256 @@
+"""docs/benchmarks.md, made of the results: nothing on it is typed by hand.
+
+PYTHONPATH=scripts python -m bench.page
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import plots, summary
+from bench.contenders import OURS
+from bench.measure import FOREIGN
+from bench.summary import Result, Spread
+from bench.workload import Workload
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PAGE = DOCS / "benchmarks.md"
+RESULTS = DOCS / "benchmarks"
+"""Results as JSON, a file a kind of machine; pictures stand in `docs/images/benchmarks`."""
+PICTURES = DOCS / "images" / "benchmarks"
+
+HEAD = (
+    """\
+# Benchmarks
+
+Whole optimizer steps of lit_rl beside TRL 1.16.0: the same model, prompts, lengths, rewards, optimizer and loss, on one
+machine, in turns. This page is written by the benchmark from its results, the JSON files in `docs/benchmarks/`.
+
+| command | what it measures | on two quiet cores |
+|---|---|---|
+"""
+    "| `make bench` | GRPO, 4 prompts x 8 completions, 64 + 64 tokens, a policy of 6 million parameters; each "
+    "technique off in turn | under 20 minutes, estimated |\n"
+    "| `make bench-full` | and prompts of 256 tokens, variable lengths, half-dead groups, the shape of a 0.5B model, "
+    "DPO, SFT, two processes, cost against work | some five hours, estimated |\n"
+    "| `make bench-gpu` | the 0.5B shape on one GPU, 32 x 8 completions, 128 + 512 tokens (not run on one yet) | under "
+    "10 minutes, estimated |\n"
+)
+
+METHOD = f"""\
+## How it is measured
+
+- **Same work.** Random weights from a fixed seed, one checkpoint folder for all; prompts from one file, in one order;
+  AdamW at 1e-6, clipping at 1, a constant schedule, no checkpoints and no loggers on either side. Every completion ends
+  at a length from a file: with *fixed* lengths none ends early, *variable* ones are lognormal, with mean 0.4 of
+  the longest before they are capped there. In *half-dead* workloads every second prompt has equal rewards in its group.
+- **Gate.** The first step of every contender is taken on completions that all are given, in its real training loop.
+  Log-probs, loss and gradient are held against TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
+  least 0.999. If a contender is further off there are no figures of that workload.
+- **Turns.** Each contender is a process with pinned threads that trains one step when it is asked to, so that warm-up
+  is left out and contenders alternate (A B C, then C B A). A turn is the median of its steps, a figure the median of
+  turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets. A turn in which other
+  processes took over {FOREIGN:.0%} of the processor is taken again, twice at most.
+- **TRL.** "default" is its config as it comes; "tuned" is the fastest of the settings listed for each workload. Threads
+  of lit_rl that wait for each other sleep (`train.py` sees to it); TRL is measured with sleeping and with spinning
+  ones, and the faster counts. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they
+  count as a tuning nevertheless.
+- **The limit.** Matrix rate and memory bandwidth are measured first. The bound of a step is what its least work takes
+  at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU
+  counts useful FLOPs of the training alone, HFU executed ones of the whole step, MBU the bytes that decoding must read.
+"""
+
+NOT_YET = "*Not yet run here.* The command above writes the figures."
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page.
+
+    Args:
+        results: By kind of machine, "cpu" or "gpu": what `run` writes.
+    """
+    parts = [HEAD]
+    for kind, title in (("cpu", "On a CPU"), ("gpu", "On one GPU")):
+        body = "\n".join(_kind(results[kind], kind)) if kind in results else NOT_YET + "\n"
+        parts.append(f"## {title}\n\n{body}")
+    return "\n".join([*parts, METHOD])
+
+
+def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
+    if run["suite"] == "smoke":
+        yield "**A smoke run: it shows that the benchmark runs, and its figures mean nothing.**\n"
+    yield from _machine(run)
+    whole = [result for result in run["benchmarks"] if result["series"] is None]
+    compared = [result for result in whole if summary.is_compared(result)]
+    if compared:
+        yield from _overview(compared)
+        yield f"![Times as fast as TRL](images/benchmarks/{kind}_ratios.png)\n"
+    for result in whole:
+        yield from _benchmark(result, run["machine"])
+    for axis in ("completions", "tokens"):
+        if points := summary.series(run["benchmarks"], axis):
+            yield from _series(points, axis)
+            yield f"![Cost against {axis}](images/benchmarks/{kind}_{axis}.png)\n"
+
+
+def _machine(run: Mapping[str, Any]) -> Iterator[str]:
+    machine = run["machine"]
+    flags = ", ".join(name for name, there in machine["flags"].items() if there) or "none of those that matter"
+    without = ", ".join(name for name, there in machine["flags"].items() if not there)
+    rates = ", ".join(f"{value / 1e9:,.0f} GFLOP/s in {name}" for name, value in machine["flops"].items())
+    name = machine.get("gpu", machine["processor"])
+    yield (
+        f"{name}, {machine['cores']} cores ({flags}; without {without}), {machine['memory'] / 1e9:.0f} GB; "
+        f"{run['threads']} threads. torch {machine['torch']}, transformers {run['versions']['transformers']}, "
+        f"TRL {run['versions']['trl']}.\n"
+    )
+    yield (
+        f"Measured first: {rates}; {machine['copy'] / 1e9:.1f} GB/s copied, {machine['read'] / 1e9:.1f} GB/s read.\n"
+    )
+
+
+def _overview(results: Sequence[Result]) -> Iterator[str]:
+    yield "| | lit_rl, s a step | TRL default / lit_rl | TRL tuned / lit_rl | by CPU time | peak memory / TRL default |"
+    yield "|---|---|---|---|---|---|"
+    for result in results:
+        ours, default, tuned = OURS, summary.fastest(result, "default"), summary.fastest(result, "tuned")
+        assert default is not None
+        theirs = [summary.ratio(result, name, ours) if name else None for name in (default, tuned)]
+        cpu = [summary.ratio(result, name, ours, "cpu").middle for name in (default, tuned) if name]
+        memory = (summary.peak(result, ours) or 0) / (summary.peak(result, default) or 1)
+        yield (
+            f"| {result['workload']['name']} | {summary.spread(result, ours).middle:.2f} "
+            f"| {' | '.join('-' if one is None else _ratio(one) for one in theirs)} "
+            f"| {', '.join(f'{one:.2f}' for one in cpu)} | {memory:.2f} |"
+        )
+    yield ""
+
+
+def _benchmark(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
+    workload = Workload(**result["workload"])
+    yield f"### {workload.name}\n"
+    yield _described(workload, result)
+    yield from _contenders(result, machine)
+    yield from _ablations(result)
+    yield from _gate(result)
+    yield from _settings(result)
+
+
+def _described(workload: Workload, result: Result) -> str:
+    what = {
+        "grpo": f"{workload.prompts} prompts of {workload.prompt_tokens} tokens x {workload.group} completions of "
+        f"{'up to ' * (workload.lengths == 'variable')}{workload.completion_tokens}",
+        "dpo": f"{workload.prompts} pairs, prompts and completions of {workload.prompt_tokens} tokens",
+        "sft": f"{workload.prompts} texts, prompts and completions of {workload.prompt_tokens} tokens",
+    }[workload.method]
+    loud, turns = summary.noisy(result, FOREIGN)
+    return (
+        f"{workload.method.upper()}, shape {workload.shape}: {what}. {result['rounds']} rounds of {result['steps']} "
+        f"steps in turns, after {result['warmups']} that do not count; {result['minutes']:.0f} minutes. Others took "
+        f"over {FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before "
+        f"and {result['load'][1]:.1f} after. {result['date']}.\n"
+    )
+
+
+def _contenders(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
+    tokens, bound = summary.generated_tokens(result), summary.limit(result, machine)
+    columns = ("", "s a step (rounds)", "CPU s", "generate, reward, train, optimize", "tokens/s", "peak GB")
+    yield f"| {' | '.join((*columns, 'of the limit', 'MFU, HFU, MBU'))} |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for name, one in result["contenders"].items():
+        if one["technique"] is not None:
+            continue
+        parts, share = summary.phases(result, name), summary.shares(result, name, machine)
+        split = ", ".join(f"{parts[phase]:.2f}" for phase in ("generate", "reward", "train", "optimize"))
+        yield (
+            f"| {name} | {_seconds(summary.spread(result, name))} | {summary.spread(result, name, 'cpu').middle:.2f} "
+            f"| {split} | {tokens / summary.spread(result, name).middle:,.0f} | {_memory(result, name)} "
+            f"| {share.step:.1%} | {', '.join(map(_share, (share.mfu, share.hfu, share.mbu)))} |"
+        )
+    yield (
+        f"\nThe bound is {bound.step:.3g} s: prefill {bound.prefill:.2g}, decode {bound.decode:.2g}, train "
+        f"{bound.train:.2g}, reference {bound.reference:.2g}, optimizer {bound.optimizer:.2g}.\n"
+    )
+
+
+def _ablations(result: Result) -> Iterator[str]:
+    off = {name: one["technique"] for name, one in result["contenders"].items() if one["technique"] is not None}
+    base = next((name.partition(", without: ")[0] for name in off), None)
+    if base is None:
+        return
+    yield "| without | s a step | times as slow | by CPU time | peak GB |"
+    yield "|---|---|---|---|---|"
+    yield f"| (all on) | {_seconds(summary.spread(result, base))} | 1 | 1 | {_memory(result, base)} |"
+    for name, technique in off.items():
+        cpu = summary.ratio(result, name, base, "cpu").middle
+        yield (
+            f"| {technique} | {_seconds(summary.spread(result, name))} | {_ratio(summary.ratio(result, name, base))} "
+            f"| {cpu:.2f} | {_memory(result, name)} |"
+        )
+    yield ""
+
+
+def _gate(result: Result) -> Iterator[str]:
+    yield "| gate | dtype | log-probs, nats | 1 - cosine of gradients | norms | loss | first step after, s |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, one in result["contenders"].items():
+        found = one["gate"]
+        cells = ["" if found[key] is None else f"{found[key]:.1e}" for key in ("logprobs", "norm", "loss")]
+        yield (
+            f"| {name} | {one['dtype']} | {cells[0]} | {max(0.0, 1 - found['cosine']):.1e} | {cells[1]} | {cells[2]} "
+            f"| {one['first_step']:.0f} |"
+        )
+    yield ""
+
+
+def _settings(result: Result) -> Iterator[str]:
+    yield "Settings beyond the workload's:\n"
+    for name, one in result["contenders"].items():
+        told = json.dumps(one["settings"].get("config"), sort_keys=True) if one["side"] == "peer" else None
+        told = told or " ".join(one["settings"]["overrides"])
+        yield f"- {name}: {f'`{told}`' if told not in ('', '{}') else 'none'}"
+    yield ""
+
+
+def _series(points: Sequence[Result], axis: str) -> Iterator[str]:
+    names = list(points[0]["contenders"])
+    yield f"### Cost against {axis}\n"
+    yield f"| {axis} | {' | '.join(f'{name}: s a step, peak GB' for name in names)} |"
+    yield "|---|" + "---|" * len(names)
+    for point in points:
+        cells = [f"{summary.spread(point, name).middle:.2f}, {_memory(point, name)}" for name in names]
+        yield f"| x {point['factor']} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _seconds(value: Spread) -> str:
+    return f"{value.middle:.3g} ({value.low:.3g} to {value.high:.3g})"
+
+
+def _ratio(value: Spread) -> str:
+    return f"**{value.middle:.2f}** ({value.low:.2f} to {value.high:.2f})"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _memory(result: Result, name: str) -> str:
+    """Resident, and on a GPU what was allocated and reserved there."""
+    found = [summary.peak(result, name, what) for what in ("peak", "gpu_peak", "gpu_reserved")]
+    return " / ".join(f"{value / 1e9:.2f}" for value in found if value is not None)
+
+
+def write(results: Path = RESULTS, path: Path = PAGE, pictures: Path = PICTURES) -> None:
+    """The page and its pictures, from the results that are there."""
+    runs = {file.stem: json.loads(file.read_text()) for file in sorted(results.glob("*.json"))}
+    path.write_text(page(runs))
+    for kind, run in runs.items():
+        plots.draw(run["benchmarks"], pictures, kind)
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,181 @@
+"""TRL 1.16 as a contender: its own trainers, with the config that they are given.
+
+Nothing of TRL is rebuilt. As with ours, three things are hung around a trainer: completions are ended at their forced
+lengths by a logits processor (one column a token, cheaper than transformers' own `min_new_tokens`), those of the first
+rollout are given, and the loop waits between steps. Runs in an environment without lit_rl.
+
+    BENCH_SPEC=spec.json python -m bench.peer
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from bench import reward
+from bench.protocol import Steps
+from bench.record import FirstStep
+from bench.workload import Spec
+
+
+def config(spec: Spec) -> dict[str, Any]:
+    """Arguments of TRL's config for a workload: what fixes the work, and nothing of how it is done.
+
+    Learning rate, optimizer, clipping and loss are TRL's defaults, which are ours too, but for the constant schedule.
+    """
+    work = spec.workload
+    shared: dict[str, Any] = {
+        "output_dir": str(spec.work / "trl"),
+        "use_cpu": spec.device == "cpu",
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "max_steps": 1_000_000,
+        "lr_scheduler_type": "constant",
+        "learning_rate": 1e-6,
+    }
+    if work.method == "grpo":
+        generating = {"num_generations": work.group, "max_completion_length": work.completion_tokens}
+        return shared | generating | {"shuffle_dataset": False} | micro_batches(work.rows)
+    return shared | {"max_length": None} | micro_batches(work.prompts)
+
+
+def micro_batches(rows: int, at_once: int = 8) -> dict[str, int]:
+    """TRL's default rows a forward pass, and as many of them as an optimizer step has."""
+    size = min(rows, at_once)
+    return {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
+
+
+def trainer_of(spec: Spec) -> Any:
+    """The trainer, built from files."""
+    from datasets import Dataset
+
+    rows = [json.loads(line) for line in spec.rows.read_text().splitlines()]
+    arguments = config(spec) | dict(spec.settings["config"])
+    shared: dict[str, Any] = {"model": str(spec.model), "train_dataset": Dataset.from_list(rows)}
+    if spec.workload.method == "grpo":
+        from trl import GRPOConfig, GRPOTrainer
+
+        return GRPOTrainer(args=GRPOConfig(**arguments), reward_funcs=[reward.score], **shared)
+    if spec.workload.method == "dpo":
+        from trl import DPOConfig, DPOTrainer
+
+        return in_order(DPOTrainer)(args=DPOConfig(**arguments), **shared)
+    from trl import SFTConfig, SFTTrainer
+
+    return in_order(SFTTrainer)(args=SFTConfig(**arguments), **shared)
+
+
+def in_order(kind: Any) -> Any:
+    """The trainer, taking its rows in their order, as GRPO's `shuffle_dataset=False` does."""
+    from torch.utils.data import SequentialSampler
+
+    class InOrder(kind):
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return SequentialSampler(self.train_dataset if dataset is None else dataset)
+
+    return InOrder
+
+
+class EndsAt:
+    """A logits processor: EOS at the last position of each row, and nowhere else."""
+
+    def __init__(self, eos: int) -> None:
+        self._eos, self._width = eos, 0
+        self._due: dict[int, list[int]] = {}
+
+    def rollout(self, lengths: list[int], ends: Callable[[int], bool], prompt_width: int) -> None:
+        """Rows of these lengths are drawn next."""
+        self._width, self._due = prompt_width, {}
+        for row, length in enumerate(lengths):
+            if ends(length):
+                self._due.setdefault(length - 1, []).append(row)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, self._eos] = -torch.inf
+        due = self._due.get(input_ids.shape[1] - self._width)
+        if due:
+            scores[due] = -torch.inf
+            scores[due, self._eos] = 0.0
+        return scores
+
+
+class Contender(TrainerCallback):
+    """Hangs on a trainer."""
+
+    def __init__(self, spec: Spec, steps: Steps, trainer: Any) -> None:
+        self._spec, self._steps, self._first, self._rollouts = spec, steps, FirstStep(), 0
+        self._trainer = trainer
+        self._hang_on_step(trainer)
+        if spec.workload.generates:
+            self._hang_on_generation(trainer)
+            self._hang_on_logprobs(trainer)
+
+    def _hang_on_step(self, trainer: Any) -> None:
+        step, clip, phases = trainer.training_step, trainer._clip_grad_norm, self._steps.phases
+
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
+            share = step(*args, **kwargs)
+            self._first.add_loss(share)
+            return share
+
+        def before_clipping(model: Any) -> Any:
+            self._first.add_gradient(trainer.accelerator.unwrap_model(model).named_parameters(), self._spec.work)
+            phases.until_the_end("optimize")
+            return clip(model)
+
+        trainer.training_step, trainer._clip_grad_norm = recorded, before_clipping
+
+    def _hang_on_generation(self, trainer: Any) -> None:
+        spec, phases, turn = self._spec, self._steps.phases, trainer._generate_single_turn
+        lengths, ends = spec.lengths(), EndsAt(trainer.processing_class.eos_token_id)
+        trainer.model.generate = functools.partial(trainer.model.generate, logits_processor=[ends])
+
+        def with_lengths(prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+            number, self._rollouts = self._rollouts, self._rollouts + 1
+            if number == 0:
+                return spec.given(), None
+            told = lengths[number % len(lengths)]
+            ends.rollout(told, spec.workload.ends, max(map(len, prompt_ids)))
+            ids, logprobs = turn(prompt_ids, *args, **kwargs)
+            if [len(row) for row in ids] != told:
+                raise RuntimeError(f"Completions have {[len(row) for row in ids]} tokens, and were forced to {told}.")
+            return ids, logprobs
+
+        trainer._generate_single_turn = phases.timed("generate", with_lengths)
+        trainer._calculate_rewards = phases.timed("reward", trainer._calculate_rewards)
+
+    def _hang_on_logprobs(self, trainer: Any) -> None:
+        score = trainer._get_per_token_logps_and_entropies
+
+        def recorded(model: Any, input_ids: Tensor, attention_mask: Tensor, count: int, *args: Any, **kw: Any) -> Any:
+            scored = score(model, input_ids, attention_mask, count, *args, **kw)
+            self._first.add_logprobs(input_ids[:, -count:], scored[0], attention_mask[:, -count:])
+            return scored
+
+        trainer._get_per_token_logps_and_entropies = recorded
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._steps.between()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self._steps.between()
+
+
+def main() -> None:
+    spec = Spec.read(os.environ["BENCH_SPEC"])
+    steps = Steps(spec.device)
+    trainer = trainer_of(spec)
+    trainer.add_callback(Contender(spec, steps, trainer))
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Measure the machine, run a suite, write its results and the page.
+
+    PYTHONPATH=scripts python -m bench.run bench --peer-python .venv-peer/bin/python
+
+After each benchmark its results go to docs/benchmarks/cpu.json, those of `gpu` to gpu.json; those of `smoke` nowhere
+unless `--docs` names a folder. What an earlier run measured on the same machine with the same versions, and this one
+has not, stays: so `--only` measures one benchmark anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import machine, measure, page
+from bench.gate import GateError
+from bench.protocol import ContenderFailed
+from bench.suites import SUITES, Benchmark, without_peer
+
+
+def header(suite: str, place: measure.Place, **limits: int) -> dict[str, Any]:
+    """What is the same for all benchmarks of a run: the machine, measured, and the versions.
+
+    Args:
+        suite: The name of what runs.
+        place: Where.
+        limits: How `machine.measure` measures, in place of its defaults.
+    """
+    found = dataclasses.asdict(machine.measure(place.device, **limits)) | machine.describe(place.device)
+    print(f"machine: {found}", flush=True)
+    if place.device == "cuda":
+        torch.cuda.empty_cache()
+    return {"suite": suite, "machine": found, "threads": place.threads, "versions": versions(place.peer_python)}
+
+
+def merged(run: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
+    """The run, with those benchmarks of an earlier one, on the same machine, that it has not measured anew."""
+    if earlier is None or any(_where(run)[key] != _where(earlier)[key] for key in _where(run)):
+        return run
+    new = {one["workload"]["name"]: one for one in run["benchmarks"]}
+    old = {one["workload"]["name"]: one for one in earlier["benchmarks"]}
+    return run | {"benchmarks": list((old | new).values())}
+
+
+def _where(run: dict[str, Any]) -> dict[str, Any]:
+    named = {key: run["machine"].get(key) for key in ("processor", "gpu", "cores", "torch")}
+    return named | {"threads": run["threads"], "versions": run["versions"]}
+
+
+def save(run: dict[str, Any], file: Path, docs: Path) -> None:
+    """Results, page and pictures. Benchmarks that were measured earlier stay, each with its own day and load."""
+    earlier = json.loads(file.read_text()) if file.is_file() and run["suite"] != "smoke" else None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(merged(run, earlier), indent=1) + "\n")
+    page.write(file.parent, docs / "benchmarks.md", docs / "images" / "benchmarks")
+
+
+def versions(python: str) -> dict[str, str | None]:
+    """Of what the peer runs on; None for what is not there."""
+    code = (
+        "import importlib.metadata as m, json\n"
+        "there = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
+        "print(json.dumps({name: there.get(name) for name in ('trl', 'transformers', 'torch')}))"
+    )
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def chosen(suite: str, rounds: int | None, only: str | None) -> list[Benchmark]:
+    """The benchmarks of a suite, in rounds of one's own, those whose name holds a text."""
+    found = [one for one in SUITES[suite]() if only is None or only in one.workload.name]
+    if not found:
+        raise SystemExit(f"--only {only}: no benchmark of {suite} has that in its name.")
+    return [one if rounds is None else dataclasses.replace(one, rounds=rounds) for one in found]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=list(SUITES))
+    parser.add_argument("--peer-python", default=sys.executable, help="interpreter of an environment with TRL")
+    parser.add_argument("--rounds", type=int, help="rounds, in place of the suite's own")
+    parser.add_argument("--only", help="only benchmarks with this in their name")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process (all cores)")
+    parser.add_argument("--fresh", action="store_true", help="one process at a time: less memory, more minutes")
+    parser.add_argument("--docs", type=Path, help="write results, page and pictures below this folder, not in docs/")
+    given = parser.parse_args()
+    kind = "gpu" if given.suite == "gpu" else "cpu"
+    if kind == "gpu" and not torch.cuda.is_available():
+        raise SystemExit("bench gpu needs a GPU that torch sees; `make bench` measures on the CPU.")
+    benchmarks = chosen(given.suite, given.rounds, given.only)
+    if given.fresh:
+        benchmarks = [dataclasses.replace(one, resident=False) for one in benchmarks]
+    if versions(given.peer_python)["trl"] is None:
+        if kind == "cpu":
+            raise SystemExit(f"{given.peer_python} has no TRL: give the interpreter of one that has (--peer-python).")
+        benchmarks = [without_peer(one) for one in benchmarks]
+    docs: Path | None = given.docs or (None if given.suite == "smoke" else page.DOCS)
+    with tempfile.TemporaryDirectory(prefix="lit_rl_bench_") as root:
+        device = "cuda" if kind == "gpu" else "cpu"
+        place = measure.Place(Path(root), given.peer_python, device, given.threads)
+        torch.set_num_threads(place.threads)
+        os.sched_setaffinity(0, place.cores)
+        run: dict[str, Any] = header(given.suite, place) | {"benchmarks": []}
+        try:
+            for result in measure.run(benchmarks, place):
+                run["benchmarks"].append(result)
+                if docs is not None:
+                    save(run, docs / "benchmarks" / f"{kind}.json", docs)
+        except (GateError, ContenderFailed) as error:
+            raise SystemExit(f"No figures of this workload. {error}") from error
+    if docs is not None:
+        print(f"{docs / 'benchmarks.md'} is written.")
+
+
+if __name__ == "__main__":
+    main()

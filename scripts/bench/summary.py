@@ -1,0 +1,149 @@
+"""Medians, ratios and shares of the limit, from the results of `measure`: arithmetic only.
+
+A contender's seconds are the median over rounds of the median step of each; a ratio is one of such medians, and its
+interval the lowest and highest ratio of a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.bounds import Bound, Work
+from bench.contenders import OURS
+from bench.workload import Workload
+
+Result = Mapping[str, Any]
+"""One benchmark, as `Turns.run` gives it."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number, and the lowest and highest of its rounds."""
+
+    middle: float
+    low: float
+    high: float
+
+
+def of_rounds(result: Result, name: str, what: str = "seconds") -> dict[int, float]:
+    """The median step of each round."""
+    return {turn["round"]: statistics.median(turn[what]) for turn in result["contenders"][name]["turns"]}
+
+
+def spread(result: Result, name: str, what: str = "seconds") -> Spread:
+    """Seconds of a step, or CPU seconds."""
+    rounds = list(of_rounds(result, name, what).values())
+    return Spread(statistics.median(rounds), min(rounds), max(rounds))
+
+
+def ratio(result: Result, slower: str, faster: str, what: str = "seconds") -> Spread:
+    """How many times as long one takes."""
+    a, b = of_rounds(result, slower, what), of_rounds(result, faster, what)
+    rounds = [a[number] / b[number] for number in a if number in b]
+    middle = statistics.median(a.values()) / statistics.median(b.values())
+    return Spread(middle, min(rounds), max(rounds))
+
+
+def quartiles(result: Result, name: str) -> tuple[float, float]:
+    """Of all timed steps."""
+    steps = [seconds for turn in result["contenders"][name]["turns"] for seconds in turn["seconds"]]
+    if len(steps) < 2:
+        return steps[0], steps[0]
+    low, _, high = statistics.quantiles(steps, n=4, method="inclusive")
+    return low, high
+
+
+def fastest(result: Result, role: str) -> str | None:
+    """The name of the peer's fastest setting of a role, "default" or "tuned"; None where none takes part."""
+    names = [name for name, one in result["contenders"].items() if one["role"] == role]
+    return min(names, key=lambda name: spread(result, name).middle) if names else None
+
+
+def is_compared(result: Result) -> bool:
+    """Whether ours and the peer as it comes both take part."""
+    return OURS in result["contenders"] and fastest(result, "default") is not None
+
+
+def phases(result: Result, name: str) -> dict[str, float]:
+    """Median seconds of each phase; "train" is what is left of the step."""
+    one = result["contenders"][name]
+    steps = [(s, p) for turn in one["turns"] for s, p in zip(turn["seconds"], turn["phases"])]
+    if "phases" in one:  # of a step in which the GPU was waited for
+        steps = [(spread(result, name).middle, one["phases"])]
+    names = ("generate", "reward", "optimize")
+    found = {phase: statistics.median(p.get(phase, 0.0) for _, p in steps) for phase in names}
+    return found | {"train": statistics.median(s - sum(p.values()) for s, p in steps)}
+
+
+def peak(result: Result, name: str, what: str = "peak") -> float | None:
+    """Highest memory of any turn, bytes."""
+    found = [turn[what] for turn in result["contenders"][name]["turns"] if what in turn]
+    return max(found) if found else None
+
+
+def work_of(result: Result) -> list[Work]:
+    """What each of the timed rollouts asked for."""
+    workload = Workload(**result["workload"])
+    first = result["warmups"]
+    count = result["steps"] if workload.lengths == "variable" else 1
+    return [Work.of(workload, first + number) for number in range(count)]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How near to the limit a contender is, each in [0, 1] (MFU may be over what is executed)."""
+
+    step: float
+    """Bound of the step over its seconds: the step efficiency."""
+    mfu: float
+    """Useful FLOPs of the training over its seconds and the machine's rate."""
+    hfu: float | None
+    """Executed FLOPs of the step over its seconds and the machine's rate."""
+    mbu: float | None
+    """Bytes that decoding has to read over its seconds and the machine's rate."""
+
+
+def limit(result: Result, machine: Mapping[str, Any]) -> Bound:
+    """The bound of the median rollout."""
+    bounds = [work.bound(*rates(machine)) for work in work_of(result)]
+    return sorted(bounds, key=lambda bound: bound.step)[len(bounds) // 2]
+
+
+def rates(machine: Mapping[str, Any]) -> tuple[float, float]:
+    """FLOP/s and bytes/s, the best that were measured."""
+    return max(machine["flops"].values()), max(machine["copy"], machine["read"])
+
+
+def shares(result: Result, name: str, machine: Mapping[str, Any]) -> Shares:
+    """Of one contender."""
+    flops, bytes_ = rates(machine)
+    seconds, parts = spread(result, name).middle, phases(result, name)
+    works, executed = work_of(result), result["contenders"][name].get("flops")
+    useful = statistics.median(work.useful_flops for work in works)
+    read = statistics.median(work.decode_bytes for work in works)
+    return Shares(
+        step=limit(result, machine).step / seconds,
+        mfu=useful / (parts["train"] * flops),
+        hfu=executed / (seconds * flops) if executed else None,
+        mbu=read / (parts["generate"] * bytes_) if read and parts["generate"] else None,
+    )
+
+
+def generated_tokens(result: Result) -> float:
+    """Of a rollout, the median; 0 where nothing is generated."""
+    works = work_of(result)
+    return statistics.median(sum(work.lengths) for work in works) if works[0].generates else 0
+
+
+def noisy(result: Result, allowed: float) -> tuple[int, int]:
+    """Turns in which others took more of the processor, and all turns."""
+    turns = [turn for one in result["contenders"].values() for turn in one["turns"]]
+    return sum(turn["foreign"] > allowed for turn in turns), len(turns)
+
+
+def series(results: Sequence[Result], axis: str) -> list[Result]:
+    """The points of cost against work, the least work first."""
+    return sorted((r for r in results if r["series"] == axis), key=lambda r: r["factor"])

@@ -1,0 +1,56 @@
+"""docs/benchmarks.md is what the results say, and says so where there are none."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from bench import page, summary
+from bench.contenders import DEFAULT, OURS
+from bench.run import merged
+from bench.suites import C1, DPO
+from bench_results import contender, result, run
+
+
+def test_the_page_is_what_its_results_make() -> None:
+    runs = {file.stem: json.loads(file.read_text()) for file in page.RESULTS.glob("*.json")}
+    assert page.PAGE.read_text() == page.page(runs), "run: PYTHONPATH=scripts python -m bench.page"
+
+
+def test_the_page_of_a_run(tmp_path: Path) -> None:
+    who = {
+        "TRL, float32": contender([[6.0] * 3, [6.0] * 3], side="peer", role="tuned"),
+        DEFAULT: contender([[8.0] * 3, [10.0] * 3], side="peer", role="default"),
+        OURS: contender([[2.0] * 3, [2.0] * 3]),
+        f"{OURS}, without: tricks": contender([[3.0] * 3, [3.0] * 3], technique="tricks"),
+    }
+    more = [result(replace(C1, prompts=4 * n), {OURS: who[OURS]}, series="completions", factor=n) for n in (8, 1)]
+    found = run(result(C1, who), result(DPO, who), *more)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "cpu.json").write_text(json.dumps(found))
+    page.write(tmp_path / "results", tmp_path / "page.md", tmp_path / "pictures")
+    text = (tmp_path / "page.md").read_text()
+    assert "| C1, prompt 64 | 2.00 | **4.50** (4.00 to 5.00) | **3.00** (3.00 to 3.00) | 4.50, 3.00 | 1.00 |" in text
+    assert "| tricks | 3 (3 to 3) | **1.50** (1.50 to 1.50) | 1.50 | 1.00 |" in text
+    assert "avx512_bf16; without amx_bf16" in text and "took over 5% of the processor in 4 of 8 turns" in text
+    assert text.index("| x 1 |") < text.index("| x 8 |")
+    assert page.NOT_YET in text.partition("## On one GPU")[2], "there is no result of a GPU"
+    names = {path.name for path in (tmp_path / "pictures").iterdir()}
+    assert names == {"cpu_ratios.png", "cpu_completions.png"}
+    assert all(name in text for name in names)
+
+
+def test_a_benchmark_that_was_not_measured_anew_stays() -> None:
+    earlier = run(result(C1, {OURS: contender([[2.0]])}), result(DPO, {OURS: contender([[2.0]])}))
+    found = merged(run(result(C1, {OURS: contender([[1.0]])})), earlier)
+    seconds = {one["workload"]["name"]: summary.spread(one, OURS).middle for one in found["benchmarks"]}
+    assert seconds == {"C1, prompt 64": 1.0, "C3, DPO": 2.0}
+    other = earlier | {"machine": earlier["machine"] | {"processor": "another"}}
+    assert len(merged(run(result(C1, {OURS: contender([[1.0]])})), other)["benchmarks"]) == 1
+
+
+def test_a_smoke_run_is_marked() -> None:
+    found = run(result(C1, {OURS: contender([[2.0]])}), suite="smoke")
+    assert "its figures mean nothing" in page.page({"cpu": found})
+    assert "its figures mean nothing" not in page.page({"cpu": run(*found["benchmarks"])})
