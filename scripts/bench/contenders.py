@@ -63,6 +63,9 @@ class Switch:
 
 SWITCHES = (
     Switch("own decode loop", ["generator=hf"], methods=("grpo",)),
+    Switch("head fused with the softmax", ["model.fused_head=false"]),
+    Switch("a group's prompt once in training", ["model.shared_prompts=false"], methods=("grpo",)),
+    Switch("rows of like length together", ["model.rows_by_length=false"]),
     Switch("no gradient checkpointing", ["model.gradient_checkpointing=true"]),
 )
 """Techniques that are on by default. Each is switched off alone."""
