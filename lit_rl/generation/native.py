@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded
+from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 
@@ -89,74 +85,6 @@ class _Responses:
         ended[self.rows] = ~alive
         mass = None if self.kept_logmass is None else self.kept_logmass[:length].T
         return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, ended, mass)
-
-
-class DecodingSteps:
-    """The model side: prefill a group's prompt once, repeat its cache, then one token a row a step.
-
-    ``logits`` are float32 ``(b, v)``: of the next token of every row.
-    """
-
-    def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
-        self._forward: Callable[..., Any] = policy
-        self._named = forward_parameters(policy)
-        self._cache = empty_cache(policy, self._named)
-        mask = batch.prompt_mask
-        positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        self._length = mask.shape[1]
-        logits = self._run(batch.prompt_ids, mask, positions, logits_to_keep=1)
-        if batch.repeats > 1:
-            self._cache.batch_repeat_interleave(batch.repeats)
-        self.logits = logits.repeat_interleave(batch.repeats, 0)
-        # True for every token to come: what a finished row writes is attended by that row alone, and thrown away.
-        mask = nn.functional.pad(mask, (0, max_new_tokens), value=True)
-        self._mask = mask.repeat_interleave(batch.repeats, 0)
-        self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)
-
-    def advance(self, tokens: Tensor) -> None:
-        self._length += 1
-        self.logits = self._run(tokens[:, None], self._mask[:, : self._length], self._next_position)
-        self._next_position = self._next_position + 1
-
-    def keep(self, kept: Tensor) -> None:
-        self._cache.batch_select_indices(kept)
-        self._mask, self._next_position = self._mask[kept], self._next_position[kept]
-
-    def _run(self, ids: Tensor, mask: Tensor, positions: Tensor, **extra: Any) -> Tensor:
-        extra |= {"position_ids": positions}
-        named = {name: value for name, value in extra.items() if name in self._named}
-        out = self._forward(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, **named)
-        return out.logits[:, -1].float()
-
-
-def _base_model(policy: nn.Module) -> nn.Module:
-    model: Any = policy
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def forward_parameters(policy: nn.Module) -> frozenset[str]:
-    # Read from the model under a PEFT wrapper, which takes anything. ALiBi models take no position_ids.
-    return frozenset(inspect.signature(_base_model(policy).forward).parameters)
-
-
-def empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
-    """A cache of the model's own layer kinds, refused where it cannot be repeated over a group."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
-
-    model: Any = _base_model(policy)
-
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
-
-    if "past_key_values" not in forward_parameters:
-        raise refuse("its forward takes no past_key_values, so it keeps no cache of keys and values")
-    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
-        raise refuse("its PEFT adapter adds virtual tokens to every call")
-    cache = DynamicCache(config=model.config)
-    for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
-            raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
-    return cache
 
 
 def for_another_policy(generator: Generator) -> Generator:
