@@ -19,19 +19,30 @@ quarter pays back within a few steps, and happens only a few times a batch."""
 class NativeGenerator(InProcessGenerator):
     """Decodes in this process with the weights of the live policy: no copy, no server, nothing to install.
 
-    The prompts are run once a group; their cache is then repeated for the samples. One token a step follows, and rows
-    that ended leave the batch. Works with bf16 weights, autocast and PEFT: logits are sampled in float32.
+    The prompts are run once a group, and one token a row a step follows; rows that ended leave the batch. Works with
+    bf16 weights, autocast and PEFT: logits are sampled in float32.
 
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
+        grouped_cache: Hold the keys and values of a prompt once a group, with an attention of our own that reads them
+            for all its rows together: less memory, and faster. Only where a model is proven to attend so. Switched off,
+            and for any other model, transformers' own attention and cache decode, in which a prompt is repeated for
+            each sample.
     """
 
-    def __init__(self, batch_size: int | None = None) -> None:
+    def __init__(self, batch_size: int | None = None, grouped_cache: bool = True) -> None:
         super().__init__(batch_size)
+        self.grouped_cache = grouped_cache
+        self._proven: bool | None = None
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        if policy is not self._policy:
+            self._proven = None
+        super().sync(policy, version)
 
     def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         device = batch.keys.device
-        steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
+        steps = self._steps(policy, batch, sampling.max_new_tokens)
         sampler = TokenSampler.of(batch, prompts, sampling)
         ends = EndDetector(prompts, sampling, device)
         out = _Responses(len(batch.keys), sampling, device)
@@ -53,6 +64,15 @@ class NativeGenerator(InProcessGenerator):
             steps.advance(tokens)
             position += 1
         return out.decoded(position + 1, alive)
+
+    def _steps(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> DecodingSteps:
+        from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
+
+        grouped = self.grouped_cache and fits(policy, batch.prompt_ids.shape[1] + max_new_tokens)
+        if grouped and self._proven is None:
+            self._proven = proven(policy)
+        kind = GroupedSteps if grouped and self._proven else DecodingSteps
+        return kind(policy, batch, max_new_tokens)
 
 
 class _Responses:
