@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from generation_cases import SHARED, VOCAB, ask, build, responses
+from tiers import quick
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -61,7 +62,7 @@ GROUPED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture(params=GROUPED)
+@pytest.fixture(params=quick(GROUPED, {"qwen2", "gpt2", "gemma3", "lora"}))
 def policy(request: pytest.FixtureRequest) -> nn.Module:
     return GROUPED[request.param]()
 
@@ -198,7 +199,7 @@ PLAIN: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("kind", quick(PLAIN, {"some layers with such a window", "eager attention", "alibi"}))
 def test_other_attention_goes_the_plain_way(kind: str) -> None:
     policy = PLAIN[kind]().eval()
     seen, sampling = caches(policy), Sampling(max_new_tokens=12)
