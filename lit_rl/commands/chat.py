@@ -19,7 +19,7 @@ from lit_rl.errors import ConfigError, DataError, NumericError, StorageError
 from lit_rl.generation.base import check_request, rollout_mode
 from lit_rl.generation.batches import decode_batches
 from lit_rl.generation.collect import Vocabulary
-from lit_rl.generation.native import DecodingSteps
+from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.transforms import EndDetector, TokenSampler
 from lit_rl.models.policy.language_model import LanguageModel

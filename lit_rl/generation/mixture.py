@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.generation.native import empty_cache, forward_parameters
+from lit_rl.generation.decoding import empty_cache, forward_parameters
 
 
 class GeometricMixture(nn.Module):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded
+from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 
@@ -23,19 +19,30 @@ quarter pays back within a few steps, and happens only a few times a batch."""
 class NativeGenerator(InProcessGenerator):
     """Decodes in this process with the weights of the live policy: no copy, no server, nothing to install.
 
-    The prompts are run once a group; their cache is then repeated for the samples. One token a step follows, and rows
-    that ended leave the batch. Works with bf16 weights, autocast and PEFT: logits are sampled in float32.
+    The prompts are run once a group, and one token a row a step follows; rows that ended leave the batch. Works with
+    bf16 weights, autocast and PEFT: logits are sampled in float32.
 
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
+        grouped_cache: Hold the keys and values of a prompt once a group, with an attention of our own that reads them
+            for all its rows together: less memory, and faster. Only where a model is proven to attend so. Switched off,
+            and for any other model, transformers' own attention and cache decode, in which a prompt is repeated for
+            each sample.
     """
 
-    def __init__(self, batch_size: int | None = None) -> None:
+    def __init__(self, batch_size: int | None = None, grouped_cache: bool = True) -> None:
         super().__init__(batch_size)
+        self.grouped_cache = grouped_cache
+        self._proven: bool | None = None
+
+    def sync(self, policy: nn.Module, version: int) -> None:
+        if policy is not self._policy:
+            self._proven = None
+        super().sync(policy, version)
 
     def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         device = batch.keys.device
-        steps = DecodingSteps(policy, batch, sampling.max_new_tokens)
+        steps = self._steps(policy, batch, sampling.max_new_tokens)
         sampler = TokenSampler.of(batch, prompts, sampling)
         ends = EndDetector(prompts, sampling, device)
         out = _Responses(len(batch.keys), sampling, device)
@@ -57,6 +64,15 @@ class NativeGenerator(InProcessGenerator):
             steps.advance(tokens)
             position += 1
         return out.decoded(position + 1, alive)
+
+    def _steps(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> DecodingSteps:
+        from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
+
+        grouped = self.grouped_cache and fits(policy, batch.prompt_ids.shape[1] + max_new_tokens)
+        if grouped and self._proven is None:
+            self._proven = proven(policy)
+        kind = GroupedSteps if grouped and self._proven else DecodingSteps
+        return kind(policy, batch, max_new_tokens)
 
 
 class _Responses:
@@ -89,74 +105,6 @@ class _Responses:
         ended[self.rows] = ~alive
         mass = None if self.kept_logmass is None else self.kept_logmass[:length].T
         return Decoded(self.ids[:length].T, self.mask[:length].T, self.logprobs[:length].T, ended, mass)
-
-
-class DecodingSteps:
-    """The model side: prefill a group's prompt once, repeat its cache, then one token a row a step.
-
-    ``logits`` are float32 ``(b, v)``: of the next token of every row.
-    """
-
-    def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
-        self._forward: Callable[..., Any] = policy
-        self._named = forward_parameters(policy)
-        self._cache = empty_cache(policy, self._named)
-        mask = batch.prompt_mask
-        positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        self._length = mask.shape[1]
-        logits = self._run(batch.prompt_ids, mask, positions, logits_to_keep=1)
-        if batch.repeats > 1:
-            self._cache.batch_repeat_interleave(batch.repeats)
-        self.logits = logits.repeat_interleave(batch.repeats, 0)
-        # True for every token to come: what a finished row writes is attended by that row alone, and thrown away.
-        mask = nn.functional.pad(mask, (0, max_new_tokens), value=True)
-        self._mask = mask.repeat_interleave(batch.repeats, 0)
-        self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)
-
-    def advance(self, tokens: Tensor) -> None:
-        self._length += 1
-        self.logits = self._run(tokens[:, None], self._mask[:, : self._length], self._next_position)
-        self._next_position = self._next_position + 1
-
-    def keep(self, kept: Tensor) -> None:
-        self._cache.batch_select_indices(kept)
-        self._mask, self._next_position = self._mask[kept], self._next_position[kept]
-
-    def _run(self, ids: Tensor, mask: Tensor, positions: Tensor, **extra: Any) -> Tensor:
-        extra |= {"position_ids": positions}
-        named = {name: value for name, value in extra.items() if name in self._named}
-        out = self._forward(input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, **named)
-        return out.logits[:, -1].float()
-
-
-def _base_model(policy: nn.Module) -> nn.Module:
-    model: Any = policy
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def forward_parameters(policy: nn.Module) -> frozenset[str]:
-    # Read from the model under a PEFT wrapper, which takes anything. ALiBi models take no position_ids.
-    return frozenset(inspect.signature(_base_model(policy).forward).parameters)
-
-
-def empty_cache(policy: nn.Module, forward_parameters: frozenset[str]) -> Any:
-    """A cache of the model's own layer kinds, refused where it cannot be repeated over a group."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionCacheLayerMixin
-
-    model: Any = _base_model(policy)
-
-    def refuse(why: str) -> ConfigError:
-        return ConfigError(f"generator=native cannot decode {type(model).__name__}: {why}. Use generator=hf with it.")
-
-    if "past_key_values" not in forward_parameters:
-        raise refuse("its forward takes no past_key_values, so it keeps no cache of keys and values")
-    if getattr(getattr(policy, "active_peft_config", None), "is_prompt_learning", False):
-        raise refuse("its PEFT adapter adds virtual tokens to every call")
-    cache = DynamicCache(config=model.config)
-    for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer) or isinstance(layer, LinearAttentionCacheLayerMixin):
-            raise refuse(f"its cache holds a {type(layer).__name__}, which cannot be repeated over a group")
-    return cache
 
 
 def for_another_policy(generator: Generator) -> Generator:

@@ -10,7 +10,7 @@ in vLLM, and the last five as in transformers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,15 @@ from lit_rl.generation.batches import DecodeBatch
 from lit_rl.ops.transforms import kept_logmass, temperature
 from lit_rl.rollout import Prompts, Sampling
 
+_FLAT = 4096
+"""Up to this many tokens the vocabulary is searched at once."""
+
+_BLOCK = 512
+"""Tokens of a block of larger ones."""
+
+_AT_ONCE = 1 << 21
+"""Logits that are drawn from at once on a CPU: what is made of them stays in its caches."""
+
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the logits of ``seen`` tokens, bool ``(b, v)``, by ``penalty``; multiply negative ones (1909.05858)."""
@@ -31,6 +40,9 @@ def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Sample softmax(logits) by inverse CDF over the vocabulary in index order.
 
+    A large vocabulary is searched in two levels: the CDF over blocks of tokens, then the one inside the block that was
+    met. It saves a running sum over the vocabulary, and rounds otherwise in the last bits.
+
     Args:
         logits: ``(b, v)``, at least one finite entry a row.
         uniforms: ``(b,)`` in [0, 1). Multiples of 2^-24: rarer tokens are drawn, but in steps of that size.
@@ -39,17 +51,60 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         Token ids ``(b,)``, never one of zero probability, and their log-probabilities ``(b,)`` under softmax(logits):
         NaN where the row holds NaN or no finite entry.
     """
-    top, likeliest = logits.max(-1, keepdim=True)
-    weights = (logits - top).exp_()
-    cdf = weights.cumsum(-1)
-    total = cdf[:, -1:]
-    # Search left for a mass in (0, total]. Searching right for one in [0, total) would step past the last token
-    # wherever the product rounds up to the total, and land on a token of zero probability.
-    tokens = torch.searchsorted(cdf, (1 - uniforms[:, None]) * total).clamp_(max=logits.shape[-1] - 1)
+    rows = max(_AT_ONCE // logits.shape[-1], 1)
+    if logits.device.type != "cpu" or len(logits) <= rows:
+        return _draw(logits, uniforms)
+    tokens, logprobs = zip(*(_draw(*part) for part in zip(logits.split(rows), uniforms.split(rows))))
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    size, left = logits.shape[-1], 1 - uniforms[:, None]
+    if size <= _FLAT:
+        top, likeliest = logits.max(-1, keepdim=True)
+        weights = (logits - top).exp_()
+        cdf = weights.cumsum(-1)
+        total = cdf[:, -1:]
+        tokens = _reaching(cdf, left * total)
+    else:
+        tops = _by_block(logits, lambda part: part.amax(-1))
+        top, block = tops.max(-1, keepdim=True)
+        likeliest = block * _BLOCK + _of_block(logits, block, -torch.inf).argmax(-1, keepdim=True)
+        weights = (logits - top).exp_()
+        blocks = _by_block(weights, lambda part: part.sum(-1))
+        cdf = blocks.cumsum(-1)
+        total = cdf[:, -1:]
+        mass = left * total
+        block = _reaching(cdf, mass)
+        inside = _of_block(weights, block, 0.0).cumsum(-1)
+        # Blocks and tokens are summed in another order. Whatever that leaves is a mass in (0, that of the block].
+        rest = (mass - (cdf - blocks).gather(-1, block)).clamp(min=torch.finfo(mass.dtype).tiny)
+        tokens = (block * _BLOCK + _reaching(inside, rest.minimum(inside[:, -1:]))).clamp_(max=size - 1)
     # A parallel scan on an accelerator may be off by one rounding from being monotone.
     tokens = torch.where(weights.gather(-1, tokens) > 0, tokens, likeliest)
     logprobs = logits.gather(-1, tokens) - top - total.log()
     return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def _reaching(cdf: Tensor, mass: Tensor) -> Tensor:
+    """The first place, `(b, 1)`, where `cdf` `(b, m)` is `mass` `(b, 1)` or more, a mass in (0, total]."""
+    # Searching right for one in [0, total) would step past the last place wherever the mass rounds up to the total,
+    # and land on a weight of zero.
+    return torch.searchsorted(cdf, mass).clamp_(max=cdf.shape[-1] - 1)
+
+
+def _by_block(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """`(b, v)` to `(b, blocks)`; the last block is shorter where the vocabulary is no multiple."""
+    whole = values.shape[-1] // _BLOCK * _BLOCK
+    reduced = reduce(values[:, :whole].unflatten(-1, (-1, _BLOCK)))
+    return reduced if whole == values.shape[-1] else torch.cat([reduced, reduce(values[:, whole:])[:, None]], -1)
+
+
+def _of_block(values: Tensor, block: Tensor, fill: float) -> Tensor:
+    """The values `(b, _BLOCK)` in the block `(b, 1)` of each row, and `fill` beyond the end."""
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=block.device)
+    there = columns < values.shape[-1]
+    return values.gather(-1, columns.clamp_(max=values.shape[-1] - 1)).where(there, fill)
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -211,10 +211,12 @@ def test_prompt_learning_adapters_are_refused() -> None:
 
 def test_a_prompt_runs_once_a_group_and_finished_rows_leave_the_batch() -> None:
     model = build("qwen2")
+    engine = synced(NativeGenerator(), model)
+    engine.generate(ask(rows=[0]), Sampling(max_new_tokens=1))  # so that the model is proven
     shapes: list[tuple[int, int]] = []
     model.register_forward_pre_hook(lambda *args: shapes.append(tuple(args[2]["input_ids"].shape)), with_kwargs=True)
     prompts = ask(group_size=8, eos_ids=tuple(range(1, 10)))
-    out = synced(NativeGenerator(), model).generate(prompts, Sampling(max_new_tokens=20))
+    out = engine.generate(prompts, Sampling(max_new_tokens=20))
     assert shapes[0] == (5, 7), "five prompts of up to seven tokens"
     rows = [rows for rows, _ in shapes[1:]]
     running = [int((out.lengths > step).sum()) for step in range(1, len(shapes))]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -68,7 +69,30 @@ def test_a_token_of_zero_probability_is_never_drawn(seed: int, kept: int, u: flo
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [3, 300, 4000])
+@settings(max_examples=60)
+@given(seed=seeds, size=st.sampled_from([4097, 5120, 9000]), scale=st.sampled_from([0.1, 2.0, 20.0]))
+def test_a_large_vocabulary_is_searched_as_the_whole_cdf_would_be(seed: int, size: int, scale: float) -> None:
+    """The token drawn is where the float64 CDF reaches the mass, up to the rounding of a sum in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(16, size, generator=generator)
+    uniforms = torch.randint(2**24, (16,), generator=generator) * 2.0**-24
+    tokens, logprobs = transforms.draw(logits, uniforms)
+    cdf = logits.double().softmax(-1).cumsum(-1)
+    upper, probability = (x.gather(1, tokens[:, None])[:, 0] for x in (cdf, logits.double().softmax(-1)))
+    mass = 1 - uniforms.double()
+    assert (mass <= upper + 2e-6).all() and (mass >= upper - probability - 2e-6).all()
+    torch.testing.assert_close(logprobs, probability.log().float(), atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, uniforms = random_logits(3, rows=7, vocabulary=5000), torch.arange(7) / 7
+    together = transforms.draw(logits, uniforms)
+    monkeypatch.setattr(transforms, "_AT_ONCE", 3 * 5000)
+    for whole, parts in zip(together, transforms.draw(logits, uniforms)):
+        assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("size", [3, 300, 4000, 4500])
 def test_drawn_frequencies_follow_softmax(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     logits = 2 * torch.randn(1, size, generator=generator)
@@ -89,9 +113,9 @@ def counts_of(tokens: Tensor, size: int) -> Tensor:
 
 
 def test_nan_gives_nan_and_no_crash() -> None:
-    for bad in (torch.nan, -torch.inf):
-        tokens, logprobs = transforms.draw(torch.full((1, 5), bad), torch.tensor([0.3]))
-        assert 0 <= int(tokens) < 5
+    for bad, size in itertools.product((torch.nan, -torch.inf), (5, 5000)):
+        tokens, logprobs = transforms.draw(torch.full((1, size), bad), torch.tensor([0.3]))
+        assert 0 <= int(tokens) < size
         assert logprobs.isnan().all()
 
 

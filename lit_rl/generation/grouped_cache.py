@@ -1,0 +1,257 @@
+"""A cache that holds the keys and values of a prompt once for all samples of its group, and the attention over it.
+
+A decode step has one query a row. With ``n`` prompts, ``m`` rows of each, ``k`` key heads that serve ``r`` query heads
+each, prompts of ``p`` tokens and ``t`` tokens drawn so far, the scores of a layer are two products and one softmax:
+
+    prompt  (n, k, m r, d) @ (n, k, d, p)         every query that looks at a prompt is a row of one matrix
+    own     (n m, k, r, d) @ (n m, k, d, t)       so the keys of a head are read once for its r queries
+    softmax over the p + t scores of a query, in float32 or better
+
+That is the softmax of plain attention over the same keys, split where the keys lie: nothing is approximated. A prompt's
+keys are neither repeated over the group nor copied at a token; a row's own are written into room that doubles when it
+is full. Left padding of prompts is a bias of minus infinity on their scores.
+
+Models reach it by two registries of transformers, under the name ``IMPLEMENTATION``: one of attention functions and one
+of masks. Both are strict. They stand in for ``sdpa`` only, whose meaning is known: anything that plain attention over
+the cached keys would not do raises `NotGrouped`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lit_rl.errors import GenerationError
+
+IMPLEMENTATION = "lit_rl_grouped"
+"""What a model's config calls this attention while it decodes."""
+
+_ROOM = 32
+"""Tokens a row has room for at first."""
+
+
+class NotGrouped(GenerationError):
+    """A model's attention asked for more than one query a row over all cached keys."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"generator.grouped_cache=true cannot decode this model: {why}. Set it to false.")
+
+
+class GroupedLayer(CacheLayerMixin):
+    """Keys and values of one layer: those of the prompts, and each row's own.
+
+    Args:
+        prompt_keys: ``(n, k, p, d)``.
+        prompt_values: ``(n, k, p, e)``.
+        max_new_tokens: A row's own are no more than this many.
+    """
+
+    is_sliding = False
+
+    def __init__(self, prompt_keys: Tensor, prompt_values: Tensor, max_new_tokens: int) -> None:
+        super().__init__()
+        self.prompt_keys, self.prompt_values = prompt_keys, prompt_values
+        self._max_new_tokens = max_new_tokens
+        self._length = 0
+        self.own: tuple[Tensor, Tensor] | None = None
+        """Of the tokens so far, ``(b, k, t, d)`` and ``(b, k, t, e)``: views, and what `update` returned last."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        room = min(_ROOM, self._max_new_tokens)
+        self.keys, self.values = (_with_room(states[:, :, :0], room) for states in (key_states, value_states))
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        if self._length == self.keys.shape[2]:
+            room = min(2 * self._length, self._max_new_tokens)
+            self.keys, self.values = (_with_room(states, room) for states in (self.keys, self.values))
+        self.keys[:, :, self._length : self._length + 1] = key_states
+        self.values[:, :, self._length : self._length + 1] = value_states
+        self._length += 1
+        self.own = self.keys[:, :, : self._length], self.values[:, :, : self._length]
+        return self.own
+
+    def keep(self, rows: Tensor, prompts: Tensor | None) -> None:
+        """Go on with these rows, and with these prompts unless None, which is all."""
+        if prompts is not None:
+            self.prompt_keys, self.prompt_values = self.prompt_keys[prompts], self.prompt_values[prompts]
+        if self.own is not None:
+            assert self.keys is not None
+            room = self.keys.shape[2]
+            self.keys, self.values = (_with_room(states[rows], room) for states in self.own)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.prompt_keys.shape[2] + self._length
+
+    def get_max_length(self) -> int:
+        return self.prompt_keys.shape[2] + self._max_new_tokens
+
+
+def _with_room(states: Tensor, room: int) -> Tensor:
+    """`(b, k, t, d)` at the head of new memory for `room` tokens."""
+    b, k, t, d = states.shape
+    wide = states.new_empty(b, k, room, d)
+    wide[:, :, :t] = states
+    return wide
+
+
+class GroupedCache(Cache):
+    """What a model's forward pass takes for its cache while rows of a group share their prompt.
+
+    Args:
+        prompts: The cache of ``n`` prompts, each read once; every layer holds all of its ``p`` tokens.
+        prompt_mask: Bool ``(n, p)``.
+        repeats: Rows of each prompt, which are neighbours.
+        max_new_tokens: A row's own tokens are no more than this many.
+    """
+
+    def __init__(self, prompts: Any, prompt_mask: Tensor, repeats: int, max_new_tokens: int) -> None:
+        super().__init__([GroupedLayer(layer.keys, layer.values, max_new_tokens) for layer in prompts.layers])
+        self._prompt_of = torch.arange(len(prompt_mask), device=prompt_mask.device).repeat_interleave(repeats)
+        # Queries stand in a table of prompts by places. Row i has place i of it until rows are dropped.
+        self._table = len(prompt_mask), repeats
+        self._place: Tensor | None = None
+        self._padding = None if bool(prompt_mask.all()) else ~prompt_mask[:, None, None]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Go on with the given rows only, long ``(b,)``, ascending."""
+        alive, prompt_of, rows = self._prompt_of[indices].unique_consecutive(return_inverse=True, return_counts=True)
+        prompts = alive if len(alive) < self._table[0] else None
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.keep(indices, prompts)
+        if prompts is not None and self._padding is not None:
+            self._padding = self._padding[prompts]
+        self._prompt_of = prompt_of
+        self._table = len(alive), int(rows.max())
+        rank = torch.arange(len(indices), device=indices.device) - (rows.cumsum(0) - rows)[prompt_of]
+        self._place = prompt_of * self._table[1] + rank
+
+    def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
+        """Attention of one query a row over its prompt and its own tokens.
+
+        Args:
+            module: Whose attention it is.
+            layer: The keys and values.
+            query: ``(b, k r, 1, d)``.
+            scaling: What scores are multiplied by.
+
+        Returns:
+            ``(b, k r, 1, e)``.
+        """
+        assert layer.own is not None
+        keys, values = layer.own
+        b, heads, _, d = query.shape
+        query = query.reshape(b, keys.shape[1], heads // keys.shape[1], d) * scaling
+        of_prompt = torch.matmul(self._by_prompt(query), layer.prompt_keys.mT)
+        if self._padding is not None:
+            of_prompt = of_prompt.masked_fill(self._padding, -torch.inf)
+        scores = torch.cat([self._by_row(of_prompt, b), torch.matmul(query, keys.mT)], -1)
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=wide).to(values.dtype)
+        p = of_prompt.shape[-1]
+        drawn = torch.matmul(self._by_prompt(weights[..., :p]), layer.prompt_values)
+        return (self._by_row(drawn, b) + torch.matmul(weights[..., p:], values)).reshape(b, heads, 1, -1)
+
+    def _by_prompt(self, x: Tensor) -> Tensor:
+        """`(b, k, r, w)` to `(n, k, m r, w)`."""
+        n, m = self._table
+        if self._place is not None:
+            x = x.new_zeros(n * m, *x.shape[1:]).index_copy_(0, self._place, x)
+        _, k, r, w = x.shape
+        return x.reshape(n, m, k, r, w).transpose(1, 2).reshape(n, k, m * r, w)
+
+    def _by_row(self, x: Tensor, b: int) -> Tensor:
+        """Back again, to `b` rows."""
+        n, m = self._table
+        _, k, _, w = x.shape
+        x = x.reshape(n, k, m, -1, w).transpose(1, 2).reshape(n * m, k, -1, w)
+        return x if self._place is None else x[self._place]
+
+
+class ProvingCache(GroupedCache):
+    """Holds each attention against the same over keys and values that are repeated and joined, in float64.
+
+    What goes on is the latter, computed as plain ``sdpa`` computes it. So a model that uses this cache as intended gets
+    the logits of the plain way to the last bits, whatever its weights' type.
+    """
+
+    def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
+        assert layer.own is not None
+        shared = layer.prompt_keys, layer.prompt_values
+        keys, values = (torch.cat([part[self._prompt_of], own], 2) for part, own in zip(shared, layer.own))
+        mask = None
+        if self._padding is not None:
+            mask = torch.nn.functional.pad(~self._padding, (0, layer.own[0].shape[2]), value=True)[self._prompt_of]
+        with torch.autocast(query.device.type, enabled=False):
+            ours = super().attend(module, _in_float64(layer), query.double(), scaling)
+            theirs = _plain(module, query.double(), keys.double(), values.double(), mask, scaling)
+        if not torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10, equal_nan=True):
+            raise NotGrouped("its attention over the grouped keys differs from plain attention")
+        return _plain(module, query, keys, values, mask, scaling)
+
+
+def _plain(
+    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    return sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
+
+
+def _in_float64(layer: GroupedLayer) -> GroupedLayer:
+    assert layer.own is not None
+    twin = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
+    twin.own = layer.own[0].double(), layer.own[1].double()
+    return twin
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    grouped_cache: GroupedCache | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """In the place of transformers' ``sdpa``, and like it blind to any other keyword but those that it refuses.
+
+    ``grouped_cache`` gets here through the keywords of the model's forward pass.
+    """
+    if grouped_cache is None:
+        raise NotGrouped("its layers do not hand keywords on to their attention")
+    layer: Any = grouped_cache.layers[module.layer_idx]  # type: ignore[index]
+    if layer.own is None or key is not layer.own[0] or value is not layer.own[1]:
+        raise NotGrouped("it attends to other keys or values than those of its cache")
+    if attention_mask is not None or others.get("position_bias") is not None:
+        raise NotGrouped("it masks or biases single tokens")
+    if query.shape[2] != 1 or query.shape[1] % key.shape[1] or others.get("dropout"):
+        raise NotGrouped("it asks with several tokens a row, drops some out, or has uneven heads")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return grouped_cache.attend(module, layer, query, scale).transpose(1, 2), None
+
+
+def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
+    """In the place of transformers' own mask for ``sdpa``, which is asked whether the step needs one.
+
+    It needs none where the newest token sees all that came before: no window or chunk ends before it, nothing custom.
+    """
+    if sdpa_mask(attention_mask=attention_mask, **asked) is not None:
+        raise NotGrouped("the newest token does not see all that came before it")
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, no_mask)

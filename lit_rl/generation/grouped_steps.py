@@ -1,0 +1,116 @@
+"""Decode steps over a grouped cache (``grouped_cache``), and the proof that a model may be decoded so.
+
+A model is proven before its first batch, by a few tokens. It is decoded both ways with the same arithmetic, and its
+logits have to agree; each of its attentions has to equal, in float64, the one over grouped keys. So what a model's
+attention does beyond plain causal attention over its cache (windows shorter than the text, biases, sinks, tokens that
+are masked, keys that are changed after they were cached) is found rather than looked up in a list of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from lit_rl.generation.batches import DecodeBatch
+from lit_rl.generation.decoding import DecodingSteps, base_model, empty_cache, forward_parameters
+from lit_rl.generation.grouped_cache import IMPLEMENTATION, GroupedCache, NotGrouped, ProvingCache
+
+_ALIKE = 0.01
+"""Of the spread of the logits: how far the two ways may differ in a proof. On deterministic kernels they are equal."""
+
+
+class GroupedSteps(DecodingSteps):
+    """Decoding with the keys and values of a prompt held once a group, of a policy that `proven` approves of."""
+
+    kind: type[GroupedCache] = GroupedCache
+
+    def _share_out(self, prompt_mask: Tensor, repeats: int, max_new_tokens: int) -> None:
+        length = prompt_mask.shape[1]
+        layers: list[Any] = self._cache.layers
+        whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
+        if not whole or not _plain(self._cache, length + max_new_tokens):
+            raise NotGrouped("the layers of its cache do not hold the whole text")
+        self._cache = self.kind(self._cache, prompt_mask, repeats, max_new_tokens)
+
+    def _step(self, ids: Tensor) -> Tensor:
+        with _grouped_attention(self._forward):
+            return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
+
+    def keep(self, kept: Tensor) -> None:
+        self._cache.batch_select_indices(kept)
+        self._next_position = self._next_position[kept]
+
+
+class _ProvingSteps(GroupedSteps):
+    kind = ProvingCache
+
+
+def fits(policy: nn.Module, length: int) -> bool:
+    """Whether a policy may be able to: a model of transformers with its ``sdpa`` attention, whose cache keeps every
+    token of texts of ``length``."""
+    model: Any = base_model(policy)
+    named = forward_parameters(policy)
+    if not isinstance(model, PreTrainedModel) or "position_ids" not in named:
+        return False
+    return _text_config(model)._attn_implementation == "sdpa" and _plain(empty_cache(policy, named), length)
+
+
+def proven(policy: nn.Module) -> bool:
+    """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
+    batch = _probe(policy)
+    plain = _decode(DecodingSteps(policy, batch, 3))
+    try:
+        grouped = _decode(_ProvingSteps(policy, batch, 3))
+    except Exception:  # whatever a model's own code makes of a cache that it was not written for
+        return False
+    return bool((grouped - plain).abs().max() <= _ALIKE * plain.std())
+
+
+def _probe(policy: nn.Module) -> DecodeBatch:
+    """Two prompts of five and three tokens, two rows each."""
+    device = next(policy.parameters()).device
+    size = _text_config(base_model(policy)).vocab_size
+    ids = (torch.arange(10, device=device) * 7 + 1).view(2, 5) % size
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :2] = False
+    rows = torch.arange(4)
+    return DecodeBatch(ids, mask, 2, rows.to(device), rows)
+
+
+def _decode(steps: DecodingSteps) -> Tensor:
+    """Logits ``(2, 4, v)`` of two steps in which every row gets other tokens."""
+    logits = []
+    for step in range(2):
+        steps.advance((torch.arange(4, device=steps.logits.device) * 5 + step + 2) % steps.logits.shape[-1])
+        logits.append(steps.logits)
+    return torch.stack(logits)
+
+
+def _plain(cache: Any, length: int) -> bool:
+    """Whether every layer keeps all keys of so many tokens, and no window ends before the first of them."""
+    return all(
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
+        for layer in cache.layers
+    )
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+@contextmanager
+def _grouped_attention(policy: Any) -> Iterator[None]:
+    """Let the model's layers look up the grouped attention and its masks, for one step."""
+    config = _text_config(base_model(policy))
+    usual = config._attn_implementation
+    config._attn_implementation = IMPLEMENTATION
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual

@@ -1,0 +1,294 @@
+"""Decoding with the keys and values of a prompt held once a group: equal to the plain way, or not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from generation_cases import SHARED, VOCAB, ask, build, responses
+from tiers import quick
+from torch import Tensor, nn
+from transformers.modeling_utils import AttentionInterface
+
+from lit_rl.generation.batches import DecodeBatch, decode_batches
+from lit_rl.generation.decoding import DecodingSteps
+from lit_rl.generation.grouped_cache import GroupedCache, GroupedLayer
+from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.mixture import GeometricMixture
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.policy.forward import score
+from lit_rl.rollout import Completions, Sampling
+
+WIDE = SHARED | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+OWN_SIZES = {name: value for name, value in WIDE.items() if name != "head_dim"}  # of models that have none to set
+
+
+def model_of(kind: str, **settings: Any) -> nn.Module:
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{kind}Config")(**settings)
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    return get_peft_model(model, config).eval()  # type: ignore[arg-type]
+
+
+def gemma3(window: int) -> nn.Module:
+    settings: dict[str, Any] = WIDE | {"layer_types": ["sliding_attention", "full_attention"]}
+    config = transformers.Gemma3TextConfig(**settings, sliding_window=window)
+    torch.manual_seed(7)
+    return transformers.Gemma3ForCausalLM(config).eval()
+
+
+GROUPED: dict[str, Callable[[], nn.Module]] = {
+    "qwen2": lambda: model_of("Qwen2", **WIDE),
+    "llama-tied": lambda: model_of("Llama", **WIDE, tie_word_embeddings=True),
+    "one key head": lambda: model_of("Llama", **WIDE | {"num_key_value_heads": 1}),
+    "gpt2": lambda: build("gpt2").eval(),
+    "gemma": lambda: model_of("Gemma", **WIDE),
+    "gemma3": lambda: gemma3(64),
+    "mistral": lambda: model_of("Mistral", **WIDE, sliding_window=64),
+    "mixtral": lambda: model_of("Mixtral", **WIDE, num_local_experts=4),
+    "neox": lambda: model_of("GPTNeoX", **OWN_SIZES, rotary_pct=0.5),
+    "lora": lambda: with_lora(model_of("Qwen2", **WIDE)),
+}
+
+
+@pytest.fixture(params=quick(GROUPED, {"qwen2", "gpt2", "gemma3", "lora"}))
+def policy(request: pytest.FixtureRequest) -> nn.Module:
+    return GROUPED[request.param]()
+
+
+def batch_of(group_size: int) -> DecodeBatch:
+    (batch,) = decode_batches(ask(group_size=group_size), None, torch.device("cpu"))
+    return batch
+
+
+def head_outputs(policy: nn.Module) -> list[Tensor]:
+    """What the head gives from now on, in its own type."""
+    seen: list[Tensor] = []
+    head: nn.Module = policy.get_output_embeddings()  # type: ignore[operator]
+    head.register_forward_hook(lambda module, inputs, output: seen.append(output[:, -1]))
+    return seen
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_both_ways_are_equal_in_float64(policy: nn.Module, group_size: int) -> None:
+    """Prompts of one to seven tokens; rows leave so that groups of unequal size remain, then none of a prompt."""
+    if hasattr(policy.config, "num_local_experts"):
+        pytest.skip("transformers' experts have no float64")
+    batch, seen = batch_of(group_size), head_outputs(policy.double())
+    n = 5 * group_size
+    drops = {3: [i for i in range(n) if i % 3 != 1], 6: [0, *range(n // 3, n // 2)]}
+    ways = []
+    for kind in (DecodingSteps, GroupedSteps):
+        generator = torch.Generator().manual_seed(0)
+        steps = kind(policy, batch, 40)
+        for step in range(40):
+            if step in drops:
+                steps.keep(torch.tensor(drops[step]))
+            rows = len(drops[6]) if step >= 6 else len(drops[3]) if step >= 3 else n
+            steps.advance(torch.randint(VOCAB, (rows,), generator=generator))
+        ways.append(list(seen))
+        seen.clear()
+    for plain, grouped in zip(*ways, strict=True):
+        torch.testing.assert_close(grouped, plain, rtol=0, atol=1e-12)
+
+
+def caches(model: nn.Module) -> list[type]:
+    """The kinds of the caches that the model is given from now on."""
+    seen: list[type] = []
+    model.register_forward_pre_hook(lambda *a: seen.append(type(a[2].get("past_key_values"))), with_kwargs=True)
+    return seen
+
+
+def drawn(generator: Any, policy: nn.Module, sampling: Sampling, **asked: Any) -> Completions:
+    generator.sync(policy, 0)
+    return generator.generate(ask(**asked), sampling)
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_the_log_probs_are_the_policys_own(policy: nn.Module, group_size: int) -> None:
+    sampling, seen = Sampling(max_new_tokens=12), caches(policy)
+    out = drawn(NativeGenerator(), policy, sampling, group_size=group_size, eos_ids=tuple(range(1, 6)))
+    assert GroupedCache in seen and len(out.lengths.unique()) > 1, "rows are dropped on the way"
+    expected = score(policy, out, sampling).logprobs[out.response_mask]
+    torch.testing.assert_close(out.sampler_logprobs[out.response_mask], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_option_changes_no_sample_but_where_it_rounds(dtype: torch.dtype) -> None:
+    """In bfloat16 both ways are held against float64 weights of the same values."""
+    policy = GROUPED["qwen2"]().to(dtype)
+    exact = GROUPED["qwen2"]()
+    exact.load_state_dict({name: value.float() for name, value in policy.state_dict().items()})
+    off = {}
+    for grouped in (True, False):
+        seen = caches(policy)
+        out = drawn(NativeGenerator(grouped_cache=grouped), policy, Sampling(max_new_tokens=12), group_size=8)
+        assert (GroupedCache in seen) == grouped
+        expected = score(exact.double(), out, Sampling()).logprobs[out.response_mask]
+        off[grouped] = (out.sampler_logprobs[out.response_mask] - expected).abs().mean()
+    assert off[True] < (1e-5 if dtype == torch.float32 else 1.5 * off[False])
+
+
+def test_autocast_is_kept() -> None:
+    policy = GROUPED["qwen2"]()
+    sampling = Sampling(max_new_tokens=12)
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = caches(policy)
+        out = drawn(NativeGenerator(), policy, sampling, group_size=4)
+        expected = score(policy, out, sampling).logprobs.detach()
+    assert GroupedCache in seen
+    assert (out.sampler_logprobs - expected)[out.response_mask].abs().mean() < 0.1
+
+
+# ---------------------------------------------------------------------------------------------------- the plain way
+
+
+class _ShiftedKeys(nn.Module):
+    """An attention that reads other keys than it cached."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, *args: Any, past_key_values: Any, **kwargs: Any) -> Any:
+        return self.attention(*args, past_key_values=_Shifted(past_key_values), **kwargs)
+
+
+class _Shifted:
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def update(self, *args: Any) -> tuple[Tensor, Tensor]:
+        keys, values = self._cache.update(*args)
+        return keys + 0.5, values
+
+
+def shifted_keys() -> nn.Module:
+    model: Any = GROUPED["qwen2"]()
+    for layer in model.model.layers:
+        layer.self_attn = _ShiftedKeys(layer.self_attn)
+    return model
+
+
+def eager() -> nn.Module:
+    model: Any = GROUPED["qwen2"]()
+    model.set_attn_implementation("eager")
+    return model
+
+
+PLAIN: dict[str, Callable[[], nn.Module]] = {
+    "window shorter than the text": lambda: model_of("Mistral", **WIDE, sliding_window=4),
+    "some layers with such a window": lambda: gemma3(4),
+    "eager attention": eager,
+    "attention sinks": lambda: model_of("GptOss", **WIDE, num_local_experts=4, rope_parameters=None),
+    "alibi": lambda: model_of("Bloom", vocab_size=VOCAB, hidden_size=64, n_head=4, n_layer=2),
+    "no keywords for attention": lambda: model_of("StableLm", **OWN_SIZES),
+    "other keys than the cache's": shifted_keys,
+}
+
+
+@pytest.mark.parametrize("kind", quick(PLAIN, {"some layers with such a window", "eager attention", "alibi"}))
+def test_other_attention_goes_the_plain_way(kind: str) -> None:
+    policy = PLAIN[kind]().eval()
+    seen, sampling = caches(policy), Sampling(max_new_tokens=12)
+    out = drawn(NativeGenerator(), policy, sampling)
+    used = seen[-10:]
+    assert used and GroupedCache not in used
+    oracle = drawn(HFGenerator(), policy, sampling)
+    assert responses(out) == responses(oracle)
+    torch.testing.assert_close(out.sampler_logprobs, oracle.sampler_logprobs, atol=1e-4, rtol=0)
+
+
+def test_an_sdpa_of_the_models_own_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A modeling file may put another function in the place of sdpa; only the comparison can tell."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.models.qwen2 import modeling_qwen2
+
+    def halved(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, query / 2, *args, **kwargs)
+
+    policy = GROUPED["qwen2"]()
+    with torch.no_grad():
+        assert proven(policy)
+        local = AttentionInterface()
+        local["sdpa"] = halved
+        monkeypatch.setattr(modeling_qwen2, "ALL_ATTENTION_FUNCTIONS", local)
+        assert fits(policy, 20)
+        assert not proven(policy)
+
+
+def test_a_window_counts_only_where_the_text_is_as_long() -> None:
+    policy = model_of("Mistral", **WIDE, sliding_window=20)
+    for new_tokens, kind in ((13, GroupedCache), (14, None)):  # after prompts of up to seven tokens
+        seen = caches(policy)
+        out = drawn(NativeGenerator(), policy, Sampling(max_new_tokens=new_tokens), eos_ids=())
+        assert (seen[-1] is GroupedCache) == (kind is GroupedCache)
+        oracle = drawn(HFGenerator(), policy, Sampling(max_new_tokens=new_tokens), eos_ids=())
+        assert responses(out) == responses(oracle)
+
+
+def test_a_mixture_of_two_models_goes_the_plain_way() -> None:
+    policy = GROUPED["qwen2"]()
+    mixed = GeometricMixture(policy, lambda: torch.no_grad(), 0.0)
+    assert not fits(mixed, 20)
+
+
+def test_a_model_is_proven_once_and_another_one_anew() -> None:
+    policy, other = GROUPED["qwen2"](), shifted_keys()
+    engine, sampling = NativeGenerator(), Sampling(max_new_tokens=2)
+    seen = caches(policy)
+    for version in range(3):
+        engine.sync(policy, version)
+        engine.generate(ask(eos_ids=()), sampling)
+        if version == 0:
+            seen.clear()
+    assert len(seen) == 2 * 2, "two forward passes a call: no proof among them"
+    others = caches(other)
+    engine.sync(other, 3)
+    engine.generate(ask(eos_ids=()), sampling)
+    assert others[-1] is not GroupedCache
+
+
+def test_the_models_attention_is_as_before_and_also_after_an_error() -> None:
+    policy: Any = GROUPED["qwen2"]()
+    drawn(NativeGenerator(), policy, Sampling(max_new_tokens=3))
+    assert policy.config._attn_implementation == "sdpa"
+    (batch,) = decode_batches(ask(), None, torch.device("cpu"))
+    with torch.no_grad():
+        steps = GroupedSteps(policy, batch, 4)
+        with pytest.raises(IndexError):
+            steps.advance(torch.full((15,), VOCAB))
+    assert policy.config._attn_implementation == "sdpa"
+
+
+# ---------------------------------------------------------------------------------------------------- what it holds
+
+
+@torch.no_grad()
+def test_a_prompt_is_held_once_and_goes_with_its_last_row() -> None:
+    policy, group_size, new_tokens = GROUPED["qwen2"](), 4, 50
+    steps: Any = GroupedSteps(policy, batch_of(group_size), new_tokens)
+    layer: GroupedLayer = steps._cache.layers[0]
+    assert layer.prompt_keys.shape == layer.prompt_values.shape == (5, 2, 7, 16)
+    room = []
+    for _ in range(new_tokens):
+        steps.advance(torch.ones(20, dtype=torch.long))
+        assert layer.keys is not None
+        room.append(layer.keys.shape[2])
+    assert room[-1] == new_tokens and len(set(room)) == 2, "memory is taken twice, and no more of it than needed"
+    assert steps._cache.get_seq_length() == 7 + new_tokens
+    steps.keep(torch.tensor([0, 1, 13]))
+    assert layer.prompt_keys.shape[0] == 2, "of the prompts of rows 0 to 3 and 12 to 15"
+    assert layer.keys.shape[0] == 3
