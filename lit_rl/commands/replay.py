@@ -16,7 +16,7 @@ from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.callbacks.rollouts import SavedRollout
@@ -181,7 +181,8 @@ def _backward(name: str, module: PolicyGradient, rollout: Rollout, job: Replay) 
     plan, saved = module.plan, job.rollout
     assert plan is not None
     (counts,) = step_counts(rollout, plan, seed=module.seed, index=saved.number)
-    micros = [micro_batch(rollout, plan, slot=slot, seed=module.seed, index=saved.number) for slot in range(plan.slots)]
+    slots = rows_of_slots(rollout, plan, seed=module.seed, index=saved.number)
+    micros = [micro_batch(rollout, rows) for rows in slots]
     with job.fabric.autocast():
         step = module.look_ahead(micros) if module.needs_step and len(micros) > 1 else None
     parameters = _trained(module.policy)

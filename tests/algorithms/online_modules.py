@@ -11,7 +11,7 @@ import torch
 from small_rollouts import credited
 from torch import Tensor
 
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.rewards.sums.weighted import Scores
@@ -82,8 +82,8 @@ def step_of(module: Any, rollout: Rollout, accumulate: int = 1) -> tuple[float, 
     module.policy.train()
     module.policy.zero_grad()
     total, sums = 0.0, {}
-    for slot in range(accumulate):
-        micro = micro_batch(rollout, plan, slot=slot, seed=0, index=0)
+    for rows in rows_of_slots(rollout, plan, seed=0, index=0):
+        micro = micro_batch(rollout, rows)
         loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
         loss.backward()
         total += loss.item()

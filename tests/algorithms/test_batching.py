@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.algorithms.rollouts.micro_batches import Slot, micro_rows, minibatch_rows
+from lit_rl.algorithms.rollouts.micro_batches import micro_rows, minibatch_rows, rows_of_slots
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.errors import ConfigError
 
@@ -83,13 +84,53 @@ def test_micro_batches_are_balanced_by_tokens():
     assert [int(lengths[part].sum()) for part in parts] == [350, 350]
 
 
+def rollout_of(group_id: torch.Tensor, lengths: torch.Tensor) -> SimpleNamespace:
+    """What is read of a rollout to deal it out."""
+    return SimpleNamespace(completions=SimpleNamespace(group_id=group_id, lengths=lengths))
+
+
 def test_slots_run_through_passes_minibatches_and_micro_batches_in_this_order():
-    p = plan(minibatches=2, iterations=2, accumulate=2)
+    p, group_id = plan(minibatches=2, iterations=2, accumulate=2), torch.arange(8).repeat_interleave(4)
     assert p.slots == 8 and p.steps_per_rollout == 4
-    at = [Slot.of(slot, p) for slot in range(8)]
-    assert [(s.iteration, s.minibatch, s.micro) for s in at] == [
-        (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1), (1, 1, 0), (1, 1, 1),
-    ]  # fmt: skip
+    lengths = torch.arange(32) % 5 + 1
+    slots = rows_of_slots(rollout_of(group_id, lengths), p, seed=3, index=5)
+    at = iter(slots)
+    for iteration in range(2):
+        for rows in minibatch_rows(group_id, p, 3, 5, iteration):
+            for part in micro_rows(rows, group_id, lengths, p):
+                assert torch.equal(next(at), part)
+    assert next(at, None) is None
+
+
+@given(
+    groups=st.integers(1, 4),
+    accumulate=st.integers(1, 3),
+    minibatches=st.integers(1, 2),
+    data=st.data(),
+)
+def test_rows_that_teach_nothing_are_left_out_and_every_slot_has_a_row(groups, accumulate, minibatches, data):
+    prompts = groups * accumulate * minibatches
+    p, rows = (
+        plan(prompts_per_rollout=prompts, accumulate=accumulate, minibatches=minibatches, group_size=2),
+        2 * prompts,
+    )
+    group_id, lengths = torch.arange(prompts).repeat_interleave(2), torch.arange(rows) % 7 + 1
+    teaching = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows)))
+    slots = rows_of_slots(rollout_of(group_id, lengths), p, seed=0, index=0, teaching=teaching)
+    assert len(slots) == p.slots and all(len(slot) for slot in slots)
+    taught = torch.cat([slot[teaching[slot]] for slot in slots])
+    assert sorted(taught.tolist()) == teaching.nonzero().flatten().tolist()
+    for slot in slots:  # a row that teaches nothing is there only to have one
+        assert teaching[slot].all() or len(slot) == 1
+
+
+def test_micro_batches_are_balanced_by_the_tokens_of_rows_that_teach():
+    group_id = torch.arange(4).repeat_interleave(2)
+    lengths = torch.tensor([100, 100, 90, 90, 10, 10, 9, 9])
+    teaching = torch.tensor([True, True, False, False, True, True, False, False])
+    p = plan(prompts_per_rollout=4, group_size=2, accumulate=2)
+    slots = rows_of_slots(rollout_of(group_id, lengths), p, seed=0, index=0, teaching=teaching)
+    assert [slot.tolist() for slot in slots] == [[0, 1], [4, 5]]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,27 @@ def test_accumulation_changes_nothing_off_policy(name, tmp_path):
         assert (change - cut[key]).norm() <= 1e-4 * change.norm() + 1e-7, key
 
 
+@pytest.mark.parametrize("accumulate", [1, 8])
+@pytest.mark.parametrize("name", ["grpo", "grpo-sequence", "dr-grpo", "masked", "rloo"])
+def test_rows_without_an_advantage_are_left_out_and_change_nothing(name, accumulate, tmp_path):
+    algorithm, settings = ALGORITHMS[name]
+    settings = {name: value for name, value in settings.items() if name != "beta"}
+    computed = []
+
+    class Counted(algorithm):
+        def token_scores(self, completions):
+            computed.append(len(completions))
+            return super().token_scores(completions)
+
+    whole = change_of_weights(tmp_path, Counted, settings | {"skip_zero_advantages": False}, accumulate=accumulate)
+    assert sum(computed) == 32 and max(change.abs().max() for change in whole.values()) > 1e-4
+    computed.clear()
+    skipped = change_of_weights(tmp_path, Counted, settings, accumulate=accumulate)
+    assert accumulate <= sum(computed) < 32 and len(computed) == accumulate
+    for key, change in whole.items():
+        assert (change - skipped[key]).norm() <= 2e-5 * change.norm() + 1e-7, key
+
+
 def test_the_mean_over_a_micro_batch_depends_on_the_cut(tmp_path):
     """bnpo is defined that way; `docs/algorithms/bnpo.md` says so."""
     settings = {"reduction": reductions.local_token_mean, "sampling": Sampling(max_new_tokens=6)}

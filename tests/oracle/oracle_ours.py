@@ -28,7 +28,7 @@ from oracle_trl import Oracle
 from lit_rl.algorithms import GRPO, RLOO
 from lit_rl.algorithms.evaluation.statistics import SUMMARIES
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
@@ -178,8 +178,8 @@ def ours(oracle: Oracle, module: PolicyGradient, case: Case, completions: Comple
     counts = step_counts(rollout, plan, seed=0, index=0)[0]
     oracle.at(case.now)
     shares, found = [], {name: [value(metric)] for name, metric in recorded.items()}
-    for slot in range(case.micro_batches):
-        micro = micro_batch(rollout, plan, slot=slot, seed=0, index=0)
+    for rows in rows_of_slots(rollout, plan, seed=0, index=0):
+        micro = micro_batch(rollout, rows)
         loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
         shares.append(loss)
         for name, metric in metrics.items():

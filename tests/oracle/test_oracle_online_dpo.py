@@ -11,7 +11,7 @@ from oracle_trl import save_policy
 from torch import Tensor
 
 from lit_rl.algorithms import OnlineDPO
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.models import LanguageModel
@@ -137,8 +137,8 @@ def ours(
     counts = step_counts(rollout, plan, seed=0, index=0)[0]
     module.policy.train()
     total, sums = 0.0, {}
-    for slot in range(accumulate):
-        micro = micro_batch(rollout, plan, slot=slot, seed=0, index=0)
+    for rows in rows_of_slots(rollout, plan, seed=0, index=0):
+        micro = micro_batch(rollout, rows)
         loss, metrics = module.loss(micro, module.token_scores(micro.completions), totals_of(counts, plan))
         loss.backward()
         total += loss.item()

@@ -14,7 +14,7 @@ from oracle_trl import Oracle, completions_of, theirs
 from torch import Tensor
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.rollouts.micro_batches import micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import micro_batch, rows_of_slots, step_counts, totals_of
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import score
 from lit_rl.ops.reductions import StepTotals
@@ -85,7 +85,7 @@ def step_of(oracle: Oracle, settings: dict[str, Any], case: Case) -> tuple[Polic
     module, plan = our_grpo(settings), plan_of(case)
     rollout, _ = our_rollout(oracle, module, case, completions_of(oracle, case))
     counts = step_counts(rollout, plan, seed=0, index=0)[0]
-    micro_batches = [micro_batch(rollout, plan, slot=slot, seed=0, index=0) for slot in range(case.micro_batches)]
+    micro_batches = [micro_batch(rollout, rows) for rows in rows_of_slots(rollout, plan, seed=0, index=0)]
     module.trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     oracle.at("update")
     return module, micro_batches, totals_of(counts, plan)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight import estimators, losses
+from lit_rl.algorithms.preflight import estimators, losses, zero_advantages
 from lit_rl.algorithms.preflight import policy_gradient as preflight
 from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
 from lit_rl.algorithms.rollouts.scored import Scored
@@ -85,6 +85,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         router_aux_loss_coef: Weight of the router's load-balancing loss of a mixture-of-experts model.
         mask_truncated: Leave completions that `max_new_tokens` cut out of the loss.
         replay: Groups without spread are replaced by good ones of earlier rollouts. None: they are not.
+        skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, where that
+            changes no gradient: where no other term learns from them, and loss and reduction are lit_rl's own.
         shared: What every `OnPolicyModule` takes.
     """
 
@@ -115,6 +117,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         router_aux_loss_coef: float = 0.0,
         mask_truncated: bool = False,
         replay: GroupReplay | None = None,
+        skip_zero_advantages: bool = True,
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
@@ -141,6 +144,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
+        self._zero_advantages_teach_nothing = skip_zero_advantages and zero_advantages.teach_nothing(loss, reduction)
 
     @property
     def beta(self) -> float:
@@ -246,6 +250,18 @@ class PolicyGradient(OnPolicyModule, ABC):
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
         options = self.forward_options
         return step_tokens(self.policy, micro_batches, self.sampling, options, self.selection, self.ranks)
+
+    def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
+        """All but those without an advantage at any loss token, where no term but the policy loss is learned.
+
+        A subclass with a loss of its own may learn from every row: there all are computed.
+        """
+        others = self.beta, self.entropy, self.router_aux_loss_coef, self.selection.choose, self.needs_step
+        if any(others) or not self._zero_advantages_teach_nothing or type(self).loss is not PolicyGradient.loss:
+            return None
+        assert rollout.advantages is not None
+        advantages = rollout.advantages if rollout.advantages.ndim == 2 else rollout.advantages[:, None]
+        return ((advantages != 0) & rollout.loss_mask).any(1)
 
     # ------------------------------------------------------------------ between steps
 

@@ -20,7 +20,13 @@ from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
+from lit_rl.algorithms.rollouts.micro_batches import (
+    frozen_logprobs,
+    micro_batch,
+    rows_of_slots,
+    step_counts,
+    totals_of,
+)
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import failing_together
@@ -66,6 +72,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None
         self._slot, self._counts = -1, torch.zeros(0)
+        self._rows_of_slots: list[Tensor] | None = None
         self._step_tokens: StepTokens | None = None
         self._records = Records()
 
@@ -231,6 +238,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         parts = self.minibatches * (self.plan.accumulate if self.plan else 1)
         return max(1, len(completions) // parts)
 
+    def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
+        """Bool `(b,)`: the rows that the value or the gradient of the loss comes from; only they are computed.
+
+        None: all.
+        """
+        return None
+
     # ------------------------------------------------------------------ between steps
 
     def replaced(self, rollout: Rollout) -> tuple[Rollout, Metrics]:
@@ -306,10 +320,20 @@ class OnPolicyModule(GeneratingModule, ABC):
             ranks=self.ranks,
         )
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
+        self._rows_of_slots = None
+        if (teaching := self.rows_that_teach(self.rollout)) is not None:
+            rows = torch.tensor(float(len(teaching)), device=teaching.device)
+            self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
+        """The rows of this slot, or of one further on. How a rollout is dealt out is worked out once."""
         assert self.rollout is not None and self.plan is not None
-        return micro_batch(self.rollout, self.plan, slot=batch.slot + ahead, seed=self.seed, index=batch.rollout)
+        if self._rows_of_slots is None:
+            teaching = self.rows_that_teach(self.rollout)
+            self._rows_of_slots = rows_of_slots(
+                self.rollout, self.plan, seed=self.seed, index=batch.rollout, teaching=teaching
+            )
+        return micro_batch(self.rollout, self._rows_of_slots[batch.slot + ahead])
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -367,7 +391,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
         self.source.load_state(saved, device)
         if "rollout" in saved:
-            self.rollout = state.rollout_of(saved["rollout"], device)
+            self.rollout, self._rows_of_slots = state.rollout_of(saved["rollout"], device), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
             self.stopwatch.load(saved["seconds"])

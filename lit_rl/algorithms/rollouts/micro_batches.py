@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +15,6 @@ from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.mismatch import WeightTotals
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.rollout import Completions, Rollout, Sampling, Width, select, trim, trim_rollout, used_columns
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where a micro-batch stands in its rollout."""
-
-    iteration: int
-    minibatch: int
-    micro: int
-
-    @staticmethod
-    def of(slot: int, plan: BatchPlan) -> Slot:
-        step, micro = divmod(slot, plan.accumulate)
-        iteration, minibatch = divmod(step, plan.minibatches)
-        return Slot(iteration, minibatch, micro)
 
 
 def minibatch_rows(group_id: Tensor, plan: BatchPlan, seed: int, rollout: int, iteration: int) -> list[Tensor]:
@@ -62,12 +46,40 @@ def micro_rows(rows: Tensor, group_id: Tensor, lengths: Tensor, plan: BatchPlan)
     return [torch.cat(hand).sort().values for hand in hands]
 
 
-def micro_batch(rollout: Rollout, plan: BatchPlan, *, slot: int, seed: int, index: int) -> Rollout:
-    """The rows of slot `slot` of rollout number `index`, trimmed."""
-    at, group_id = Slot.of(slot, plan), rollout.completions.group_id
-    rows = minibatch_rows(group_id, plan, seed, index, at.iteration)[at.minibatch]
-    chosen = micro_rows(rows, group_id, rollout.completions.lengths, plan)[at.micro]
-    return trim_rollout(select(rollout, chosen))
+def rows_of_slots(
+    rollout: Rollout, plan: BatchPlan, *, seed: int, index: int, teaching: Tensor | None = None
+) -> list[Tensor]:
+    """The rows of each slot of rollout number `index`: pass by pass, mini-batch by mini-batch, part by part.
+
+    Args:
+        rollout: Whose rows are dealt out.
+        plan: Of the run.
+        seed: Of the run.
+        index: Number of the rollout since the start of the run.
+        teaching: Bool `(b,)`: rows that a gradient comes from. The others are left out, and micro-batches are balanced
+            by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
+            backward passes as all others. None: all rows.
+    """
+    group_id, lengths = rollout.completions.group_id, rollout.completions.lengths
+    computed = lengths if teaching is None else lengths * teaching
+    slots = [
+        part
+        for iteration in range(plan.iterations)
+        for rows in minibatch_rows(group_id, plan, seed, index, iteration)
+        for part in micro_rows(rows, group_id, computed, plan)
+    ]
+    return slots if teaching is None else [_teaching(rows, teaching, lengths) for rows in slots]
+
+
+def _teaching(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
+    """Those that teach; the shortest row if none does."""
+    chosen = rows[teaching[rows]]
+    return chosen if len(chosen) else rows[lengths[rows].argmin()][None]
+
+
+def micro_batch(rollout: Rollout, rows: Tensor) -> Rollout:
+    """These rows of a rollout, trimmed to the longest of them."""
+    return trim_rollout(select(rollout, rows))
 
 
 COUNTS = ("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens")

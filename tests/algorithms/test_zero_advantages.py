@@ -1,0 +1,132 @@
+"""Rows are left out of the forward pass only where no gradient can come from them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from online_modules import completions
+
+from lit_rl.algorithms import GRPO, PPO
+from lit_rl.algorithms.preflight.zero_advantages import teach_nothing
+from lit_rl.algorithms.terms.controllers import FixedEntropy
+from lit_rl.ops.losses.clipped import clipped_policy_loss, cpgd_loss, gmpo_loss, up_grpo_loss
+from lit_rl.ops.losses.covariance import clip_cov_loss, kl_cov_loss
+from lit_rl.ops.losses.divergence import dppo_kl_loss, dppo_tv_loss, prime_rl_ipo_loss, prime_rl_loss
+from lit_rl.ops.losses.soft import sapo_loss, vespo_loss
+from lit_rl.ops.losses.weighted import cispo_loss, cispo_two_sided_loss, importance_weighted_loss, reinforce_loss
+from lit_rl.ops.ratios import sequence_sum_ratio
+from lit_rl.ops.reductions import (
+    constant_mean,
+    local_token_mean,
+    sequence_mean,
+    sequence_total,
+    token_mean,
+    token_sum,
+    unmasked_constant_mean,
+    unmasked_sequence_mean,
+)
+from lit_rl.ops.selection import top_entropy_per_sequence
+from lit_rl.rollout import Rollout
+
+PROPORTIONAL = [
+    clipped_policy_loss,
+    partial(clipped_policy_loss, ratio=sequence_sum_ratio, delta=3.0),
+    up_grpo_loss,
+    gmpo_loss,
+    cpgd_loss,
+    sapo_loss,
+    vespo_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
+    cispo_loss,
+    cispo_two_sided_loss,
+    importance_weighted_loss,
+    reinforce_loss,
+]
+PENALISES_EVERY_TOKEN = [prime_rl_loss, prime_rl_ipo_loss]
+COUPLES_ROWS = [clip_cov_loss, kl_cov_loss]
+DIVIDES_BY_THE_STEP = [
+    token_mean,
+    token_sum,
+    sequence_mean,
+    unmasked_sequence_mean,
+    sequence_total,
+    partial(constant_mean, length=6),
+    partial(unmasked_constant_mean, length=6),
+]
+
+
+@pytest.mark.parametrize("loss", PROPORTIONAL)
+def test_losses_that_are_proportional_to_the_advantage_learn_nothing_without_one(loss: Any) -> None:
+    assert teach_nothing(loss, token_mean)
+
+
+@pytest.mark.parametrize("reduction", DIVIDES_BY_THE_STEP)
+def test_a_denominator_of_the_step_does_not_see_which_rows_are_computed(reduction: Any) -> None:
+    assert teach_nothing(clipped_policy_loss, reduction)
+
+
+@pytest.mark.parametrize("loss", PENALISES_EVERY_TOKEN + COUPLES_ROWS)
+def test_other_losses_learn_from_every_row(loss: Any) -> None:
+    assert not teach_nothing(loss, token_mean)
+
+
+def test_a_denominator_of_the_micro_batch_counts_every_row() -> None:
+    assert not teach_nothing(clipped_policy_loss, local_token_mean)
+
+
+def test_of_functions_that_are_not_ours_nothing_is_known() -> None:
+    def loss(logprobs, old_logprobs, advantages, mask):
+        return -logprobs * advantages[:, None], {}
+
+    def mean(per_token, mask, totals):
+        return per_token.sum() / totals.tokens
+
+    assert not teach_nothing(loss, token_mean) and not teach_nothing(reinforce_loss, mean)
+
+
+def rollout_with(advantages: torch.Tensor, loss_mask: torch.Tensor | None = None) -> Rollout:
+    drawn = completions([3, 1, 2, 2], 2)
+    mask = drawn.response_mask if loss_mask is None else loss_mask
+    return Rollout(drawn, rewards=torch.zeros(4), advantages=advantages, loss_mask=mask)
+
+
+def test_a_row_teaches_that_has_an_advantage_at_a_loss_token() -> None:
+    module = GRPO("tiny", len)
+    of_rows = rollout_with(torch.tensor([1.0, -0.5, 0.0, 2.0]))
+    teaching = module.rows_that_teach(of_rows)
+    assert teaching is not None and teaching.tolist() == [True, True, False, True]
+
+    of_tokens = torch.zeros(4, 3)
+    of_tokens[1, 0], of_tokens[2, 2] = 1.0, 1.0  # the second stands outside the completion, which has two tokens
+    teaching = module.rows_that_teach(rollout_with(of_tokens))
+    assert teaching is not None and teaching.tolist() == [False, True, False, False]
+
+    masked = of_rows.loss_mask.clone()
+    masked[0] = False
+    teaching = module.rows_that_teach(rollout_with(torch.tensor([1.0, -0.5, 0.0, 2.0]), masked))
+    assert teaching is not None and teaching.tolist() == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"beta": 0.1},
+        {"entropy": FixedEntropy(0.01)},
+        {"router_aux_loss_coef": 0.1},
+        {"selection": partial(top_entropy_per_sequence, share=0.5)},
+        {"loss": kl_cov_loss, "reduction": token_mean},
+        {"reduction": local_token_mean},
+        {"skip_zero_advantages": False},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_where_another_term_learns_from_a_row_it_is_computed(settings: dict[str, Any]) -> None:
+    assert GRPO("tiny", len, **settings).rows_that_teach(rollout_with(torch.zeros(4))) is None
+
+
+def test_a_critic_learns_from_every_row() -> None:
+    assert PPO("tiny", len).rows_that_teach(rollout_with(torch.zeros(4, 3))) is None
