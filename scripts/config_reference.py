@@ -26,16 +26,26 @@ MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand.
 
 
 def settings(name: str) -> Iterator[tuple[str, Any, str]]:
-    """`(parameter, default, meaning)` of what a schema names."""
+    """`(parameter, default, meaning)` of what a schema names; of a class of ours not what a foreign parent explains."""
     path = {**schemas.TARGETS, **schemas.functions()}[name]
     target = schemas._load(path)
     meanings: dict[str, str] = {}
+    theirs: set[str] = set()
     for described in reversed(target.__mro__ if isinstance(target, type) else [target]):
-        meanings |= arguments(inspect.cleandoc(described.__doc__ or ""))
+        found = arguments(inspect.cleandoc(described.__doc__ or ""))
+        theirs = theirs | found.keys() if is_foreign(described) else theirs - found.keys()
+        meanings |= found
     for parameter, _ in schemas.parameters(target):
         if name in schemas.functions() and parameter.kind is not parameter.KEYWORD_ONLY:
             continue
+        if parameter.name in theirs and not is_foreign(target):
+            continue
         yield parameter.name, parameter.default, meanings.get(parameter.name, f"See `{path}`.")
+
+
+def is_foreign(target: Any) -> bool:
+    """Whether another package has made it."""
+    return not target.__module__.startswith("lit_rl.")
 
 
 def arguments(docstring: str) -> dict[str, str]:
@@ -94,6 +104,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("callbacks.histograms", "", ["Histograms"]),
     ("callbacks.preference_sets", "", ["PreferenceSets"]),
     ("callbacks.ema", "", ["EMAWeights"]),
+    ("callbacks.checkpoint", "", ["TimedCheckpoint"]),
 ]
 """Where the settings of a class stand in a config, of what, and the classes that may stand there."""
 

@@ -11,3 +11,4 @@ from lit_rl.callbacks.record import Record as Record
 from lit_rl.callbacks.rollouts import Rollouts as Rollouts
 from lit_rl.callbacks.rollouts import SavedRollout as SavedRollout
 from lit_rl.callbacks.samples import Samples as Samples
+from lit_rl.callbacks.timed_checkpoint import TimedCheckpoint as TimedCheckpoint

@@ -102,6 +102,7 @@ TARGETS = {
     "Histograms": "lit_rl.callbacks.Histograms",
     "EMAWeights": "lit_rl.callbacks.EMAWeights",
     "PreferenceSets": "lit_rl.callbacks.PreferenceSets",
+    "TimedCheckpoint": "lit_rl.callbacks.TimedCheckpoint",
     "ModelCheckpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
     "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
     "Trainer": "lightning.Trainer",
@@ -175,18 +176,20 @@ def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) ->
 def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
     """The parameters of a function or a constructor, with their types.
 
-    Where a constructor hands `**keywords` on to its parent, the parent's keyword-only ones are its own too, less those
-    it names itself: what can be given by position, the constructor gives.
+    Where a constructor hands `**keywords` on to its parent, the parent's are its own too, less those it names itself.
+    Of a parent of ours only the keyword-only ones: what can be given by position, our constructors give.
     """
-    functions = [target]
+    functions = [(target, True)]
     if isinstance(target, type):
-        functions = [vars(cls)["__init__"] for cls in target.__mro__ if "__init__" in vars(cls)]
+        owners = [cls for cls in target.__mro__ if "__init__" in vars(cls)]
+        functions = [(vars(cls)["__init__"], cls.__module__.startswith("lit_rl.")) for cls in owners]
     found: dict[str, tuple[inspect.Parameter, Any]] = {}
-    for number, function in enumerate(functions):
+    for number, (function, ours) in enumerate(functions):
         hints, handed_on = _hints(function), False
         for parameter in inspect.signature(function).parameters.values():
             handed_on = handed_on or parameter.kind is parameter.VAR_KEYWORD
-            if parameter.name == "self" or (number and parameter.kind is not parameter.KEYWORD_ONLY):
+            by_position = number and ours and parameter.kind is not parameter.KEYWORD_ONLY
+            if parameter.name == "self" or by_position:
                 continue
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 found.setdefault(parameter.name, (parameter, hints.get(parameter.name, Any)))

@@ -94,12 +94,16 @@ LOSSES = [
 ]
 
 
+SIZES = {"vespo": 1.0}
+"""Of the terms of a loss, where they are larger than usual: its weight of a row is a power of all its ratios."""
+
+
 @pytest.mark.parametrize(("loss_type", "level", "name"), LOSSES)
 def test_loss_and_gradient(grpo: Oracle, loss_type: str, level: str, name: str) -> None:
     option = options(loss_type, level)[name]
     settings = base(loss_type, level) | option
     mine, other = both(grpo, settings, case_of(settings))
-    assert_same_step(mine, other)
+    assert_same_step(mine, other, size=SIZES.get(loss_type, 0.1))
     if option:
         plain = plain_step(grpo, loss_type, level, case_of(settings))
         moved = (plain.gradient - other.gradient).norm() / other.gradient.norm()
@@ -151,7 +155,7 @@ def test_bounds_of_the_mismatch_weights(
         return
     bounds = {"vllm_importance_sampling_clip_min": low, "vllm_importance_sampling_clip_max": high}
     mine, other = both(grpo, base(loss_type, "token") | OPTIONS[mode] | bounds, Case())
-    assert_same_step(mine, other)
+    assert_same_step(mine, other, size=SIZES.get(loss_type, 0.1))
 
 
 # ------------------------------------------------------------------ advantages

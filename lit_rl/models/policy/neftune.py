@@ -28,6 +28,8 @@ def noisy_embeddings(model: nn.Module, tokens: TokenBatch, alpha: float, keys: S
     """
 
     def add(module: nn.Module, args: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+        if not module.training:  # a trial of the model, on tokens of its own
+            return embedded
         noise = _noise(tokens, embedded.shape[-1], alpha, keys).to(embedded)
         return embedded + noise.reshape(embedded.shape)
 

@@ -73,6 +73,8 @@ def can_share(model: nn.Module) -> bool:
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
     base = base_of(model)
+    if not hasattr(base, "forward"):  # a reference that is called on another device
+        return False
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return False
     if not {"past_key_values", "position_ids"} <= inspect.signature(base.forward).parameters.keys():

@@ -1,0 +1,65 @@
+"""Checkpoints as often as they are cheap.
+
+A checkpoint holds weights, optimizer and the half-used rollout, and is flushed to the disk: milliseconds for a tiny
+policy, a minute for a large one. A number of optimizer steps between two of them suits only one of both. So the next
+one is due when what the last one took is at most a given share of the time since.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lit_rl.errors import in_range
+
+
+class TimedCheckpoint(ModelCheckpoint):
+    """Lightning's `ModelCheckpoint`, due by the clock instead of by a number of steps.
+
+    It saves at the end of an optimizer step, never between two micro-batches. Rank 0's clock decides for all.
+
+    Args:
+        max_share: The largest share of a run's time that writing may take, in (0, 1].
+        every_seconds: Not more often than this, in seconds, at least 0.
+        every_n_train_steps: Save every so many optimizer steps instead, whatever it takes. None: by the clock, unless
+            another of Lightning's intervals is set.
+        settings: What `ModelCheckpoint` takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_share: float = 0.05,
+        every_seconds: float = 10.0,
+        every_n_train_steps: int | None = None,
+        **settings: Any,
+    ) -> None:
+        in_range("callbacks.checkpoint.max_share", max_share, low=0, high=1, open_low=True)
+        in_range("callbacks.checkpoint.every_seconds", every_seconds, low=0)
+        intervals = every_n_train_steps, settings.get("every_n_epochs"), settings.get("train_time_interval")
+        self.by_clock = intervals == (None, None, None)
+        super().__init__(every_n_train_steps=1 if self.by_clock else every_n_train_steps, **settings)
+        self.max_share, self.every_seconds = max_share, every_seconds
+        self._due, self._steps = 0.0, 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._due, self._steps = time.monotonic() + self.every_seconds, trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.by_clock and not self._is_due(trainer):
+            return
+        began = time.monotonic()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        ended = time.monotonic()
+        self._due = ended + max(self.every_seconds, (ended - began) * (1 / self.max_share - 1))
+
+    def _is_due(self, trainer: L.Trainer) -> bool:
+        """Whether an optimizer step has just ended, and rank 0's clock says that it is time."""
+        stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
+        return stepped and bool(trainer.strategy.broadcast(time.monotonic() >= self._due))
