@@ -141,7 +141,7 @@ def noise_of(module: SFT, batch: TextBatch) -> torch.Tensor:
         handle = embedding.register_forward_hook(lambda module, args, output: seen.append(output))
         module.text_scores(batch.tokens)
     handle.remove()
-    return (seen[0] - embedding(batch.tokens.input_ids)).detach()
+    return (seen[-1] - embedding(batch.tokens.input_ids)).detach()  # the first may be a trial of the model
 
 
 def test_without_it_nothing_changes_and_with_it_only_training_does():
