@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -28,17 +29,15 @@ from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.rollouts.rewriting import prompts_of, with_completions
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.examples import ExampleBatch, TextBatch, TokenBatch, Totals
+from lit_rl.examples import ExampleBatch, TextBatch, Totals
+from lit_rl.models.policy.disagreement import disagreement
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.sharding import unsharded
-from lit_rl.models.policy.text_forward import refuse_leaks, text_logits
+from lit_rl.models.policy.text_forward import refuse_leaks
 from lit_rl.models.reference.base import OnCPU, Scorer
 from lit_rl.models.reference.teacher import Teacher
-from lit_rl.ops.logprobs import logprobs_and_entropy
-from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergence_jsd import generalized_jsd
 from lit_rl.ops.step import Metrics, mean_of
-from lit_rl.ops.token_stats import token_stats
 from lit_rl.rollout import Completions, PromptBatch
 
 Writer = Literal["data", "student", "teacher"]
@@ -181,21 +180,25 @@ class GKD(OfflinePolicyModule):
         return max(1, totals.tokens)
 
     def loss(self, batch: TextBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        tokens, columns = batch.tokens, learned_columns(batch.tokens)
-        mask, ids = tokens.learned[:, columns], tokens.input_ids[:, 1:][:, columns]
-        student, aux_loss = text_logits(self.policy, tokens, columns, self.router_aux_loss_coef > 0)
-        with torch.no_grad(), self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
-            of_teacher, _ = text_logits(teacher, tokens, columns, False)  # pyright: ignore
-        student, of_teacher = (logits[..., : self.teacher.shared_tokens] for logits in (student, of_teacher))
-        divergence = generalized_jsd(student, of_teacher, beta=self.beta, temperature=self.temperature)
-        loss = masked_sum(divergence, mask) / self.denominator(batch.totals)
-        stats = token_stats(student.detach(), ids)
+        divergence = partial(generalized_jsd, beta=self.beta, temperature=self.temperature)
+        with self.teacher.scoring(self.policy, self.teacher_policy) as teacher:
+            found = disagreement(
+                self.policy,
+                teacher,  # pyright: ignore
+                batch.tokens,
+                divergence,
+                shared_tokens=self.teacher.shared_tokens,
+                router_aux=self.router_aux_loss_coef > 0,
+                fused=self.forward_options.fused_head,
+            )
+        loss = found.divergence.sum() / self.denominator(batch.totals)
+        everywhere = torch.ones_like(found.correct, dtype=torch.bool)
         metrics: Metrics = {
-            "entropy": mean_of(logprobs_and_entropy(student.detach(), ids)[1], mask),
-            "teacher/entropy": mean_of(logprobs_and_entropy(of_teacher, ids)[1], mask),
-            "mean_token_accuracy": mean_of(stats.correct, mask),
+            "entropy": mean_of(found.entropy, everywhere),
+            "teacher/entropy": mean_of(found.teacher_entropy, everywhere),
+            "mean_token_accuracy": mean_of(found.correct, everywhere),
         }
-        loss, aux = self.with_aux(loss, aux_loss, batch.totals)
+        loss, aux = self.with_aux(loss, found.aux_loss, batch.totals)
         return loss, metrics | aux
 
 
@@ -204,9 +207,3 @@ def writer_of(step: int, *, seed: int, on_policy_fraction: float, teacher_comple
     if random.Random(mix(seed, step)).random() < on_policy_fraction:
         return "student"
     return "teacher" if teacher_completions else "data"
-
-
-def learned_columns(tokens: TokenBatch) -> Tensor:
-    """Columns that predict a learned token in some row; one where there are none, so that a loss has a graph."""
-    columns = tokens.learned.any(0).nonzero().flatten()
-    return columns if len(columns) else columns.new_zeros(1)

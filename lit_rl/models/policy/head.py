@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.models.policy.loading import Float32Head
 from lit_rl.models.policy.modes import evaluation_mode
@@ -96,7 +97,7 @@ def run(
         fused: Whether to fuse the head, where it can be: the same numbers, without the logits in memory.
         inputs: Of the model.
     """
-    head = linear_head(model) if fused else None
+    head = linear_head(model) if fused and has_linear_head(model) else None
     if head is None or not _returns_what_its_head_does(model, head):
         output = model(**inputs)
         return _of_logits(targets.columns_of(output.logits), targets, distribution), output
@@ -107,11 +108,32 @@ def run(
     return _unpacked(output.logits, distribution), output
 
 
-def linear_head(model: nn.Module) -> nn.Linear | None:
-    """The head of a model, where it is a plain linear map: no adapter on it, no quantisation."""
+def can_stand_apart(model: nn.Module) -> bool:
+    """Whether the logits of a model are what its head alone makes of its last hidden states, at any time.
+
+    The weights of a sharded head are whole only while the model runs.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, FSDPModule) or not has_linear_head(model):
+        return False
+    return _returns_what_its_head_does(model, linear_head(model))
+
+
+@contextmanager
+def without_head(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that `can_stand_apart` returns what its head would read, where the logits belong."""
+    with _in_its_place(linear_head(model), lambda hidden: hidden):
+        yield
+
+
+def has_linear_head(model: nn.Module) -> bool:
+    """Whether the head of a model is a plain linear map: no adapter on it, no quantisation."""
     find = getattr(base_of(model), "get_output_embeddings", lambda: None)
-    head = find()
-    return head if type(head) in (nn.Linear, Float32Head) else None
+    return type(find()) in (nn.Linear, Float32Head)
+
+
+def linear_head(model: nn.Module) -> nn.Linear:
+    """The head of a model that `has_linear_head`."""
+    return base_of(model).get_output_embeddings()
 
 
 @contextmanager

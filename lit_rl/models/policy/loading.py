@@ -46,7 +46,7 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
     from lightning.pytorch.utilities import rank_zero_info
     from transformers import AutoModelForCausalLM
 
-    if path == str(hub.copy_without_hub(name)):
+    if path != name and path == str(hub.copy_without_hub(name)):
         rank_zero_info(f"model.name={name}: read from {path}, whose weights are not the hub's (see its README.md).")
     with hub.reading("model.name", name, path):
         loaded: Any = AutoModelForCausalLM.from_pretrained(

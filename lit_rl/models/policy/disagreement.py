@@ -1,0 +1,111 @@
+"""What two models think of the same tokens, without the logits of either in memory.
+
+Distillation needs whole distributions of student and teacher. Each model runs up to the input of its head; then both
+heads work on a block of tokens at a time, `LOGITS` numbers of each model, and what is kept of a block is one number a
+token. The backward pass computes the student's and the teacher's logits of a block anew. Where all logits are one block
+they are kept, as there is nothing to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lit_rl.examples import TokenBatch
+from lit_rl.models.policy.head import can_stand_apart, linear_head, without_head
+from lit_rl.models.policy.text_forward import text_logits
+from lit_rl.ops.logprobs import logprobs_and_entropy
+from lit_rl.ops.token_stats import token_stats
+
+LOGITS = 1 << 24
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+"""`(1, n, v), (1, n, v) -> (1, n)`: of the student's logits from the teacher's."""
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Float32 `(n,)` each: one number for each learned token, row by row."""
+
+    divergence: Tensor
+    """With gradient."""
+    entropy: Tensor
+    """Of the student's next-token distribution, in nats."""
+    teacher_entropy: Tensor
+    correct: Tensor
+    """Whether the token is the student's likeliest."""
+    aux_loss: Tensor | None = None
+    """The student's router loss; None unless it was asked for."""
+
+
+def disagreement(
+    student: nn.Module,
+    teacher: nn.Module,
+    tokens: TokenBatch,
+    divergence: Divergence,
+    *,
+    shared_tokens: int | None,
+    router_aux: bool = False,
+    fused: bool = True,
+) -> Disagreement:
+    """What student and teacher think of the learned tokens of texts; `n` of them, none is as well.
+
+    Args:
+        student: Gets the gradient.
+        teacher: Gets none.
+        tokens: `b` rows.
+        divergence: Of the one from the other.
+        shared_tokens: Only the first so many tokens of both vocabularies are compared. None: all.
+        router_aux: Whether to compute the student's load-balancing loss.
+        fused: Whether to work in blocks, where both models allow it.
+
+    Raises:
+        ConfigError: the student has no router whose load could be balanced.
+    """
+    columns = _learned_columns(tokens)
+    at = tokens.learned[:, columns].flatten().nonzero().flatten()
+    ids = tokens.input_ids[:, 1:][:, columns].flatten()[at]
+    in_blocks = fused and can_stand_apart(student) and can_stand_apart(teacher)
+    with torch.no_grad():
+        theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
+    ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
+    if in_blocks:
+        head, head_of_teacher = heads = [linear_head(student), linear_head(teacher)]
+        block = max(1, LOGITS // max(each.weight.shape[0] for each in heads))
+    else:
+        head, head_of_teacher, block = nn.Identity(), nn.Identity(), len(at)
+
+    def of_block(mine: Tensor, others: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
+        logits = head(mine)[None, :, :shared_tokens]
+        with torch.no_grad():
+            of_teacher, plain = head_of_teacher(others)[None, :, :shared_tokens], logits.detach()
+            entropies = [logprobs_and_entropy(each, wanted[None])[1][0] for each in (plain, of_teacher)]
+            correct = token_stats(plain, wanted[None]).correct[0].float()
+        return divergence(logits, of_teacher)[0], *entropies, correct
+
+    mine, others = ours.flatten(0, 1)[at], theirs.flatten(0, 1)[at]
+    if len(at) <= block:
+        return Disagreement(*of_block(mine, others, ids), aux_loss=aux_loss)
+    blocks = zip(mine.split(block), others.split(block), ids.split(block))
+    parts = [checkpoint(of_block, *part, use_reentrant=False) for part in blocks]
+    divergences, entropies, of_teacher, correct = (torch.cat(part) for part in zip(*parts))  # pyright: ignore
+    return Disagreement(divergences, entropies, of_teacher, correct, aux_loss)
+
+
+def _last(
+    model: nn.Module, tokens: TokenBatch, columns: Tensor, *, router_aux: bool, headless: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`(b, c, ...)` of the given columns: logits, or what the head would make them of; and the router's loss."""
+    with without_head(model) if headless else nullcontext():
+        return text_logits(model, tokens, columns, router_aux)
+
+
+def _learned_columns(tokens: TokenBatch) -> Tensor:
+    """Columns that predict a learned token in some row; one where there are none, so that a loss has a graph."""
+    columns = tokens.learned.any(0).nonzero().flatten()
+    return columns if len(columns) else columns.new_zeros(1)

@@ -1,0 +1,71 @@
+"""Distributions of two models compared block by block: the same numbers and gradients as from whole logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from lit_rl.examples import TokenBatch
+from lit_rl.models import LanguageModel
+from lit_rl.models.policy import disagreement as module
+from lit_rl.models.policy.disagreement import disagreement
+from lit_rl.ops.preference.divergence_jsd import generalized_jsd
+
+DIVERGENCE = partial(generalized_jsd, beta=0.3, temperature=0.8)
+
+
+def texts(learned: bool = True) -> TokenBatch:
+    """Three rows of one text each, the last one padded."""
+    ids = torch.randint(0, 200, (3, 9), generator=torch.Generator().manual_seed(0))
+    attended, mask = torch.ones(3, 9, dtype=torch.bool), torch.zeros(3, 9, dtype=torch.bool)
+    attended[2, 6:] = False
+    mask[0, 3:], mask[1, 5:], mask[2, 2:6] = learned, learned, learned
+    return TokenBatch(ids, attended, mask[:, 1:], None)
+
+
+def asked(student, teacher, tokens, shared_tokens=None, **how):
+    student.zero_grad()
+    found = disagreement(student, teacher, tokens, DIVERGENCE, shared_tokens=shared_tokens, **how)
+    (found.divergence * torch.linspace(1, 2, len(found.divergence))).sum().backward()
+    numbers = [found.divergence.detach(), found.entropy, found.teacher_entropy, found.correct]
+    return numbers, [p.grad.clone() for p in student.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def pair(make_model):
+    student, teacher = (LanguageModel(str(make_model(kind)), dtype="float32").load() for kind in ("qwen2", "llama3.2"))
+    return student.double(), teacher.double()
+
+
+@pytest.mark.parametrize("shared_tokens", [None, 200])
+@pytest.mark.parametrize("logits", [1, 1 << 10, 1 << 24], ids=["a token", "some tokens", "one block"])
+def test_blocks_are_exact(pair, monkeypatch, logits, shared_tokens):
+    whole, gradient = asked(*pair, texts(), shared_tokens, fused=False)
+    monkeypatch.setattr(module, "LOGITS", logits)
+    found, gradient_of_blocks = asked(*pair, texts(), shared_tokens)
+    assert len(gradient) == len(gradient_of_blocks) > 2 and whole[0].shape == (texts().learned.sum(),)
+    for mine, theirs in zip([*found, *gradient_of_blocks], [*whole, *gradient]):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
+
+
+def test_no_tensor_of_tokens_times_vocabulary_is_kept(pair, monkeypatch):
+    monkeypatch.setattr(module, "LOGITS", 1 << 9)
+    tokens, kept = texts(), []
+    vocabulary = pair[0].get_output_embeddings().out_features
+
+    def pack(tensor):
+        kept.append(tuple(tensor.shape))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        disagreement(*pair, tokens, DIVERGENCE, shared_tokens=None)
+    assert kept and not [shape for shape in kept if len(shape) > 2 and shape[-1] == vocabulary]
+
+
+def test_texts_without_a_learned_token_have_a_graph(pair):
+    found = disagreement(*pair, texts(learned=False), DIVERGENCE, shared_tokens=None)
+    assert len(found.divergence) == 0
+    found.divergence.sum().backward()
+    assert all((p.grad == 0).all() for p in pair[0].parameters() if p.grad is not None)
