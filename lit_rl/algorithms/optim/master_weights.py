@@ -12,7 +12,7 @@ would not add. What computes (forward passes, the in-process generator, the expo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from lit_rl.algorithms.optim.optimizers import OptimizerFactory
 
 MASTER = "master"
 """The masters' key in the state of the optimizer."""
+
+_BUCKET = 1 << 23
 
 
 def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Optimizer:
@@ -41,6 +43,36 @@ def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Op
 def is_narrow(weight: Tensor) -> bool:
     """Whether a master stands for it."""
     return weight.dtype == torch.bfloat16
+
+
+def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
+    """Replace the gradient of every weight by its mean over the ranks, in the gradient's own type. A collective.
+
+    A weight without a gradient counts as one of 0, unless no weight has one.
+    """
+    held = list(weights)
+    if all(weight.grad is None for weight in held):
+        return
+    for weight in held:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
+    for gradients in _buckets([weight.grad for weight in held if weight.grad is not None]):
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        torch.distributed.all_reduce(flat)
+        parts = flat.div_(world_size).split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours, about `_BUCKET` numbers together: one message each, and little memory beside the gradients."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(part.numel() for part in bucket) >= _BUCKET:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 class MasterWeights(Optimizer):
