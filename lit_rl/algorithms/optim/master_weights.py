@@ -60,7 +60,9 @@ def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         torch.distributed.all_reduce(flat)
         parts = flat.div_(world_size).split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+        )
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
