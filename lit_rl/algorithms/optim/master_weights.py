@@ -122,7 +122,9 @@ class MasterWeights(Optimizer):
         self.inner.step()
         self._copy_settings(self.inner.param_groups, self.param_groups)
         if pairs:
-            torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [weight for weight, _ in pairs], [master for _, master in pairs]
+            )
         for _, master in pairs:
             master.grad = None
         self._show_state()
