@@ -45,7 +45,7 @@ from lit_rl.models.reference import other_model
 CONFIG_NAME = "lit_rl_config.yaml"
 
 FACTORIES = {
-    "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.ByPath),
+    "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.AdamWSplit, optimizers.ByPath),
     "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant),
     "reference": (
         *(reference.Auto, reference.FrozenCopy, reference.AdapterBase, reference.InitialAdapter),

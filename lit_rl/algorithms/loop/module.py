@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.master_weights import MasterWeights, average_over_ranks, with_masters
+from lit_rl.algorithms.optim.master_weights import average_over_ranks, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight.data import monitors
-from lit_rl.algorithms.preflight.precision import weights_can_be_trained
+from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
@@ -158,6 +158,7 @@ class PolicyModule(L.LightningModule):
     def configure_optimizers(self) -> Any:
         trained = {name: tensor for name, tensor in self._trained_names().items() if tensor.requires_grad}
         weights_can_be_trained(trained, self.trainer.strategy)
+        optimizer_fits(self.optimizer, self.trainer.strategy)
         groups = self.parameter_groups()
         keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
@@ -170,8 +171,8 @@ class PolicyModule(L.LightningModule):
 
     def _averages_gradients(self, optimizer: Any) -> bool:
         """Whether gradients are averaged over ranks here: DDP would send, and sum up, those of the weights' type."""
-        inner = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps it
-        return isinstance(inner, MasterWeights) and isinstance(self.trainer.strategy, DDPStrategy)
+        narrow = any(is_narrow(weight) for group in optimizer.param_groups for weight in group["params"])
+        return narrow and isinstance(self.trainer.strategy, DDPStrategy)
 
     @property
     def total_steps(self) -> float:

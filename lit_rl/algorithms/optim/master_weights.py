@@ -28,16 +28,19 @@ _BUCKET = 1 << 23
 
 
 def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Optimizer:
-    """The optimizer of these groups; inside a `MasterWeights` where a parameter is bfloat16.
+    """The optimizer of these groups; inside a `MasterWeights` where a parameter is bfloat16 and it keeps no masters.
+
+    Gradients of bfloat16 parameters are float32 from now on (`Tensor.grad_dtype`), and so are their sums.
 
     Args:
         make: Makes the optimizer.
         groups: Parameter groups.
     """
     held = [{**group, "params": list(group["params"])} for group in groups]
-    if any(is_narrow(weight) for group in held for weight in group["params"]):
-        return MasterWeights(make, held)
-    return make(held)
+    narrow = [weight for group in held for weight in group["params"] if is_narrow(weight)]
+    for weight in narrow:
+        weight.grad_dtype = torch.float32
+    return MasterWeights(make, held) if narrow and not getattr(make, "keeps_masters", False) else make(held)
 
 
 def is_narrow(weight: Tensor) -> bool:
@@ -80,10 +83,10 @@ def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 class MasterWeights(Optimizer):
     """An optimizer over weights in bfloat16, around one over their float32 masters; other weights it moves itself.
 
-    `param_groups` hold the weights: schedules, clipping and `zero_grad` work as with any optimizer, and gradients are
-    float32 (`Tensor.grad_dtype`). `state` holds for each weight what the inner optimizer keeps, and its master; it is
-    the whole state, and restoring it is exact. Masters begin as the weights of the first step. Weights that something
-    else changes after it go back to round(master) with the next step.
+    `param_groups` hold the weights: schedules, clipping and `zero_grad` work as with any optimizer. Gradients
+    have to be float32, see `with_masters`. `state` holds for each weight what the inner optimizer keeps, and its
+    master; it is the whole state, and restoring it is exact. Masters begin as the weights of the first step. Weights
+    that something else changes after it go back to round(master) with the next step.
 
     Args:
         make: Makes the inner optimizer.
@@ -99,8 +102,6 @@ class MasterWeights(Optimizer):
         super().__init__(groups, self.inner.defaults)
         self._begun = False
         self._copy_settings(self.inner.param_groups, self.param_groups)
-        for weight, _ in self._pairs:
-            weight.grad_dtype = torch.float32
 
     @property
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:

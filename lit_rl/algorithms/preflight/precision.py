@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 
+from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.language_model import LanguageModel
 
@@ -59,6 +61,19 @@ def weights_can_be_trained(trained: Mapping[str, Tensor], strategy: Strategy) ->
     dtype = next(iter(lost.values()))
     names = ", ".join(list(lost)[:3]) + (", ..." if len(lost) > 3 else "")
     raise ConfigError(f"Weights to be trained are {_name(dtype)} ({names}): {_lost(dtype, strategy)}")
+
+
+def optimizer_fits(optimizer: OptimizerFactory, strategy: Strategy) -> None:
+    """Refuse an optimizer that splits whole weights where ranks hold parts of them.
+
+    Raises:
+        ConfigError: names the strategy.
+    """
+    if getattr(optimizer, "keeps_masters", False) and shards(strategy):
+        raise ConfigError(
+            f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
+            "apart: take optimizer=adamw, or strategy=auto or ddp."
+        )
 
 
 def _has_masters(dtype: torch.dtype, strategy: Strategy) -> bool:
