@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lit_rl.algorithms import GRPO, SFT, AdamW, Constant
-from lit_rl.algorithms.optim.optimizers import ByPath
+from lit_rl.algorithms.optim.optimizers import AdamWSplit, ByPath
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import SupervisedDataModule
 from lit_rl.data.tasks import Addition, AdditionText
@@ -97,10 +97,10 @@ class Rewards(L.Callback):
 def test_it_learns_as_well_as_float32_where_bfloat16_alone_does_not(tmp_path):
     """Measured over three seeds, the last 8 of 32 rollouts: 0.87 in float32, 0.89 with masters, 0.45 without."""
     last = {}
-    for precision in ("32-true", "bf16-true"):
+    for precision, kind in (("32-true", AdamW), ("bf16-true", AdamW), ("bf16-true", AdamWSplit)):
         rewards = Rewards()
         module = GRPO(
-            "tiny", seven, group_size=8, optimizer=AdamW(lr=1e-4), scheduler=Constant(),
+            "tiny", seven, group_size=8, optimizer=kind(lr=1e-4), scheduler=Constant(),
             sampling=Sampling(max_new_tokens=6),
         )  # fmt: skip
         data = RolloutDataModule(rows=Addition(12, 0).train(), prompts_per_rollout=8)
@@ -108,8 +108,9 @@ def test_it_learns_as_well_as_float32_where_bfloat16_alone_does_not(tmp_path):
             tmp_path, 1, max_steps=32, precision=precision, gradient_clip_val=1.0, callbacks=[rewards]
         )
         trainer.fit(module, datamodule=data)
-        last[precision] = sum(rewards.seen[-8:]) / 8
-    assert last["bf16-true"] > last["32-true"] - 0.1 and last["bf16-true"] > 0.7
+        last[precision, kind] = sum(rewards.seen[-8:]) / 8
+    print(last)
+    assert min(last.values()) > last["32-true", AdamW] - 0.1 and min(last.values()) > 0.7
 
 
 def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with(train, tmp_path):
