@@ -109,7 +109,6 @@ def test_it_learns_as_well_as_float32_where_bfloat16_alone_does_not(tmp_path):
         )
         trainer.fit(module, datamodule=data)
         last[precision, kind] = sum(rewards.seen[-8:]) / 8
-    print(last)
     assert min(last.values()) > last["32-true", AdamW] - 0.1 and min(last.values()) > 0.7
 
 
