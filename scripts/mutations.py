@@ -141,6 +141,22 @@ MUTATIONS = [
         "0, 0.0, 0.0",
         "tests/algorithms/test_running_norm.py",
     ),
+    Mutation(
+        "master",
+        "small updates of bfloat16 weights are rounded away: masters are taken anew from the weights at every step",
+        "lit_rl/algorithms",
+        "            self._begun = True\n",
+        "            self._begun = False\n",
+        "tests/algorithms/test_master_weights.py",
+    ),
+    Mutation(
+        "sum",
+        "gradients of bfloat16 weights are summed in bfloat16",
+        "lit_rl/algorithms",
+        "weight.grad_dtype = torch.float32",
+        "weight.grad_dtype = torch.bfloat16",
+        "tests/algorithms/test_master_weights.py",
+    ),
 ]
 
 

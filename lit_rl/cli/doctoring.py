@@ -6,7 +6,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lit_rl.cli.build import build, plain
-from lit_rl.cli.replays import fabric_of
+from lit_rl.cli.replays import fabric_of, held
 from lit_rl.commands.doctor import Doctor, doctor
 from lit_rl.commands.doctor_advice import Planned
 from lit_rl.errors import ConfigError, did_you_mean
@@ -38,7 +38,8 @@ def run(config: DictConfig) -> int:
     planned = Planned(
         data["prompts_per_rollout"], tree["algo"]["group_size"], data["max_prompt_tokens"], sampling.max_new_tokens
     )
-    job = Doctor(build(tree["model"]), generator, sampling, fabric, planned, seed=tree["seed"], **tree["doctor"])
+    model = held(build(tree["model"]), config, tree["trainer"])
+    job = Doctor(model, generator, sampling, fabric, planned, seed=tree["seed"], **tree["doctor"])
     return doctor(job)
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.algorithms.preflight.precision import settings_keep_float32
+from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving
 from lit_rl.cli.build import build, check_judged, check_trainer, plain
@@ -137,7 +137,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     check_judged(module, tree)
     trainer = _trainer(tree, run_dir, dry)
     if tree["task"] == "fit":
-        settings_keep_float32(module.model, str(trainer.precision), trainer.strategy)
+        settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
         if isinstance(data, ExampleDataModule):
             data.check_trainer(trainer)
     if not dry:

@@ -26,7 +26,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
-from lit_rl.algorithms.preflight.precision import settings_keep_float32
+from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop
 from lit_rl.cli import quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
@@ -45,7 +45,7 @@ from lit_rl.models.reference import other_model
 CONFIG_NAME = "lit_rl_config.yaml"
 
 FACTORIES = {
-    "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.ByPath),
+    "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.AdamWSplit, optimizers.ByPath),
     "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant),
     "reference": (
         *(reference.Auto, reference.FrozenCopy, reference.AdapterBase, reference.InitialAdapter),
@@ -130,7 +130,7 @@ class CommandLine(LightningCLI):
         """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
         check_trainer(self.trainer)
         if isinstance(self.model, PolicyModule):
-            settings_keep_float32(self.model.model, str(self.trainer.precision), self.trainer.strategy)
+            settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -54,6 +54,7 @@ TARGETS = {
     "Evaluation": "lit_rl.algorithms.Evaluation",
     "AdamW": "lit_rl.algorithms.optim.optimizers.AdamW",
     "AdamW8bit": "lit_rl.algorithms.optim.optimizers.AdamW8bit",
+    "AdamWSplit": "lit_rl.algorithms.optim.optimizers.AdamWSplit",
     "ByPath": "lit_rl.algorithms.optim.optimizers.ByPath",
     "Constant": "lit_rl.algorithms.optim.schedules.Constant",
     "Linear": "lit_rl.algorithms.optim.schedules.Linear",

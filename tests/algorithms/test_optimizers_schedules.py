@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, ByPath
+from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, AdamWSplit, ByPath
 from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, by_group
 from lit_rl.errors import BackendError, ConfigError
 
@@ -160,7 +160,7 @@ def test_a_wrong_path_is_refused(path, kwargs, word):
 
 
 @pytest.mark.parametrize("lr", [0, -1e-6, math.nan, 1e3])
-@pytest.mark.parametrize("cls", [AdamW, AdamW8bit])
+@pytest.mark.parametrize("cls", [AdamW, AdamW8bit, AdamWSplit])
 def test_learning_rates_out_of_range(cls, lr):
     with pytest.raises(ConfigError, match="optimizer.lr"):
         cls(lr=lr)

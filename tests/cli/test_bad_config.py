@@ -116,8 +116,12 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         ["model.revision='main'", "40 hexadecimal digits"],
     ),
     # weights that would not move
-    ("bf16-true", ["trainer.precision=bf16-true"], 2, ["trainer.precision=bf16-true", "rounded away", "bf16-mixed"]),
-    ("bf16-weights", ["model.dtype=bfloat16"], 2, ["model.dtype=bfloat16", "rounded away", "model.lora.r=16"]),
+    (
+        "fp16-weights",
+        ["model.dtype=float16"],
+        2,
+        ["dtype=float16", "rounded away", "bf16-true", "model.lora.r=16"],
+    ),
     # what this machine lacks
     ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
     ("fsdp-one-cpu", ["strategy=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"], 8, ["fsdp", "strategy=auto"]),
@@ -127,7 +131,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
 
 
 QUICK_ROWS = {"key", "key-elsewhere", "choice", "choice-nested", "type-int", "group_size1", "lr-nan", "clip-low"}
-QUICK_ROWS |= {"penalty", "endless", "no-path", "precision", "bf16-true"}
+QUICK_ROWS |= {"penalty", "endless", "no-path", "precision", "fp16-weights"}
 """One of each way to be refused: by a schema, by a missing choice, by a constructor, by what the machine lacks."""
 
 

@@ -53,6 +53,13 @@ def test_adapters_and_mixed_precision_follow_too(command: Command, switched_off:
     assert max(ours, after) < rounding and 5e-5 < exact < 0.1
 
 
+def test_weights_in_bfloat16_are_examined_as_they_are_trained(command: Command):
+    outcome = command(*CPU, "trainer.precision=bf16-true")
+    assert outcome.code == 0, outcome.err
+    ours, after = numbers(outcome, "mean |difference|, nats")
+    assert 0 < max(ours, after) < 0.05, "the cache of the generator rounds to bfloat16 what a forward pass does not"
+
+
 def test_memory_is_that_of_the_planned_rollout(command: Command):
     planned = ["data.prompts_per_rollout=64", "algo.group_size=16", "data.max_prompt_tokens=100"]
     outcome = command(*CPU, *planned, "sampling.max_new_tokens=28")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import dist_masters
 import dist_offline
 import dist_precomputed
 import dist_shipping
@@ -17,6 +18,7 @@ import dist_written
 import torch
 
 LISTS = {
+    "masters": dist_masters.main,
     "offline": dist_offline.main,
     "precomputed": dist_precomputed.main,
     "shipping": dist_shipping.main,

@@ -120,6 +120,16 @@ def test_the_first_step_is_that_of_float32_within_what_bfloat16_keeps(name, runs
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "online-dpo"])
+def test_weights_in_bfloat16_begin_as_float32_does_and_learn_as_much(name, runs):
+    _, full = runs(name, "32-true")
+    module, half = runs(name, "bf16-true")
+    assert half[0]["loss"] == pytest.approx(FIRST.get(name, full[0]["loss"]), rel=FIRST_LOSS)
+    assert half[0]["grad_norm"] == pytest.approx(full[0]["grad_norm"], rel=0.05)
+    assert half[0]["loss"] - half[-1]["loss"] == pytest.approx(full[0]["loss"] - full[-1]["loss"], rel=0.1)
+    assert torch.bfloat16 in {parameter.dtype for parameter in module.policy.parameters()}
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "online-dpo"])
 def test_a_fixed_batch_is_learned(name, runs):
     _, seen = runs(name, "bf16-mixed")
     assert all(math.isfinite(step["loss"]) and step["skipped_steps"] == 0 for step in seen)

@@ -15,11 +15,13 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from runs_helpers import SMALL, rows
 
 from lit_rl.algorithms import GRPO, RLOO, AdamW, Constant, Evaluation
-from lit_rl.algorithms.preflight.precision import weights_are_float32
+from lit_rl.algorithms.optim.master_weights import MasterWeights
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
+from lit_rl.algorithms.preflight.precision import settings_can_be_trained, weights_can_be_trained
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
@@ -123,16 +125,44 @@ def test_precision(tmp_path, precision):
 @pytest.mark.parametrize(
     "model, precision", [("tiny", "bf16-true"), (LanguageModel("tiny", dtype="bfloat16"), "32-true")]
 )
+def test_weights_in_bfloat16_have_masters_and_nothing_else_is_narrow(tmp_path, model, precision):
+    one, grpo, _ = fit(tmp_path, module(model=model, optimizer=AdamW(lr=1e-6), iterations=2), precision=precision)
+    (optimizer,) = one.optimizers
+    assert isinstance(optimizer, MasterWeights) and torch.get_default_dtype() == torch.float32
+    assert {p.dtype for p in grpo.policy.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in grpo.policy.buffers() if b.is_floating_point()} == {torch.float32}  # of the positions
+    for weight, state in optimizer.state.items():
+        assert state["master"].dtype == state["exp_avg"].dtype == torch.float32
+        assert torch.equal(weight, state["master"].bfloat16())
+    assert any(not torch.equal(weight, state["master"]) for weight, state in optimizer.state.items())
+    scored = grpo.scored
+    assert scored.scores.total.dtype == scored.completions.sampler_logprobs.dtype == torch.float32
+    assert grpo.rollout.advantages.dtype == torch.float32
+
+
+@pytest.mark.parametrize("model, precision", [("tiny", "16-true"), (LanguageModel("tiny", dtype="float16"), "32-true")])
 def test_weights_that_would_not_move_are_refused(tmp_path, model, precision):
-    with pytest.raises(ConfigError, match="bfloat16.*rounded away.*bf16-mixed"):
+    with pytest.raises(ConfigError, match="float16.*rounded away.*bf16-mixed.*bf16-true"):
         fit(tmp_path, module(model=model), precision=precision)
 
 
-def test_a_head_beside_the_adapters_has_the_type_of_the_base_and_is_refused_by_name():
+def test_weights_without_masters_are_refused_by_name_and_strategy():
     head = {"policy.lora_A": torch.zeros(2), "policy.score.weight": torch.zeros(2, dtype=torch.bfloat16)}
-    with pytest.raises(ConfigError, match=r"bfloat16 \(policy.score.weight\).*model.dtype=float32"):
-        weights_are_float32(head, SingleDeviceStrategy())
-    weights_are_float32(head, DeepSpeedStrategy.__new__(DeepSpeedStrategy))  # which keeps float32 beside them
+    weights_can_be_trained(head, SingleDeviceStrategy())
+    weights_can_be_trained(head, DDPStrategy())
+    for strategy, take in ((FSDPStrategy(), "FSDP2"), (FSDP2Strategy(), "bf16-true")):
+        with pytest.raises(ConfigError, match=rf"bfloat16 \(policy.score.weight\).*{type(strategy).__name__}.*{take}"):
+            weights_can_be_trained(head, strategy)
+        with pytest.raises(ConfigError, match=rf"model.dtype=bfloat16.*{type(strategy).__name__}.*{take}"):
+            settings_can_be_trained(LanguageModel("tiny", dtype="bfloat16"), "32-true", strategy)
+        settings_can_be_trained(LanguageModel("tiny", dtype="bfloat16", lora=Lora(r=2)), "32-true", strategy)
+    with pytest.raises(ConfigError, match="bf16-true.*FSDPStrategy"):
+        settings_can_be_trained(LanguageModel("tiny"), "bf16-true", FSDPStrategy())
+    settings_can_be_trained(LanguageModel("tiny"), "bf16-true", FSDP2Strategy())
+    half = {name: tensor.half() for name, tensor in head.items()}
+    with pytest.raises(ConfigError, match="float16"):
+        weights_can_be_trained(half, SingleDeviceStrategy())
+    weights_can_be_trained(half, DeepSpeedStrategy.__new__(DeepSpeedStrategy))  # which keeps float32 beside them
 
 
 def test_adapters_of_a_half_precision_policy_are_float32_and_learn(tmp_path):

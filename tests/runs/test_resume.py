@@ -23,6 +23,9 @@ SHAPES = {
     # dropout draws from the global generator
     "dropout": ["+model.init_kwargs.attention_dropout=0.1", "algo.minibatches=2"],
     "rloo": ["algo=rloo", "algo.minibatches=2", "scheduler=cosine"],
+    # weights, their masters and moments, each in its own type
+    "halves": ["trainer.precision=bf16-true", "optimizer=adamw_split", "algo.minibatches=2"],
+    "masters": ["trainer.precision=bf16-true", "algo.minibatches=2", "optimizer.weight_decay=0.1"],
 }
 
 

@@ -12,17 +12,19 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
+from lit_rl.algorithms.optim.master_weights import average_over_ranks, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
+from lit_rl.algorithms.optim.precision import replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight.data import monitors
-from lit_rl.algorithms.preflight.precision import weights_are_float32
+from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
@@ -99,6 +101,12 @@ class PolicyModule(L.LightningModule):
         trainer = self.trainer_or_none
         return Ranks(self.device, trainer.global_rank, trainer.world_size) if trainer else Ranks(self.device)
 
+    def setup(self, stage: str) -> None:
+        """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
+        strategy = self.trainer.strategy
+        if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
+            self.model = self.model.held_in("bfloat16")
+
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self.policy is not None:
@@ -110,10 +118,10 @@ class PolicyModule(L.LightningModule):
             others = self.companions(policy)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
         if isinstance(strategy, ModelParallelStrategy):
-            mesh = strategy.device_mesh["data_parallel"]
+            mesh, precision = strategy.device_mesh["data_parallel"], shard_precision(strategy)
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
-                    shard(module, mesh)
+                    shard(module, mesh, precision)
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
@@ -149,12 +157,22 @@ class PolicyModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         trained = {name: tensor for name, tensor in self._trained_names().items() if tensor.requires_grad}
-        weights_are_float32(trained, self.trainer.strategy)
-        optimizer = self.optimizer(self.parameter_groups())
+        weights_can_be_trained(trained, self.trainer.strategy)
+        optimizer_fits(self.optimizer, self.trainer.strategy)
+        groups = self.parameter_groups()
+        keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
+        optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
+        if self._averages_gradients(optimizer):
+            self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
         optimizer._step_supports_amp_scaling = False  # pyright: ignore
         schedule = by_group(optimizer, self.total_steps, self.schedules())
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def _averages_gradients(self, optimizer: Any) -> bool:
+        """Whether gradients are averaged over ranks here: DDP would send, and sum up, those of the weights' type."""
+        narrow = any(is_narrow(weight) for group in optimizer.param_groups for weight in group["params"])
+        return narrow and isinstance(self.trainer.strategy, DDPStrategy)
 
     @property
     def total_steps(self) -> float:
@@ -181,12 +199,15 @@ class PolicyModule(L.LightningModule):
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
             return  # its engine clips, with the Trainer's setting
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._averages_gradients(optimizer):
+            average_over_ranks(trained, self.world_size)
         by_value = gradient_clip_algorithm == "value"
         limit = math.inf if by_value or not gradient_clip_val else gradient_clip_val
         if isinstance(strategy, FSDPStrategy):
             norm = self.trainer.model.clip_grad_norm_(limit)  # pyright: ignore
         else:
-            norm = nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], limit)
+            norm = nn.utils.clip_grad_norm_(trained, limit)
         self.grad_norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).detach()
         if by_value:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -112,6 +112,7 @@ class OfflineModule(PolicyModule, ABC):
         Raises:
             ConfigError: the Trainer has no data module of the right kind, lengths do not fit, or batches do not divide.
         """
+        super().setup(stage)
         trainer: Any = self.trainer
         data = examples_of(trainer, self.learns_from, type(self).__name__)
         preflight.one_accumulation(trainer, "data.batch_size counts the rows of a whole step")

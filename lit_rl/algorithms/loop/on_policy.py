@@ -267,6 +267,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def setup(self, stage: str) -> None:
         """Check everything that can be known before weights are loaded, and work out the batches."""
+        super().setup(stage)
         trainer, data = self.trainer, preflight.rollout_data(self.trainer)
         preflight.one_accumulation(trainer, "a rollout would no longer divide into them")
         if stage == "fit":

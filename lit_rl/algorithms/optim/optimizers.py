@@ -9,17 +9,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
+from lit_rl.algorithms.optim.split_adamw import SplitAdamW
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, in_range
 
 ParamGroups = Iterable[dict[str, Any]]
 
 
 class OptimizerFactory(Protocol):
-    """Parameter groups in, optimizer out."""
+    """Parameter groups in, optimizer out. With `keeps_masters` true, it steps bfloat16 weights in float32 by itself."""
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
@@ -83,6 +84,32 @@ class AdamW8bit:
                 "optimizer=adamw_8bit needs bitsandbytes: pip install 'lit-rl[quant]', or take optimizer=adamw."
             ) from error
         return Implementation(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True)
+class AdamWSplit:
+    """AdamW with 4 bytes of state a bfloat16 weight: a 16-bit remainder, which makes it float32, and 8-bit moments.
+
+    Args:
+        lr: Learning rate at its highest, in (0, 1].
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+    """
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+    keeps_masters: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "betas", tuple(self.betas))
+        _check(self.lr, self.betas, self.weight_decay)
+
+    def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
+        return SplitAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True)

@@ -1,57 +1,99 @@
-"""Weights that training could not move: half precision, in which the updates of post-training are rounded away.
+"""Weights that training could not move: narrow ones for which no float32 masters are kept.
 
 Between neighbours of bfloat16 lies 1/256 to 1/128 of a weight, and AdamW moves a weight by about the learning rate:
-after 10 steps at 1e-6 in bfloat16, 1.9 % of the weights of a policy had moved.
+after 10 steps at 1e-6 in bfloat16 alone, 1.9 % of the weights of a policy had moved. `optim.master_weights` keeps
+masters of bfloat16 weights on one device and with DDP; under FSDP2 float32 shards are the masters; DeepSpeed keeps its
+own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lightning.pytorch.strategies import DeepSpeedStrategy, Strategy
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 
+from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.language_model import LanguageModel
 
-_LOST = "nearly every update of the weights would be rounded away without a word."
 _MIXED = "trainer.precision=bf16-mixed, which computes in bfloat16 and keeps the weights in float32"
+_TRUE = "trainer.precision=bf16-true, whose weights are bfloat16 with float32 masters in the optimizer"
 
 
-def settings_keep_float32(model: LanguageModel, precision: str, strategy: Strategy) -> None:
-    """Refuse settings by which what is trained is narrower than float32, before anything is loaded.
+def settings_can_be_trained(model: LanguageModel, precision: str, strategy: Strategy) -> None:
+    """Refuse settings by which what is trained is narrower than float32 and has no masters, before anything is loaded.
 
     Raises:
         ConfigError: names the setting.
     """
     if isinstance(strategy, DeepSpeedStrategy):  # keeps float32 weights beside narrow ones
         return
-    if precision in ("bf16-true", "16-true"):
-        raise ConfigError(f"trainer.precision={precision}: {_LOST} Take {_MIXED}.")
+    if precision == "16-true":
+        raise ConfigError(f"trainer.precision=16-true: {_lost(torch.float16, strategy)}")
+    if precision == "bf16-true" and isinstance(strategy, FSDPStrategy):
+        raise ConfigError(f"trainer.precision=bf16-true: {_lost(torch.bfloat16, strategy)}")
     adapts = model.lora is not None or model.adapter is not None
-    if model.dtype in ("bfloat16", "float16") and not adapts:
+    dtype = getattr(torch, model.dtype, None)
+    if not adapts and dtype is not None and not _has_masters(dtype, strategy):
         raise ConfigError(
-            f"model.dtype={model.dtype}: {_LOST} Take model.dtype=float32 with {_MIXED}; or train adapters, which are "
-            "float32: model.lora.r=16."
+            f"model.dtype={model.dtype}: {_lost(dtype, strategy)} Adapters are float32 with any: model.lora.r=16."
         )
 
 
-def weights_are_float32(trained: Mapping[str, Tensor], strategy: Strategy) -> None:
-    """Refuse weights that are narrower than float32, once they are loaded.
+def weights_can_be_trained(trained: Mapping[str, Tensor], strategy: Strategy) -> None:
+    """Refuse weights that are narrower than float32 and have no masters, once they are loaded.
 
     Args:
         trained: What gets gradients, by name.
-        strategy: DeepSpeed keeps float32 weights beside narrow ones.
+        strategy: DeepSpeed keeps float32 weights beside narrow ones; FSDP keeps none.
 
     Raises:
         ConfigError: names some of them.
     """
-    narrow = {name: p.dtype for name, p in trained.items() if p.is_floating_point() and p.dtype.itemsize < 4}
-    if not narrow or isinstance(strategy, DeepSpeedStrategy):
+    lost = {
+        name: p.dtype for name, p in trained.items() if p.is_floating_point() and not _has_masters(p.dtype, strategy)
+    }
+    if not lost or isinstance(strategy, DeepSpeedStrategy):
         return
-    kinds = ", ".join(sorted({str(dtype).removeprefix("torch.") for dtype in narrow.values()}))
-    names = ", ".join(list(narrow)[:3]) + (", ..." if len(narrow) > 3 else "")
-    raise ConfigError(
-        f"Weights to be trained are {kinds} ({names}): {_LOST} Take model.dtype=float32 and {_MIXED}. Adapters are "
-        "float32 with every model.dtype, but a head or a critic that is trained beside them has the base's."
-    )
+    dtype = next(iter(lost.values()))
+    names = ", ".join(list(lost)[:3]) + (", ..." if len(lost) > 3 else "")
+    raise ConfigError(f"Weights to be trained are {_name(dtype)} ({names}): {_lost(dtype, strategy)}")
+
+
+def optimizer_fits(optimizer: OptimizerFactory, strategy: Strategy) -> None:
+    """Refuse an optimizer that splits whole weights where ranks hold parts of them.
+
+    Raises:
+        ConfigError: names the strategy.
+    """
+    if getattr(optimizer, "keeps_masters", False) and shards(strategy):
+        raise ConfigError(
+            f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
+            "apart: take optimizer=adamw, or strategy=auto or ddp."
+        )
+
+
+def _has_masters(dtype: torch.dtype, strategy: Strategy) -> bool:
+    """Whether small updates of weights of this type are kept; float32 is its own master."""
+    if dtype == torch.bfloat16:
+        return not isinstance(strategy, FSDPStrategy | ModelParallelStrategy)
+    return dtype.itemsize >= 4
+
+
+def _lost(dtype: torch.dtype, strategy: Strategy) -> str:
+    """What would go wrong, and what to take."""
+    if dtype == torch.float16:
+        why = "training in float16 alone has no masters of its weights and no loss scale"
+    else:
+        why = f"{type(strategy).__name__} has no float32 masters of bfloat16 weights"
+    take = f"Take model.dtype=float32 with {_MIXED}"
+    if isinstance(strategy, FSDPStrategy):
+        return f"{why}, so nearly every update would be rounded away without a word. {take}; or strategy=fsdp (FSDP2)."
+    return f"{why}, so nearly every update would be rounded away without a word. {take}; or with {_TRUE}."
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

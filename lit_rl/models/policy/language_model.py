@@ -43,8 +43,8 @@ class LanguageModel:
 
     Args:
         name: "tiny" (the policy that comes with the package), a folder, or a hub id.
-        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored). What is trained has to
-            be float32, as adapters always are.
+        dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored). Weights in bfloat16 are
+            trained by float32 masters in the optimizer; adapters are always float32.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ... None lets transformers choose.
         revision: Branch, tag or commit of the hub repository.
         trust_remote_code: Run Python code that comes with the model. From the hub only with ``revision`` a commit.
@@ -300,6 +300,12 @@ class LanguageModel:
         if self.chat_template is not None:
             loading.add_embeddings(base, self.new_tokens)
         return base
+
+    def held_in(self, dtype: str) -> LanguageModel:
+        """The same model with weights of this type."""
+        other = copy.copy(self)
+        other.dtype = dtype
+        return other
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

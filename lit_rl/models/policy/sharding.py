@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_rl.errors import ConfigError
 
 
-def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
     """Shard ``module`` in place: each decoder layer is a unit, what is left (embedding, norm, head) is the last.
 
     Serves a policy, with adapters or without, and a frozen reference. To be called once, before the optimizer is made.
+
+    Args:
+        module: What is sharded.
+        mesh: Over which ranks.
+        precision: The types of what is gathered and of reduced gradients. None is that of the weights.
 
     Raises:
         ConfigError: the model does not say which of its modules are its layers.
@@ -24,9 +30,10 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     layers = decoder_layers(module)
     if not layers:
         raise ConfigError(f"{type(module).__name__} names no decoder layers, so it cannot be sharded. Use DDP instead.")
+    how: dict[str, Any] = {"mesh": mesh, "mp_policy": precision or MixedPrecisionPolicy()}
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        fully_shard(layer, reshard_after_forward=True, **how)
+    fully_shard(module, reshard_after_forward=False, **how)
     return module
 
 

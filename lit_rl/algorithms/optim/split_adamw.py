@@ -1,0 +1,160 @@
+"""AdamW (1711.05101) in 4 bytes a bfloat16 weight: its master is split, and its moments are kept in 8 bits.
+
+The bits of the float32 master ``m`` are those of the weight and of a 16-bit remainder, to the bit:
+
+    w = the upper 16 bits of (bits(m) + 2^15)        m rounded to the nearest bfloat16, halves away from zero
+    r = bits(m) - 2^16 w,  in [-2^15, 2^15)          bits(m) = 2^16 w + r
+
+so nothing is lost between steps and no second copy of the weight is held. Moments (2110.02861 keeps them in 8 bits
+too) are codes c below the power of two 2^e that bounds their block of `BLOCK` numbers:
+
+    |m1| ~ 2^(e - (127 - c) / 6), a sign and 7 bits        m2 ~ 2^(e - (255 - c) / 6), 8 bits
+
+Codes are drawn between the two nearest so that their mean is the number: a second moment changes by 1 part in 1000 a
+step, which rounding to the nearest would lose. The draws are a function of the step, so a resumed run repeats them.
+A bound that moves, does so by whole octaves, which moves codes to codes: only what changes a number adds noise to it.
+The roots of second moments have the range of first ones, and none above 0 becomes 0: steps stay of AdamW's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+BLOCK = 256
+
+_OCTAVE = 6
+"""Codes from one power of two to the next: neighbours differ by 12 %, and a block spans a factor of 2^21."""
+
+
+class SplitAdamW(Optimizer):
+    """AdamW whose state takes 4 bytes a bfloat16 weight, and 2 a float32 one, which needs no remainder.
+
+    Args:
+        groups: Parameter groups.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+    """
+
+    def __init__(
+        self, groups: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step. Float32 numbers exist of one weight tensor at a time."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for number, (group, weight) in enumerate((g, weight) for g in self.param_groups for weight in g["params"]):
+            if weight.grad is not None:
+                self._move(group, weight, number)
+        return result
+
+    def _move(self, group: dict[str, Any], weight: Tensor, number: int) -> None:
+        state, grad = self.state[weight], weight.grad
+        assert grad is not None
+        if not state:
+            state |= _fresh(weight)
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        grad, master = grad.float().flatten(), master_of(weight, state.get("remainder"))
+        first = _signed(state["first"], state["first_bound"], len(grad)).lerp_(grad, 1 - beta1)
+        second = _positive(state["second"], state["second_bound"], len(grad)).lerp_(grad.square(), 1 - beta2)
+        scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        master.mul_(1 - group["lr"] * group["weight_decay"])
+        master.addcdiv_(first.view_as(weight), scale.view_as(weight), value=-group["lr"] / (1 - beta1**step))
+        draws = torch.Generator(weight.device).manual_seed((step << 20) + number)
+        _keep_signed(first, state, draws)
+        _keep_positive(second, state, draws)
+        if "remainder" in state:
+            split(master, weight, state["remainder"])
+        else:
+            weight.copy_(master)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` gave, each tensor in its own type: torch would cast it to that of the weight."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for number, weight in zip(numbers, weights, strict=True):
+            for name, value in state_dict["state"].get(number, {}).items():
+                self.state[weight][name] = value.to("cpu" if name == "step" else weight.device, copy=True)
+
+
+def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write a float32 master into its two halves."""
+    bits = master.view(torch.int32)
+    upper = (bits + (1 << 15)) >> 16
+    weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
+    remainder.copy_(bits - (upper << 16))
+
+
+def master_of(weight: Tensor, remainder: Tensor | None) -> Tensor:
+    """The float32 master of two halves; of a float32 weight a copy."""
+    if remainder is None:
+        return weight.clone()
+    return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
+
+
+def _fresh(weight: Tensor) -> dict[str, Tensor]:
+    blocks = -(-weight.numel() // BLOCK)
+    zeros = torch.zeros(weight.numel(), dtype=torch.uint8, device=weight.device)
+    bound = torch.zeros(blocks, dtype=torch.float32, device=weight.device)
+    state = {"step": torch.zeros(()), "first": zeros, "first_bound": bound}
+    state |= {"second": zeros.clone(), "second_bound": bound.clone()}
+    if weight.dtype == torch.bfloat16:
+        state["remainder"] = torch.zeros_like(weight, dtype=torch.int16)
+    return state
+
+
+# ---------------------------------------------------------------- 8-bit codes: 0 is 0, c is the largest times a power
+
+
+def _signed(codes: Tensor, bound: Tensor, count: int) -> Tensor:
+    size = _numbers(codes & 127, bound, top=127)[:count]
+    return torch.where(codes < 128, size, -size)
+
+
+def _positive(codes: Tensor, bound: Tensor, count: int) -> Tensor:
+    return _numbers(codes, bound, top=255)[:count]
+
+
+def _keep_signed(numbers: Tensor, state: dict[str, Any], draws: torch.Generator) -> None:
+    codes = _codes(numbers.abs(), state["first_bound"], draws, top=127)
+    state["first"].copy_(codes + 128 * (numbers < 0))
+
+
+def _keep_positive(numbers: Tensor, state: dict[str, Any], draws: torch.Generator) -> None:
+    codes = _codes(numbers, state["second_bound"], draws, top=255)
+    state["second"].copy_(torch.where(numbers > 0, codes.clamp_(min=1), 0))
+
+
+def _numbers(codes: Tensor, bound: Tensor, *, top: int) -> Tensor:
+    """What codes `(n,)` stand for: 0, and the bound of the block times 2^(-(top - code) / _OCTAVE)."""
+    table = torch.exp2((torch.arange(top + 1, device=codes.device, dtype=torch.float32) - top) / _OCTAVE)
+    table[0] = 0
+    return table[codes.int()] * bound.repeat_interleave(BLOCK)[: len(codes)]
+
+
+def _codes(numbers: Tensor, bound: Tensor, draws: torch.Generator, *, top: int) -> Tensor:
+    """The code below or above each number of at least 0, drawn so that the mean is the number; `bound` is written."""
+    padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
+    bound.copy_(torch.ldexp(torch.ones_like(bound), torch.frexp(padded.amax(1)).exponent))
+    share = (padded / bound[:, None]).flatten()[: len(numbers)]
+    place = share.log2().mul_(_OCTAVE).add_(top).clamp_(max=top)
+    below = place.floor().clamp_(0, top - 1)
+    # Between neighbours, whose ratio is 2^(1 / _OCTAVE), the chance of the upper one is linear in the number itself;
+    # the first two are 0 and the least.
+    chance = torch.exp2((place - below) / _OCTAVE).sub_(1).div_(2 ** (1 / _OCTAVE) - 1)
+    chance = torch.where(below > 0, chance, share * 2 ** ((top - 1) / _OCTAVE))
+    return below + (torch.rand(chance.shape, generator=draws, device=chance.device) < chance)

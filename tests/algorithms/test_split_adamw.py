@@ -1,0 +1,131 @@
+"""A master in two halves and moments in 8 bits: exact where it is exact, without bias where it is drawn."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+
+from lit_rl.algorithms.optim.master_weights import with_masters
+from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit
+from lit_rl.algorithms.optim.split_adamw import BLOCK, SplitAdamW, _positive, master_of, split
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
+from lit_rl.algorithms.preflight.precision import optimizer_fits
+from lit_rl.errors import ConfigError
+
+
+def test_two_halves_are_the_master_to_the_bit_and_the_upper_one_is_the_nearest_bfloat16():
+    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(0))
+    halves = torch.tensor([0x3F808000, 0x3F818000, 0x3F817FFF, -0x407F8000, 0, -(2**31)])  # between two, and zeros
+    every = torch.cat([bits, halves]).to(torch.int32).view(torch.float32)
+    masters = every[every.isfinite() & (every.abs() < 3e38)]
+    weight = torch.zeros(masters.shape, dtype=torch.bfloat16)
+    remainder = torch.zeros(masters.shape, dtype=torch.int16)
+    split(masters, weight, remainder)
+    assert torch.equal(master_of(weight, remainder).view(torch.int32), masters.view(torch.int32))
+    halfway = masters.view(torch.int32) & 0xFFFF == 0x8000  # torch takes the even one of the two nearest
+    assert torch.equal(weight[~halfway], masters[~halfway].bfloat16())
+    assert (weight.double() - masters.double()).abs().le((masters.bfloat16().double() - masters.double()).abs()).all()
+
+
+def parameters(dtype: torch.dtype, count: int = 3 * BLOCK + 5) -> list[nn.Parameter]:
+    source = torch.Generator().manual_seed(0)
+    drawn = [0.1 * torch.randn(shape, generator=source) for shape in [(count,), (4, 7)]]
+    return [nn.Parameter(values.bfloat16().to(dtype)) for values in drawn]
+
+
+def gradients(step: int, like: list[nn.Parameter]) -> list[Tensor]:
+    """Of sizes that differ by a factor of 1e6 within a block, as those of embeddings do."""
+    source = torch.Generator().manual_seed(step)
+    sizes = torch.Generator().manual_seed(-1)
+    return [torch.randn(p.shape, generator=source) * 10 ** (-6 * torch.rand(p.shape, generator=sizes)) for p in like]
+
+
+def take(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for weight, gradient in zip(weights, gradients(step, weights), strict=True):
+            weight.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def masters(optimizer: torch.optim.Optimizer) -> Tensor:
+    return torch.cat([
+        master_of(weight.detach(), optimizer.state[weight].get("remainder")).flatten()
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_it_moves_as_adamw_does(dtype):
+    ours, theirs = parameters(dtype), parameters(torch.float32)
+    before = torch.cat([p.detach().flatten() for p in theirs])
+    eight = with_masters(AdamWSplit(lr=1e-5, weight_decay=0.1), [{"params": ours}])
+    full = with_masters(AdamW(lr=1e-5, weight_decay=0.1), [{"params": theirs}])
+    assert isinstance(eight, SplitAdamW)
+    take(eight, ours, range(60))
+    take(full, theirs, range(60))
+    moved = torch.cat([p.detach().flatten() for p in theirs]) - before
+    far = masters(eight) - before - moved
+    assert far.norm() < 0.25 * moved.norm(), "of the same direction"
+    assert far.mean().abs() < 0.01 * moved.abs().mean(), "and without bias"
+    assert far.abs().max() < moved.abs().max(), "and no weight runs away"
+
+
+def test_the_state_takes_four_bytes_a_weight():
+    weights = parameters(torch.bfloat16, 100 * BLOCK)
+    optimizer = with_masters(AdamWSplit(lr=1e-5), [{"params": weights[:1]}])
+    take(optimizer, weights[:1], range(1))
+    kept = sum(v.numel() * v.element_size() for state in optimizer.state.values() for v in state.values())
+    assert kept / weights[0].numel() == pytest.approx(2 + 1 + 1 + 8 / BLOCK, abs=1e-3)
+
+
+def test_a_resumed_run_goes_on_to_the_bit():
+    whole, again = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    uncut, resumed = (with_masters(AdamWSplit(lr=1e-4), [{"params": weights}]) for weights in (whole, again))
+    take(uncut, whole, range(4))
+    file = io.BytesIO()
+    torch.save([[weight.detach() for weight in whole], uncut.state_dict()], file)
+    take(uncut, whole, range(4, 9))
+    file.seek(0)
+    kept, state = torch.load(file, weights_only=True)
+    for weight, value in zip(again, kept, strict=True):
+        weight.data.copy_(value)
+    resumed.load_state_dict(state)
+    take(resumed, again, range(4, 9))
+    assert torch.equal(masters(resumed), masters(uncut))
+    for one, two in zip(uncut.state.values(), resumed.state.values(), strict=True):
+        assert all(torch.equal(value, two[name]) and value.dtype == two[name].dtype for name, value in one.items())
+
+
+def test_gradients_are_summed_in_float32():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    with_masters(AdamWSplit(lr=1e-5), [{"params": [weight]}])
+    for factor in [1.0] + [2**-9] * 10:
+        (weight * factor).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((4,), 1 + 10 * 2**-9))
+
+
+def test_second_moments_fall_as_well_as_they_rise():
+    """Rounded to the nearest of 8 bits, 0.999 of a number would be the number, for ever."""
+    weight = nn.Parameter(torch.zeros(BLOCK, dtype=torch.float32))
+    optimizer = with_masters(AdamWSplit(lr=1e-5), [{"params": [weight]}])
+    for gradient in [1.0] + [0.0] * 400:
+        weight.grad = torch.full((BLOCK,), gradient)
+        weight.grad[0] = 1.0
+        optimizer.step()
+    state = optimizer.state[weight]
+    kept = _positive(state["second"], state["second_bound"], BLOCK)
+    assert kept[1:].mean() == pytest.approx(0.001 * 0.999**400, rel=0.05)
+
+
+def test_strategies_that_take_weights_apart_are_refused():
+    for strategy in (FSDPStrategy(), FSDP2Strategy(), DeepSpeedStrategy.__new__(DeepSpeedStrategy)):
+        with pytest.raises(ConfigError, match=f"adamw_split.*{type(strategy).__name__}.*optimizer=adamw"):
+            optimizer_fits(AdamWSplit(), strategy)
+        optimizer_fits(AdamW(), strategy)
+    optimizer_fits(AdamWSplit(), SingleDeviceStrategy())
