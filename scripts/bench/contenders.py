@@ -72,7 +72,10 @@ SWITCHES = (
 )
 """Techniques that are on by default. Each is switched off alone."""
 
-VARIANTS = (ours("lit_rl, bf16-mixed", "trainer.precision=bf16-mixed", dtype="bfloat16"),)
+VARIANTS = (
+    ours("lit_rl, bf16-mixed", "trainer.precision=bf16-mixed", dtype="bfloat16"),
+    ours("lit_rl, bf16-true", "trainer.precision=bf16-true", dtype="bfloat16"),
+)
 """Settings that are not the default and may be faster on some machine."""
 
 
