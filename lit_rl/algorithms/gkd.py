@@ -64,6 +64,7 @@ class GKD(OfflinePolicyModule):
     """
 
     learns_from = "texts"
+    head = "logits"
 
     def __init__(
         self,

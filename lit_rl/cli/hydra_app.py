@@ -24,6 +24,7 @@ from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving
 from lit_rl.cli.build import build, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
+from lit_rl.cli.micro_batches import cut_by
 from lit_rl.commands import best_of_n, evaluate, reward_test, train
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.train import Run
@@ -135,6 +136,8 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] == "reward_test"
     module, data = build(tree["algo"]), build(tree["data"])
     check_judged(module, tree)
+    module.memory_gb = tree["plan"]["memory_gb"]
+    tree["trainer"]["accumulate_grad_batches"] = cut_by(module, tree["trainer"]["accumulate_grad_batches"])
     trainer = _trainer(tree, run_dir, dry)
     if tree["task"] == "fit":
         settings_keep_float32(module.model, str(trainer.precision), trainer.strategy)
