@@ -75,6 +75,7 @@ class PolicyModule(L.LightningModule):
         self.micro_batch_size = micro_batch_size
         self.memory_gb: float | None = None
         self.cut: Cut | None = None
+        self.step: Step | None = None
         self._room: int | None = None
         self.policy: Any = None
         self.reference_policy: Scorer | None = None
@@ -172,6 +173,7 @@ class PolicyModule(L.LightningModule):
             ConfigError: nothing fits, or the user's cut does not divide the step.
         """
         trainer: Any = self.trainer
+        self.step = step
         if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
             given = Given(self.micro_batch_size, trainer.accumulate_grad_batches)
             given.check()
@@ -187,6 +189,11 @@ class PolicyModule(L.LightningModule):
             memory, room = self.memory(), self.room()
             if memory is not None and room is not None:
                 self.bound_decoding(max(1, most_decoded(memory, room)))
+
+    def decoded_at_once(self, step: Step) -> int:
+        """Sequences that are decoded together."""
+        at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
+        return step.sequences if at_once is None else min(at_once, step.sequences)
 
     def _take_cut(self) -> None:
         """Samples and gradients do not depend on it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_rl.algorithms.preflight.memory import GIB, Memory, MemoryPlan
+from lit_rl.algorithms.preflight.memory import Memory, MemoryPlan, in_words
 from lit_rl.errors import ConfigError, in_range
 
 MOST_DECODED = 2**20
@@ -90,10 +90,10 @@ def most_decoded(memory: Memory, room: int) -> int:
 def too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: Step) -> str:
     """One message: what a step needs by part, what there is, and what to set."""
     worst = max((plan.learning, plan.generating), key=lambda parts: sum(parts.values()))
-    listed = ", ".join(f"{name} {size / GIB:.2f}" for name, size in worst.items() if size)
+    listed = ", ".join(f"{name} {in_words(size)}" for name, size in worst.items() if size)
     return (
-        f"A step does not fit: with micro-batches of {rows} it needs {plan.total / GIB:.2f} GiB ({listed}), and "
-        f"{room / GIB:.2f} GiB can be given out. Set one of: {'; '.join(remedies(worst, memory, step))}."
+        f"A step does not fit: with micro-batches of {rows} it needs {in_words(plan.total)} ({listed}), and "
+        f"{in_words(room)} can be given out. Set one of: {'; '.join(remedies(worst, memory, step))}."
     )
 
 
@@ -121,12 +121,8 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
 def _why(needs: Mapping[int, MemoryPlan], room: int) -> str:
     """The number of micro-batches with its reason: what it takes, and what the next smaller number would."""
     (count, taken), *before = reversed(needs.items())
-    text = f"{count}: {_gib(sum(taken.learning.values()))} of {_gib(room)} GiB"
-    return text + (f"; {before[0][0]} would take {_gib(sum(before[0][1].learning.values()))}" if before else "")
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f}" if size < 10 * GIB else f"{size / GIB:.1f}"
+    text = f"{count}: {in_words(sum(taken.learning.values()))} of {in_words(room)}"
+    return text + (f"; {before[0][0]} would take {in_words(sum(before[0][1].learning.values()))}" if before else "")
 
 
 @dataclass(frozen=True)

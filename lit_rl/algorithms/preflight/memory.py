@@ -7,7 +7,7 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
     gradients       4 N', optimizer 8 N'      N' that are trained; AdamW's two moments (1711.05101) in float32
     activations     what the backward pass of a layer reads, a token:
                       2 (x d + x d)           input of each norm, and the normed input where its weight is trained
-                      y d c                   output of each norm: c = 2; under autocast once a product that reads it, 3 + 2
+                      y d c                   output of each norm, c = 2; under autocast for each product anew, 5
                       y (2 q + 2 k') + 4 h    queries, attention's output, keys and values, log-sum-exp of h heads
                       4 y m                   gate, silu(gate), up, their product
                       y r a                   adapters of rank r on a linear layers
@@ -32,6 +32,12 @@ from lit_rl.models.policy.shared_prefix import WORTH
 from lit_rl.ops.linear_logprobs import KEPT
 
 GIB = 2**30
+
+
+def in_words(size: float) -> str:
+    """Bytes for a reader: `0.07 GiB`, or `72 MiB` where that is less than a tenth of one."""
+    return f"{size / 2**20:.3g} MiB" if size < GIB / 10 else f"{size / GIB:.3g} GiB"
+
 
 BLOCKS = 4
 """Tensors of the size of a block of logits that are there at a time: logits, their exponentials, gradient, product."""
