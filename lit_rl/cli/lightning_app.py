@@ -140,7 +140,7 @@ class CommandLine(LightningCLI):
         return commands
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        skipped = {"accumulate_grad_batches"}
+        skipped: set[str | int] = {"accumulate_grad_batches"}
         parser.add_class_arguments(
             L.Trainer, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=skipped
         )

@@ -80,10 +80,10 @@ class _OneStep(L.Callback):
     def __init__(self) -> None:
         self._started = 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         self._started = self._started or time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         if trainer.global_step:
             self.seconds = time.perf_counter() - self._started
             trainer.should_stop = True

@@ -120,7 +120,7 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
 
 def _why(needs: Mapping[int, MemoryPlan], room: int) -> str:
     """The number of micro-batches with its reason: what it takes, and what the next smaller number would."""
-    (count, taken), *before = reversed(needs.items())
+    (count, taken), *before = reversed(list(needs.items()))
     text = f"{count}: {in_words(sum(taken.learning.values()))} of {in_words(room)}"
     return text + (f"; {before[0][0]} would take {in_words(sum(before[0][1].learning.values()))}" if before else "")
 

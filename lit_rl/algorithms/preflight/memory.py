@@ -43,6 +43,10 @@ BLOCKS = 4
 """Tensors of the size of a block of logits that are there at a time: logits, their exponentials, gradient, product."""
 
 
+WHOLE = 5
+"""Those of whole logits in float32: scaled, their log-softmax, its exponentials, the gradients of two of them."""
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Bytes of a number of each kind, as precision and optimizer make them."""
@@ -187,8 +191,8 @@ class Memory:
             **self.others,
             "engine": self.engine,
         }
-        spread = dict.fromkeys(("weights", "gradients", "optimizer", "critic", "reference"), self.spread_over)
-        return {name: size // spread.get(name, 1) for name, size in parts.items() if size}
+        whole = ("engine",)
+        return {name: size // (1 if name in whole else self.spread_over) for name, size in parts.items() if size}
 
     def _calls(self, network: Network, rows: int) -> list[Call]:
         """Calls of a network in the forward pass of a micro-batch."""
@@ -232,7 +236,7 @@ class Memory:
         hidden = targets * shape.hidden * (self.numbers.product + 4)
         whole = targets * shape.vocabulary
         if self.policy.head == "logits":
-            return hidden + whole * (self.numbers.product + 3 * 4)
+            return hidden + whole * (self.numbers.product + 4 * WHOLE)
         return hidden + 4 * (whole if whole <= KEPT else 0) + 4 * BLOCKS * min(whole, self.block)
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
