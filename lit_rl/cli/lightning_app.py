@@ -147,7 +147,6 @@ class CommandLine(LightningCLI):
         parser.add_argument(
             "--trainer.accumulate_grad_batches",
             type=Accumulation,
-            default="auto",
             help="Micro-batches an optimizer step; auto takes as few as fit into memory.",
         )
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})

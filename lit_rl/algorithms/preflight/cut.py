@@ -101,7 +101,7 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
     """Settings that make a step smaller, the ones that help most first."""
     found = []
     of_weights = sum(parts.get(name, 0) for name in ("gradients", "optimizer", "reference"))
-    of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory"))
+    of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
     lora = "model.lora.r=16 (trains adapters)" if memory.policy.adapters == 0 else None
     tokens = []
     if step.rows > 1 and step.rows % 2 == 0 and memory.lengths.group > 1:

@@ -49,7 +49,15 @@ def policy_network(
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
     base = int(_STORED[model.quantization or model.dtype] * shape.parameters)
     ranks = rank * sum(linear.count for linear in adapted)
-    return Network(shape, trained, base + 4 * trained, adapters=ranks, head=head, checkpointing=checkpointing)
+    return Network(
+        shape,
+        trained,
+        base + 4 * trained,
+        adapters=ranks,
+        head=head,
+        checkpointing=checkpointing,
+        narrow=model.quantization is not None or model.dtype in ("bfloat16", "float16"),
+    )
 
 
 def _adapter(model: LanguageModel) -> tuple[int, Any]:

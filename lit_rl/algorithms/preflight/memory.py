@@ -14,7 +14,9 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
     logits          none: blocks, and what is below `KEPT` (lit_rl.ops.linear_logprobs)
-    working memory  gradients of one layer's activations, 4 y m + 3 x d a token; of the head's weight, x v d
+    working memory  gradients of one layer's activations, 4 y m + 3 x d a token; of the head's weight, x v d;
+                    with adapters 3 y m: their output, scaled, and added
+    allocator       a share of what comes and goes: holes between tensors
     cache           2 y k L a token: prompts once a group, completions to their longest
 
 Under gradient checkpointing (1604.06174) a layer keeps its input alone, and one layer at a time all of it. Lightning
@@ -42,6 +44,10 @@ def in_words(size: float) -> str:
 BLOCKS = 4
 """Tensors of the size of a block of logits that are there at a time: logits, their exponentials, gradient, product."""
 
+
+HOLES = 0.2
+"""Share of the tensors that come and go which an allocator holds beside them and cannot use: measured, see
+scripts/memory_peaks.py."""
 
 WHOLE = 5
 """Those of whole logits in float32: scaled, their log-softmax, its exponentials, the gradients of two of them."""
@@ -84,6 +90,7 @@ class Network:
         adapters: Rank times the number of adapted layers; 0 where all weights are trained.
         head: What stands behind the last layer: a head fused with the softmax, one that gives logits, or none.
         checkpointing: Whether activations are computed twice.
+        narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
     """
 
     shape: ModelShape
@@ -92,6 +99,7 @@ class Network:
     adapters: int = 0
     head: Literal["fused", "logits", "none"] = "fused"
     checkpointing: bool = False
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,8 +184,9 @@ class Memory:
             steps_in_parts: Whether a step has several micro-batches, so that gradients are summed.
         """
         held = self.held()
-        learning = held | self._activations(rows) | self._working(rows, steps_in_parts)
-        return MemoryPlan(learning, held | self._cache(self.decoding, decoded) if self.decoding else {})
+        learning = self._activations(rows) | self._working(rows, steps_in_parts)
+        generating = self._cache(self.decoding, decoded) if self.decoding else {}
+        return MemoryPlan(held | _with_holes(learning), held | _with_holes(generating) if generating else {})
 
     def held(self) -> dict[str, int]:
         """What is there whatever is computed."""
@@ -209,8 +218,10 @@ class Memory:
         for network in filter(None, (self.policy, self.critic)):
             calls = self._calls(network, rows)
             kept += sum(self._of_call(network, call) for call in calls)
-            narrow = 1 if network.adapters == 0 else len(calls)  # autocast remembers copies of what is trained
-            kept += narrow * self.numbers.cast * network.shape.multiplied
+            copies = 1 if network.adapters == 0 else len(calls)  # autocast remembers copies of what is trained
+            if network.narrow or (network.adapters and network.checkpointing):
+                copies = 0
+            kept += copies * self.numbers.cast * network.shape.multiplied
         return {"activations": kept, "logits": self._logits(rows)}
 
     def _of_call(self, network: Network, call: Call) -> int:
@@ -240,10 +251,11 @@ class Memory:
         return hidden + 4 * (whole if whole <= KEPT else 0) + 4 * BLOCKS * min(whole, self.block)
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
-        """Gradients on their way, in the layer whose backward pass needs most."""
+        """Gradients on their way, in the layer whose backward pass needs most; under adapters its own outputs, too."""
         shape = self.policy.shape
         tokens = max(call.tokens for call in self._calls(self.policy, rows))
-        of_layer = tokens * (4 * self.numbers.product * shape.inner + 3 * self.numbers.residual * shape.hidden)
+        wide = 4 + (3 if self.policy.adapters else 0)
+        of_layer = tokens * (wide * self.numbers.product * shape.inner + 3 * self.numbers.residual * shape.hidden)
         full = self.policy.adapters == 0 and self.policy.head != "none" and steps_in_parts
         return {"working memory": of_layer + (4 * shape.head if full else 0)}
 
@@ -253,4 +265,10 @@ class Memory:
         prompts = -(-rows // lengths.group) if self.grouped_cache else rows
         of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
         logits = 4 * BLOCKS * rows * shape.vocabulary
-        return {"key-value cache": of_token * (prompts * p + rows * t), "logits": logits}
+        prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
+        return {"key-value cache": of_token * (prompts * p + rows * t), "logits": logits, "working memory": prefill}
+
+
+def _with_holes(parts: dict[str, int]) -> dict[str, int]:
+    """What comes and goes, and what an allocator holds between."""
+    return parts | {"allocator": int(HOLES * sum(parts.values()))}

@@ -28,12 +28,17 @@ def room(device: torch.device, *, gigabytes: float | None = None, processes: int
         processes: How many share a CPU's memory. Each has a GPU of its own.
     """
     if gigabytes is not None:
-        return int(gigabytes * GIB * (1 - KEPT_FREE))
+        return room_of(gigabytes)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return int(free * (1 - KEPT_FREE))
     available = available_memory() if device.type == "cpu" else None
     return None if available is None else int(available * (1 - KEPT_FREE) / processes)
+
+
+def room_of(gigabytes: float) -> int:
+    """Bytes that a plan may give out of so many GiB."""
+    return int(gigabytes * GIB * (1 - KEPT_FREE))
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
