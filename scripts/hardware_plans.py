@@ -49,7 +49,7 @@ def shape_of(name: str) -> ModelShape:
 
 
 def memory(name: str, rank: int, *, checkpointing: bool) -> Memory:
-    """Of `algo=grpo model=NAME trainer.precision=bf16-mixed`, with `model.lora.r=RANK model.dtype=bfloat16` if not 0."""
+    """Of `algo=grpo trainer.precision=bf16-mixed`, with `model.lora.r=RANK model.dtype=bfloat16` if that is not 0."""
     shape, numbers = shape_of(name), Numbers.of("bf16-mixed", 8)
     policy = Network(shape, shape.parameters, 4 * shape.parameters, checkpointing=checkpointing)
     if rank:
@@ -66,7 +66,7 @@ def table() -> str:
     """Markdown."""
     step = Step(PROMPTS, GROUP, PROMPTS * GROUP)
     lines = [
-        "| GPU | model | trains | gradient checkpointing | completions a micro-batch | sequences decoded at once | a step needs |",
+        "| GPU | model | trains | gradient checkpointing | completions a micro-batch | decoded at once | a step needs |",
         "|---|---|---|---|---|---|---|",
     ]
     for gigabytes in (24, 80):

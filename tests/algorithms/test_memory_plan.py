@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -174,3 +177,16 @@ def test_the_room_is_bounded_by_the_container(tmp_path):
 def test_every_family_takes_the_key(algorithm):
     extra = {"reward": len} if algorithm is GRPO else {}
     assert algorithm("tiny", micro_batch_size=4, **extra).micro_batch_size == 4
+
+
+def test_the_page_of_hardware_has_the_plans_of_now(root):
+    done = subprocess.run([sys.executable, root / "scripts" / "hardware_plans.py", "--check"], check=False)
+    assert done.returncode == 0, "python scripts/hardware_plans.py"
+
+
+@pytest.mark.all
+def test_the_plan_is_near_what_a_process_takes(root):
+    case = '{"shape": "7m", "method": "grpo", "rows": 16}'
+    command = [sys.executable, root / "scripts" / "memory_peaks.py", "--case", case]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.2)

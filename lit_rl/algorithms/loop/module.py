@@ -72,7 +72,7 @@ class PolicyModule(L.LightningModule):
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
         self.scheduler: Schedule = Linear() if scheduler is None else scheduler
         self.seed = seed
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.memory_gb: float | None = None
         self.cut: Cut | None = None
         self.step: Step | None = None
