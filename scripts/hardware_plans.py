@@ -66,7 +66,7 @@ def table() -> str:
     """Markdown."""
     step = Step(PROMPTS, GROUP, PROMPTS * GROUP)
     lines = [
-        "| GPU | model | trains | gradient checkpointing | completions a micro-batch | decoded at once | a step needs |",
+        "| GPU | model | trains | gradient checkpointing | completions a micro-batch | decoded | a step needs |",
         "|---|---|---|---|---|---|---|",
     ]
     for gigabytes in (24, 80):
