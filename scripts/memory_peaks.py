@@ -195,7 +195,14 @@ def _model(shape: str, folder: Path) -> Path:
 
 
 def plot(file: Path) -> None:
-    """Peak memory of rollouts of 8 to 64 completions, with micro-batches of 8 and in one micro-batch."""
+    """Peak memory of rollouts of 8 to 64 completions, with micro-batches of 8."""
+    found = {rows: measured(Case("7m", rows=rows, accumulate=rows // 8))["measured"] for rows in PLOTTED}
+    print(found)
+    draw(file, found)
+
+
+def draw(file: Path, peaks: dict[int, float]) -> None:
+    """MiB by the completions of a rollout."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -203,13 +210,10 @@ def plot(file: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
-    for label, cut, style in (("micro-batches of 8", 8, "o-"), ("one micro-batch", 1, "s--")):
-        found = [measured(Case("7m", rows=n, accumulate=n // 8 if cut == 8 else 1)) for n in PLOTTED]
-        print(label, {n: round(one["measured"]) for n, one in zip(PLOTTED, found)})
-        axes.plot(PLOTTED, [one["measured"] for one in found], style, label=f"{label}, measured")
-        axes.plot(PLOTTED, [one["planned"] for one in found], ":", color="grey", label=f"{label}, planned")
-    axes.set(xlabel="completions a rollout (one optimizer step)", ylabel="peak memory, MiB", ylim=(0, None))
-    axes.set_xticks(PLOTTED)
+    axes.plot(list(peaks), list(peaks.values()), "o-", label="micro-batches of 8 completions")
+    axes.set(xlabel="completions a rollout (one optimizer step)", ylabel="peak memory, MiB")
+    axes.set_ylim(0, 1.5 * max(peaks.values()))
+    axes.set_xticks(list(peaks))
     axes.legend(fontsize="small")
     figure.savefig(file, metadata={"Date": None})
 
