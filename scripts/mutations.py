@@ -157,6 +157,22 @@ MUTATIONS = [
         "weight.grad_dtype = torch.bfloat16",
         "tests/algorithms/test_master_weights.py",
     ),
+    Mutation(
+        "cut",
+        "a step is cut into one micro-batch more than the coarsest that fits",
+        "lit_rl/algorithms/preflight/cut.py",
+        "if decoded and sum(needs[count].learning.values()) <= room:",
+        "if decoded and count > 1 and sum(needs[count].learning.values()) <= room:",
+        "tests/algorithms/test_memory_plan.py::test_the_cut_is_the_coarsest_that_fits",
+    ),
+    Mutation(
+        "kept-cut",
+        "a resumed run is cut by the memory of the day",
+        "lit_rl/algorithms/loop/module.py",
+        'checkpoint["cut"] = asdict(self.cut)',
+        "pass",
+        "tests/runs/test_memory_cut.py::test_a_resumed_run_keeps_its_cut_whatever_memory_is_free",
+    ),
 ]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.preflight.data import fits_context
+from lit_rl.algorithms.preflight.footprint import frozen_bytes
 from lit_rl.algorithms.preflight.offline import AllRows, longest_prompt
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.rollouts.rewriting import prompts_of, with_completions
@@ -63,6 +64,7 @@ class GKD(OfflinePolicyModule):
     """
 
     learns_from = "texts"
+    head = "compared"
 
     def __init__(
         self,
@@ -97,6 +99,9 @@ class GKD(OfflinePolicyModule):
     def companions(self, policy: nn.Module) -> dict[str, Any]:
         """The teacher stands beside the policy as a reference does: no checkpoint holds it."""
         return super().companions(policy) | {"teacher_policy": self.teacher.module()}
+
+    def read_only(self) -> dict[str, int]:
+        return {} if self.teacher.device == "cpu" else {"teacher": frozen_bytes(self.teacher.model)}
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

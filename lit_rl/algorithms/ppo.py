@@ -25,7 +25,8 @@ from torch.nn import functional as F
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.schedules import After, Schedule
-from lit_rl.algorithms.preflight import estimators
+from lit_rl.algorithms.preflight import estimators, footprint
+from lit_rl.algorithms.preflight.memory import Network, Numbers
 from lit_rl.algorithms.rollouts.micro_batches import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.credit import Credit
@@ -237,6 +238,9 @@ class PPO(PolicyGradient):
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
         critic = {"critic": self.value_function.module(policy)}
         return critic if self.adapter is None else critic | {"reward_adapter": self.adapter.module(policy)}
+
+    def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
+        return footprint.critic_network(self.value_function, policy, numbers)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}

@@ -13,6 +13,7 @@ LIGHTNING = ("fit", "validate", "test", "predict")
 HYDRA = {
     "train": "fit",
     "eval": "eval",
+    "plan": "plan",
     "reward-test": "reward_test",
     "data-check": "data_check",
     "best-of-n": "best_of_n",

@@ -39,7 +39,7 @@ def page() -> str:
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
         "lit-rl replay run_dir=DIR losses=[grpo,gspo]           (objectives side by side on a saved rollout)\n"
-        "lit-rl reward-test [GROUP=CHOICE ...]                  (scores and times of the reward on a few rows)\n"
+        "lit-rl plan [GROUP=CHOICE ...]; lit-rl reward-test [...] (does a step fit? rewards of a few rows)\n"
         "lit-rl data-check data.path=FILE                       (what a data set becomes: tokens, lengths, counts)\n"
         "lit-rl chat run_dir=DIR                                (talk to a trained model)\n"
         "lit-rl serve model=qwen0.5b; lit-rl doctor generator=vllm (vLLM's server; does an engine hold the policy?)\n"

@@ -24,7 +24,8 @@ from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving
 from lit_rl.cli.build import build, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
-from lit_rl.commands import best_of_n, evaluate, reward_test, train
+from lit_rl.cli.micro_batches import cut_by
+from lit_rl.commands import best_of_n, evaluate, plan, reward_test, train
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -38,6 +39,7 @@ TASKS = {
     "predict": evaluate.predict,
     "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
     "best_of_n": best_of_n.best_of_n,
+    "plan": lambda run: plan.plan(run, **run.options["plan"]),
 }
 _WITHOUT_A_RUN = {"data_check": data_choice.run, "chat": chats.run, "serve": serving.run, "doctor": doctoring.run}
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
@@ -132,11 +134,16 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     """Build everything and open the run directory; the disk is as it was until the settings are sound."""
     tree = plain(config)
     data_choice.check_pair(config)
-    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] == "reward_test"
+    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] in ("reward_test", "plan")
+    if tree["task"] == "plan":
+        tree |= {"callbacks": {}}
+        tree["trainer"] |= {"limit_val_batches": 0, "enable_progress_bar": False}
     module, data = build(tree["algo"]), build(tree["data"])
     check_judged(module, tree)
+    module.memory_gb = tree["plan"]["memory_gb"]
+    tree["trainer"]["accumulate_grad_batches"] = cut_by(module, tree["trainer"]["accumulate_grad_batches"])
     trainer = _trainer(tree, run_dir, dry)
-    if tree["task"] == "fit":
+    if tree["task"] in ("fit", "plan"):
         settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
         if isinstance(data, ExampleDataModule):
             data.check_trainer(trainer)
@@ -148,7 +155,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
             if start != "new" and tree["task"] == "fit":
                 run_dir.remove_partial()
             run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
-    options = {name: tree[name] for name in ("reward_test",)}
+    options = {name: tree[name] for name in ("reward_test", "plan")}
     return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]), options)
 
 

@@ -32,6 +32,7 @@ from lit_rl.cli import quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
+from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.schemas import parameters
 from lit_rl.commands import evaluate
 from lit_rl.commands.run_dir import RunDir, redact
@@ -139,7 +140,15 @@ class CommandLine(LightningCLI):
         return commands
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_lightning_class_args(L.Trainer, "trainer")
+        skipped: set[str | int] = {"accumulate_grad_batches"}
+        parser.add_class_arguments(
+            L.Trainer, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=skipped
+        )
+        parser.add_argument(
+            "--trainer.accumulate_grad_batches",
+            type=Accumulation,
+            help="Micro-batches an optimizer step; auto takes as few as fit into memory.",
+        )
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
         parser.add_subclass_arguments(PolicyModule, "model", fail_untyped=False, required=True, skip=set(FACTORIES))
         data: Any = self.datamodule_class
@@ -194,6 +203,8 @@ class CommandLine(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         given = self._get(self.config_init, "trainer")["plugins"]
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
+        accumulate = self._get(self.config_init, "trainer")["accumulate_grad_batches"]
+        kwargs["accumulate_grad_batches"] = cut_by(self.model, accumulate)
         return super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
 
     def predict(self, model: Any, datamodule: Any, ckpt_path: str | None = None) -> None:

@@ -159,6 +159,10 @@ def register() -> None:
         store.store(group="schemas", name=name, node=schema(name, path, _load(path), keywords_only=True))
 
 
+WIDER: dict[tuple[str, str], Any] = {("lightning.Trainer", "accumulate_grad_batches"): Any}
+"""Types of keys that say more than the parameter they end in: `auto`, see `lit_rl.cli.micro_batches`."""
+
+
 def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) -> type:
     """A dataclass with a field for each parameter of `target`, typed where OmegaConf knows the type, and `_target_`.
 
@@ -170,7 +174,7 @@ def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) ->
     for parameter, hint in parameters(target):
         if keywords_only and parameter.kind is not parameter.KEYWORD_ONLY:
             continue
-        fields.append((parameter.name, *_field(parameter, hint)))
+        fields.append((parameter.name, *_field(parameter, WIDER.get((path, parameter.name), hint))))
     return dataclasses.make_dataclass(name, fields)
 
 

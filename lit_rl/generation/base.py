@@ -86,6 +86,11 @@ class Generator(ABC):
             NumericError: the policy's logits hold NaN.
         """
 
+    @property
+    def share_of_device(self) -> float:
+        """Share of the device's memory that an engine holds while the policy learns, in [0, 1)."""
+        return 0.0
+
     def prepare(self, model: LanguageModel) -> None:  # noqa: B027 (optional)
         """Told once, before the first sync, which model the policy is. Does nothing by default."""
 
@@ -145,13 +150,17 @@ class InProcessGenerator(Generator):
         if batch_size is not None:
             in_range("generator.batch_size", batch_size, low=1)
         self.batch_size = batch_size
+        self.bound: int | None = None
         self._policy: nn.Module | None = None
         self._version = 0
 
     @property
     def rows_a_batch(self) -> int | None:
-        """At most this many rows are given to the decode loop together; None gives all."""
-        return self.batch_size
+        """At most this many rows are given to the decode loop together; None gives all.
+
+        Where `batch_size` is None it is ``bound``, which a memory plan may set: samples do not depend on it.
+        """
+        return self.bound if self.batch_size is None else self.batch_size
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_policy": None}

@@ -20,6 +20,7 @@ from lit_rl.algorithms import GRPO, PPO, RLOO
 from lit_rl.cli import schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.lightning_app import command_line
+from lit_rl.cli.micro_batches import cut_by
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
@@ -54,9 +55,14 @@ def by_hydra(algorithm: str, *overrides: str) -> Built:
     schemas.register()
     with initialize_config_module(version_base="1.3", config_module="lit_rl.conf"):
         composed = compose("config", overrides=[f"algo={algorithm}", "run_dir=unused", *overrides])
-    tree = plain(without_tiny(composed))
-    trainer = {name: value for name, value in tree["trainer"].items() if name != "_target_"}
-    return build(tree["algo"]), build(tree["data"]), L.Trainer(**trainer)
+    return built_of(plain(without_tiny(composed)))
+
+
+def built_of(resolved: dict[str, Any]) -> Built:
+    module = build(resolved["algo"])
+    trainer = {name: value for name, value in resolved["trainer"].items() if name != "_target_"}
+    trainer["accumulate_grad_batches"] = cut_by(module, trainer["accumulate_grad_batches"])
+    return module, build(resolved["data"]), L.Trainer(**trainer)
 
 
 def by_lightning_cli(algorithm: str, *arguments: str) -> Built:
@@ -74,7 +80,8 @@ def by_lightning_cli(algorithm: str, *arguments: str) -> Built:
 
 
 def by_hand(algorithm: str) -> Built:
-    return ALGORITHMS[algorithm]("tiny", exact_match), RolloutDataModule(task=Addition()), L.Trainer(**TRAINER)
+    module = ALGORITHMS[algorithm]("tiny", exact_match, micro_batch_size="auto")  # the doors ask the memory plan
+    return module, RolloutDataModule(task=Addition()), L.Trainer(**TRAINER)
 
 
 # ---------------------------------------------------------------------- an object as a tree of its settings
@@ -244,8 +251,7 @@ def test_the_demo_of_both_doors_trains_the_same(root: Path) -> None:
     with initialize_config_module(version_base="1.3", config_module="lit_rl.conf"):
         resolved = plain(compose("config", overrides=["run_dir=unused"]))
     demo = command_line(["--config", str(root / "conf" / "lightning" / "addition.yaml")], run=False)
-    trainer = {name: value for name, value in resolved["trainer"].items() if name != "_target_"}
-    hydra = tree((build(resolved["algo"]), build(resolved["data"]), L.Trainer(**trainer)))
+    hydra = tree(built_of(resolved))
     assert differences(hydra, tree((demo.model, demo.datamodule, demo.trainer))) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -33,9 +33,12 @@ class ScalarModule(OfflineModule, ABC):
         seed: Of the fresh head.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
             is defined over a micro-batch.
+        micro_batch_size: Rows of a forward pass on each rank, in place of `trainer.accumulate_grad_batches`; "auto"
+            takes as many as fit into memory.
     """
 
     scoring: ClassVar[Scoring]
+    head = "none"
 
     def __init__(
         self,
@@ -45,8 +48,10 @@ class ScalarModule(OfflineModule, ABC):
         scheduler: Schedule | None = None,
         seed: int = 0,
         router_aux_loss_coef: float = 0.0,
+        micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         shared: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "seed": seed}
+        shared["micro_batch_size"] = micro_batch_size
         super().__init__(model, router_aux_loss_coef=router_aux_loss_coef, **shared)
 
     @property

@@ -14,10 +14,11 @@ from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compare
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
-from lit_rl.generation.base import Generator, as_generator
+from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
@@ -61,6 +62,18 @@ class GeneratingModule(PolicyModule):
         self.source = RolloutSource(self.generator, self.stopwatch)
         self._evaluated: list[EvaluationRows] = []
         self._compared_model = ComparedModel(self.model)
+
+    def decoding(self) -> Lengths | None:
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        if not isinstance(self.generator, InProcessGenerator):
+            return None
+        longest = max(getattr(data, "longest_prompt", 0), data.longest_val_prompt)
+        new_tokens = max(self.sampling.max_new_tokens, self.evaluation.max_new_tokens or 0)
+        return Lengths(longest, new_tokens, self.group_size)
+
+    def bound_decoding(self, sequences: int | None) -> None:
+        if isinstance(self.generator, InProcessGenerator):
+            self.generator.bound = sequences
 
     learns_by_judge = False
     """Whether the judge decides what is learned; otherwise `eval.win_rate_against` alone asks it."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,8 +25,12 @@ from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import shards
+from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.preflight.footprint import numbers_of, policy_network, reference_bytes, shape_of
+from lit_rl.algorithms.preflight.memory import Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
+from lit_rl.algorithms.preflight.room import room
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
@@ -34,6 +40,8 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
 from lit_rl.models.reference.base import Auto, Reference, Scorer
+from lit_rl.ops.logprobs import block_numbers
+from lit_rl.ops.transforms import NO_TRUNCATION
 
 
 class PolicyModule(L.LightningModule):
@@ -45,6 +53,9 @@ class PolicyModule(L.LightningModule):
         optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
         scheduler: Makes the learning-rate schedule. None is linear to zero.
         seed: Of the samples and of the order of groups.
+        micro_batch_size: Rows of a forward pass on each rank, in place of `trainer.accumulate_grad_batches`:
+            completions of whole groups or their slices, or rows of a data set. "auto" takes as many as fit into memory;
+            None leaves it to the Trainer.
     """
 
     def __init__(
@@ -55,6 +66,7 @@ class PolicyModule(L.LightningModule):
         optimizer: OptimizerFactory | None = None,
         scheduler: Schedule | None = None,
         seed: int = 0,
+        micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
         self.model = LanguageModel.of(model)
@@ -62,6 +74,11 @@ class PolicyModule(L.LightningModule):
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
         self.scheduler: Schedule = Linear() if scheduler is None else scheduler
         self.seed = seed
+        self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
+        self.memory_gb: float | None = None
+        self.cut: Cut | None = None
+        self.step: Step | None = None
+        self._room: int | None = None
         self.policy: Any = None
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
@@ -106,6 +123,100 @@ class PolicyModule(L.LightningModule):
         strategy = self.trainer.strategy
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
+
+    # ------------------------------------------------------------------ memory
+
+    def lengths(self) -> Lengths | None:
+        """The tokens of a row that is learned from, at most; None where they are not known."""
+        return None
+
+    def decoding(self) -> Lengths | None:
+        """The tokens of a sequence, where the policy itself decodes; None where it does not."""
+        return None
+
+    head: Head = "fused"
+    """What stands behind the last layer; a fused head where the model's options allow one."""
+
+    def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
+        """A model that learns beside the policy."""
+        return None
+
+    def read_only(self) -> dict[str, int]:
+        """Bytes of the weights of models that are only read, by name, beside those of a reference."""
+        return {}
+
+    def memory(self) -> Memory | None:
+        """What the run needs on each rank, as a function of how a step is cut; None where model or rows are unknown."""
+        trainer: Any = self.trainer
+        shape, lengths = shape_of(self.model), self.lengths()
+        if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
+            return None
+        numbers = numbers_of(self.model, str(trainer.precision), self.optimizer)
+        head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
+        policy = policy_network(self.model, shape, numbers, head)
+        reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
+        share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
+        return Memory(
+            policy,
+            numbers,
+            lengths,
+            critic=self.critic_network(policy, numbers),
+            others={"reference": reference, **self.read_only()},
+            engine=int(share * (self.room() or 0)),
+            decoding=self.decoding(),
+            grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
+            spread_over=trainer.world_size if shards(trainer.strategy) else 1,
+            block=block_numbers(trainer.strategy.root_device, NO_TRUNCATION),
+        )
+
+    def room(self) -> int | None:
+        """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown."""
+        if self._room is None:
+            trainer: Any = self.trainer
+            device = trainer.strategy.root_device
+            mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices)
+            self._room = min(Ranks(device, trainer.global_rank, trainer.world_size).counts(mine or 0))
+        return self._room or None
+
+    def cut_step(self, step: Step) -> tuple[int, str]:
+        """Cut the optimizer step: set the Trainer's micro-batches, and return their number, and why it is that.
+
+        Raises:
+            ConfigError: nothing fits, or the user's cut does not divide the step.
+        """
+        trainer: Any = self.trainer
+        self.step = step
+        if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
+            given = Given(self.micro_batch_size, trainer.accumulate_grad_batches)
+            given.check()
+            self.cut, warning = cut(given, step, self.memory(), self.room())
+            if warning:
+                rank_zero_warn(warning)
+        self._take_cut()
+        return trainer.accumulate_grad_batches, self.cut.why if self.cut else ""
+
+    def fit_decoding(self) -> None:
+        """Bound what is decoded where nothing is learned."""
+        if self.micro_batch_size == "auto" and self.cut is None:
+            memory, room = self.memory(), self.room()
+            if memory is not None and room is not None:
+                self.bound_decoding(max(1, most_decoded(memory, room)))
+
+    def decoded_at_once(self, step: Step) -> int:
+        """Sequences that are decoded together."""
+        at_once = getattr(getattr(self, "generator", None), "rows_a_batch", None)
+        return step.sequences if at_once is None else min(at_once, step.sequences)
+
+    def _take_cut(self) -> None:
+        """Samples and gradients do not depend on it."""
+        if self.cut is not None:
+            self.trainer.accumulate_grad_batches = self.cut.micro_batches
+            self.bound_decoding(self.cut.decoded)
+
+    def bound_decoding(self, sequences: int | None) -> None:
+        """Tell a generator that decodes in this process how many sequences may run at once."""
+
+    # ------------------------------------------------------------------ loading
 
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
@@ -276,6 +387,8 @@ class PolicyModule(L.LightningModule):
             checkpoint["state_dict"] = weights
         mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state()}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
+        if self.cut is not None:
+            checkpoint["cut"] = asdict(self.cut)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
 
@@ -284,16 +397,27 @@ class PolicyModule(L.LightningModule):
             state.check_weights(weights, self._trained_names())
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
+        if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
+            self.resume_cut(Cut(**checkpoint["cut"]))
         if "lit_rl" in checkpoint and self.trainer_or_none is not None:
             saved = state.of_rank(checkpoint["lit_rl"], self.global_rank, self.world_size)
             state.check_format(saved)
             self.load_rank_state(saved["module"])
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
 
+    @property
+    def _fitting(self) -> bool:
+        return self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING
+
+    def resume_cut(self, cut: Cut) -> None:
+        """Cut steps as the run did that is gone on with, whatever memory is free today: last bits depend on it."""
+        self.cut = cut
+        self._take_cut()
+
     def _load_reference(self, checkpoint: dict[str, Any]) -> None:
         if "reference" in checkpoint:
             self.reference.load_state(self.reference_policy, checkpoint["reference"])
-        elif self.trainer_or_none is not None and self.trainer_or_none.state.fn == TrainerFn.FITTING:
+        elif self._fitting:
             raise StorageError(
                 f"The checkpoint holds no reference, and reference={type(self.reference).__name__} follows the policy: "
                 "where it has got to is not known. Resume with the reference and the KL settings of the run's "

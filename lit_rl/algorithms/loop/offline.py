@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,8 @@ from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight import data as preflight
+from lit_rl.algorithms.preflight.cut import Cut, Step
+from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
 from lit_rl.algorithms.records import OfflineRecords
 from lit_rl.algorithms.rollouts import state
@@ -122,13 +125,24 @@ class OfflineModule(PolicyModule, ABC):
         if stage == "fit":
             if data.stream_buffer is not None:
                 stream_will_do(self.reads_all_rows())
-            self.plan = OfflinePlan(
+            plan = OfflinePlan(
                 batch_size=data.batch_size,
                 accumulate=trainer.accumulate_grad_batches,
                 world_size=trainer.world_size,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,
             )
+            accumulate, why = self.cut_step(Step(data.batch_size // trainer.world_size, 1))
+            self.plan = replace(plan, accumulate=accumulate, why=why)
+
+    def lengths(self) -> Lengths:
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        return Lengths(0, data.longest_text, texts=2 if self.learns_from == "pairs" else 1)
+
+    def resume_cut(self, cut: Cut) -> None:
+        super().resume_cut(cut)
+        if self.plan is not None:
+            self.plan = replace(self.plan, accumulate=cut.micro_batches, why=cut.why)
 
     def on_train_batch_start(self, batch: ExampleBatch, batch_idx: int) -> None:
         if batch.slot == 0:

@@ -101,6 +101,8 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
             preflight.fits_context(self.model, group, longest, new_tokens, "data.max_length")
         preflight.bind_validation(self.reward_functions, data)
         self.reward_functions.load()
+        if stage != "fit":
+            self.fit_decoding()
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
+from lit_rl.algorithms.preflight.cut import Cut, Step
+from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
@@ -274,14 +276,15 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.reward_functions.bind(data.columns)
             preflight.fits_context(self.model, "sampling", data.longest_prompt, self.sampling.max_new_tokens)
             preflight.engine_takes(self.generator, self.sampling, data.longest_prompt)
-            preflight.whole_rollouts(trainer, self.slots_per_rollout)
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
             preflight.reference_is_read(self.reference, self.needs_reference, wants)
         preflight.validation_fits(data, self.model, self.sampling, self.evaluation, self.generator)
         preflight.bind_validation(self.reward_functions, data)
         self.reward_functions.load()
-        if stage == "fit":
-            self.plan = BatchPlan(
+        if stage != "fit":
+            self.fit_decoding()
+        else:
+            plan = BatchPlan(
                 prompts_per_rollout=data.prompts_per_rollout,
                 group_size=self.group_size,
                 minibatches=self.minibatches,
@@ -291,6 +294,22 @@ class OnPolicyModule(GeneratingModule, ABC):
                 split_groups=self.split_groups,
                 max_new_tokens=self.sampling.max_new_tokens,
             )
+            sequences = plan.completions // plan.world_size
+            step = Step(plan.units, self.group_size // self.split_groups, sequences, "groups, or slices of them")
+            accumulate, why = self.cut_step(step)
+            self.plan = replace(plan, accumulate=accumulate, why=why)
+            preflight.whole_rollouts(trainer, self.plan.slots)
+
+    def lengths(self) -> Lengths:
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        rows = self.group_size // self.split_groups
+        shares = self.forward_options.shared_prompts and rows > 1
+        return Lengths(data.longest_prompt, self.sampling.max_new_tokens, rows, shares=shares)
+
+    def resume_cut(self, cut: Cut) -> None:
+        super().resume_cut(cut)
+        if self.plan is not None:
+            self.plan = replace(self.plan, accumulate=cut.micro_batches, why=cut.why)
 
     @property
     def slots_per_rollout(self) -> int:

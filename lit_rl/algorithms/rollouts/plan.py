@@ -21,6 +21,8 @@ class BatchPlan:
     world_size: int
     split_groups: int = 1
     max_new_tokens: int = 1
+    why: str = ""
+    """Why `accumulate` is what it is, where the memory plan chose it."""
 
     def __post_init__(self) -> None:
         for key, value in self._keys().items():
@@ -82,6 +84,11 @@ class BatchPlan:
         return self.iterations * self.minibatches * self.accumulate
 
     @property
+    def units(self) -> int:
+        """Slices of groups that a rank learns from in an optimizer step: what micro-batches are made of."""
+        return self.prompts_per_rollout // self.world_size // self.minibatches * self.split_groups
+
+    @property
     def steps_per_rollout(self) -> int:
         """Optimizer steps a rollout lasts."""
         return self.iterations * self.minibatches
@@ -102,6 +109,7 @@ class BatchPlan:
             ("optimizer steps per rollout", f"{self.steps_per_rollout} = {self.iterations} x {self.minibatches}"),
             ("completions per optimizer step", f"{per_step}"),
             ("completions per micro-batch and rank", f"{micro}"),
+            *([("micro-batches per optimizer step", self.why)] if self.why else []),
         ]
 
 
@@ -122,6 +130,8 @@ class OfflinePlan:
     """Training rows that are left; of a stream, in its first window."""
     stream_buffer: int | None = None
     """Rows that a stream has in memory at a time; None where all are."""
+    why: str = ""
+    """Why `accumulate` is what it is, where the memory plan chose it."""
 
     def __post_init__(self) -> None:
         in_range("trainer.accumulate_grad_batches", self.accumulate, low=1)
@@ -141,6 +151,7 @@ class OfflinePlan:
         per_step = [
             ("rows per optimizer step", f"{self.batch_size}"),
             ("rows per micro-batch and rank", f"{self.batch_size // self.accumulate // self.world_size}"),
+            *([("micro-batches per optimizer step", self.why)] if self.why else []),
         ]
         if self.stream_buffer is not None:
             return [

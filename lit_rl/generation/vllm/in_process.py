@@ -74,6 +74,12 @@ class VLLMGenerator(EngineGenerator):
 
     # ------------------------------------------------------------------ sleep
 
+    @property
+    def share_of_device(self) -> float:
+        if vllm_settings.runs_on_cpu() or self.sleep != "never":
+            return 0.0
+        return self.settings.gpu_memory_utilization
+
     def sync(self, policy: nn.Module, version: int) -> None:
         if self._asleep and self.engine is not None:
             engine = self.engine

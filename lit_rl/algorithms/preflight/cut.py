@@ -1,0 +1,191 @@
+"""Into how many micro-batches a step is cut, and how many sequences are decoded at once: the fewest cuts that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lit_rl.algorithms.preflight.memory import Memory, MemoryPlan, in_words
+from lit_rl.errors import ConfigError, in_range
+
+MOST_DECODED = 2**20
+"""Sequences of a decode batch where memory sets no bound."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The part of an optimizer step that one rank learns from.
+
+    Args:
+        units: What is not cut further: slices of groups, or rows of a data set.
+        rows: Rows of a unit.
+        sequences: That are decoded for it.
+        whole: What micro-batches hold whole, for messages.
+    """
+
+    units: int
+    rows: int
+    sequences: int = 0
+    whole: str = "rows"
+
+    def cuts(self) -> dict[int, int]:
+        """Rows of a micro-batch by the number of micro-batches, from few to many."""
+        counts = [count for count in range(1, self.units + 1) if self.units % count == 0]
+        return {count: self.units // count * self.rows for count in counts}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a step is cut."""
+
+    micro_batches: int
+    decoded: int | None
+    """Sequences of a decode batch, at most; None sets no bound."""
+    why: str
+    """For the table at the start of a run."""
+
+
+def by_hand(step: Step, micro_batch_size: int) -> int:
+    """The micro-batches that hold so many rows.
+
+    Raises:
+        ConfigError: the step does not divide into them; with the nearest sizes that work.
+    """
+    sizes = {rows: count for count, rows in step.cuts().items()}
+    if micro_batch_size in sizes:
+        return sizes[micro_batch_size]
+    near = sorted(sizes, key=lambda rows: (abs(rows - micro_batch_size), rows))[:3]
+    raise ConfigError(
+        f"algo.micro_batch_size={micro_batch_size} does not divide the {step.units * step.rows} rows that a rank "
+        f"learns from in an optimizer step into equal micro-batches of {step.whole}. Nearest that work: "
+        f"{', '.join(map(str, near))}."
+    )
+
+
+def chosen(step: Step, memory: Memory, room: int) -> Cut:
+    """The fewest micro-batches whose plan fits, and the most sequences that can be decoded at once.
+
+    Raises:
+        ConfigError: not even the smallest micro-batch, or one sequence, fits.
+    """
+    decoded = most_decoded(memory, room)
+    needs = {}
+    for count, rows in step.cuts().items():
+        needs[count] = memory.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
+        if decoded and sum(needs[count].learning.values()) <= room:
+            return Cut(count, decoded, _why(needs, room))
+    smallest = list(needs.values())[-1]
+    raise ConfigError(too_large(smallest, room, f"{list(step.cuts().values())[-1]} rows", memory, step))
+
+
+def most_decoded(memory: Memory, room: int) -> int:
+    """Sequences of a decode batch that fit, a power of two; 0 where not even one does."""
+    decoded = MOST_DECODED
+    while decoded and sum(memory.plan(1, decoded, steps_in_parts=False).generating.values()) > room:
+        decoded //= 2
+    return decoded
+
+
+def too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: Step) -> str:
+    """One message: what a step needs by part, what there is, and what to set."""
+    worst = max((plan.learning, plan.generating), key=lambda parts: sum(parts.values()))
+    listed = ", ".join(f"{name} {in_words(size)}" for name, size in worst.items() if size)
+    return (
+        f"A step does not fit: with micro-batches of {rows} it needs {in_words(plan.total)} ({listed}), and "
+        f"{in_words(room)} can be given out. Set one of: {'; '.join(remedies(worst, memory, step))}."
+    )
+
+
+def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[str]:
+    """Settings that make a step smaller, the ones that help most first."""
+    found = []
+    of_weights = sum(parts.get(name, 0) for name in ("gradients", "optimizer", "reference"))
+    of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
+    lora = "model.lora.r=16 (trains adapters)" if memory.policy.adapters == 0 else None
+    tokens = []
+    if step.rows > 1 and step.rows % 2 == 0 and memory.lengths.group > 1:
+        tokens.append("algo.split_groups=2 or more (cuts a group, the same gradient)")
+    if not memory.policy.checkpointing:
+        tokens.append("model.gradient_checkpointing=true")
+    if memory.numbers.product == 4:
+        tokens.append("trainer.precision=bf16-mixed")
+    found = [*([lora] if lora else []), *tokens] if of_weights > of_tokens else [*tokens, *([lora] if lora else [])]
+    return [
+        *found,
+        "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens, data.max_length)",
+        "a smaller model",
+    ]
+
+
+def _why(needs: Mapping[int, MemoryPlan], room: int) -> str:
+    """The number of micro-batches with its reason: what it takes, and what the next smaller number would."""
+    (count, taken), *before = reversed(list(needs.items()))
+    text = f"{count}: {in_words(sum(taken.learning.values()))} of {in_words(room)}"
+    return text + (f"; {before[0][0]} would take {in_words(sum(before[0][1].learning.values()))}" if before else "")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user said about the cut."""
+
+    micro_batch_size: int | Literal["auto"] | None
+    """Rows of a micro-batch; "auto" asks the memory plan; None leaves it to `accumulate`."""
+    accumulate: int
+    """The Trainer's `accumulate_grad_batches`."""
+
+    def check(self) -> None:
+        """Refuse two answers to one question.
+
+        Raises:
+            ConfigError: both are set, or the size is no number of rows.
+        """
+        size = self.micro_batch_size
+        if size is None or size == "auto":
+            return
+        if isinstance(size, str):
+            raise ConfigError(f"algo.micro_batch_size={size!r} is unknown: allowed is a number of rows, auto, or null.")
+        in_range("algo.micro_batch_size", size, low=1)
+        if self.accumulate != 1:
+            raise ConfigError(
+                f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both say how a "
+                "step is cut: leave one of them out."
+            )
+
+
+def cut(given: Given, step: Step, memory: Memory | None, room: int | None) -> tuple[Cut | None, str]:
+    """How a step is cut, and a warning where that is the user's choice and does not fit; empty where it does.
+
+    A step that is left to `accumulate` is no Cut. Where sizes or memory are not known, "auto" cuts nothing.
+
+    Raises:
+        ConfigError: the size does not divide the step, or with "auto" nothing fits.
+    """
+    given.check()
+    size = given.micro_batch_size
+    if size == "auto":
+        if memory is None or room is None:
+            return Cut(1, None, "1: what the step needs is not known"), ""
+        return chosen(step, memory, room), ""
+    count = given.accumulate if size is None else by_hand(step, int(size))
+    warning = "" if memory is None or room is None else overfull(step, memory, room, count)
+    if size is None:
+        return None, warning
+    return Cut(count, None, f"{count}: algo.micro_batch_size={size}"), warning
+
+
+def overfull(step: Step, memory: Memory, room: int, count: int) -> str:
+    """What does not fit with so many micro-batches, and the setting that would; empty where it fits."""
+    rows = step.units * step.rows // count
+    plan = memory.plan(rows, step.sequences, steps_in_parts=count > 1)
+    if plan.total <= room:
+        return ""
+    try:
+        better = chosen(step, memory, room)
+    except ConfigError as error:
+        return str(error)
+    fix = [f"trainer.accumulate_grad_batches={max(count, better.micro_batches)}"]
+    if better.decoded is not None and better.decoded < step.sequences:
+        fix.append(f"generator.batch_size={better.decoded}")
+    text = too_large(plan, room, f"{rows} rows", memory, step).partition(" Set one of: ")[0]
+    return f"{text} Set {' and '.join(fix)}; or micro_batch_size='auto' in the algorithm, which chooses by itself."

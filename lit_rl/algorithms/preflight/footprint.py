@@ -1,0 +1,103 @@
+"""From the description of a run's parts to the sizes that a memory plan is made of."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
+from lit_rl.algorithms.preflight.memory import Head, Network, Numbers
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.shape import ModelShape
+from lit_rl.models.reference.base import AdapterBase, Auto, Reference
+from lit_rl.models.reference.other_model import OtherModel
+from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
+
+_STORED = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "auto": 4.0, "nf4": 0.56, "int8": 1.06}
+"""Bytes of a frozen weight; a quantised one with its scales (2305.14314, section 3)."""
+
+
+def shape_of(model: LanguageModel) -> ModelShape | None:
+    """The shape of a described model; None of a model that cannot be built from its config alone, or is no decoder."""
+    config = model.config
+    try:
+        return ModelShape.of(config)
+    except Exception:  # the code of any architecture runs here
+        return None
+
+
+def numbers_of(model: LanguageModel, precision: str, optimizer: Any) -> Numbers:
+    """The types of a run. An optimizer of the user's is taken to keep two numbers a parameter."""
+    moments = 2 if isinstance(optimizer, AdamW8bit | AdamWSplit) else 8
+    if isinstance(optimizer, ByPath) and optimizer.path.endswith(".SGD"):
+        moments = 4 if optimizer.kwargs.get("momentum") else 0
+    trained_narrow = model.dtype == "bfloat16" and model.lora is None and model.adapter is None
+    numbers = Numbers.of("bf16-true" if trained_narrow else precision, moments)
+    halves = numbers.master and isinstance(optimizer, AdamWSplit)
+    return replace(numbers, master=2) if halves else numbers
+
+
+def frozen_bytes(model: LanguageModel) -> int:
+    """Weights of a model that is only read; 0 where its shape is not known."""
+    shape = shape_of(model)
+    return 0 if shape is None else int(_STORED[model.quantization or model.dtype] * shape.parameters)
+
+
+def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, head: Head) -> Network:
+    """The policy as it is trained."""
+    checkpointing = model.gradient_checkpointing
+    if model.lora is None and model.adapter is None:
+        return Network(
+            shape, shape.parameters, numbers.weight * shape.parameters, head=head, checkpointing=checkpointing
+        )
+    rank, targets = _adapter(model)
+    adapted = shape.adapted(targets)
+    trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
+    base = int(_STORED[model.quantization or model.dtype] * shape.parameters)
+    ranks = rank * sum(linear.count for linear in adapted)
+    return Network(
+        shape,
+        trained,
+        base + 4 * trained,
+        adapters=ranks,
+        head=head,
+        checkpointing=checkpointing,
+        narrow=model.quantization is not None or model.dtype in ("bfloat16", "float16"),
+    )
+
+
+def _adapter(model: LanguageModel) -> tuple[int, Any]:
+    """Rank and targets of a fresh adapter, or of the one that is continued (16 on all layers, where it is not here)."""
+    if model.lora is not None:
+        return model.lora.r, model.lora.targets
+    file = Path(str(model.adapter)).expanduser() / "adapter_config.json"
+    saved = json.loads(file.read_text()) if file.is_file() else {}
+    return saved.get("r", 16), saved.get("target_modules") or "all-linear"
+
+
+def reference_bytes(reference: Reference, model: LanguageModel, policy: Network, numbers: Numbers) -> int:
+    """Weights that a reference holds on the policy's device beside the policy."""
+    fresh = isinstance(reference, Auto) and model.lora is not None
+    if fresh or isinstance(reference, AdapterBase) or getattr(reference, "device", None) == "cpu":
+        return 0
+    if isinstance(reference, OtherModel):
+        other = getattr(reference, "model", None)
+        return frozen_bytes(other) if isinstance(other, LanguageModel) else 0
+    return 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
+
+
+def critic_network(critic: Critic, policy: Network, numbers: Numbers) -> Network | None:
+    """A critic's own layers; None where it stands on the policy's."""
+    if isinstance(critic, SharedTrunk):
+        return None
+    checkpointing = policy.checkpointing
+    if isinstance(critic, AdapterCritic):
+        adapted = policy.shape.adapted(critic.targets)
+        trained = sum(critic.r * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
+        ranks = critic.r * sum(linear.count for linear in adapted)
+        return Network(policy.shape, trained, 4 * trained, adapters=ranks, head="none", checkpointing=checkpointing)
+    other = critic.model if isinstance(critic, SeparateCritic) and isinstance(critic.model, LanguageModel) else None
+    shape = (shape_of(other) if other else None) or policy.shape
+    return Network(shape, shape.trunk, numbers.weight * shape.trunk, head="none", checkpointing=checkpointing)

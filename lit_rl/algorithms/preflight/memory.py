@@ -1,0 +1,281 @@
+"""How much memory a step needs, by part: functions of the sizes of a model, of rows and of number types.
+
+With L layers of width d, queries q and keys k wide (heads times their width), MLP of width m, vocabulary v; b rows of
+s tokens; and bytes of a number w (weights), x (the residual stream), y (what matrix products read and write):
+
+    weights         w N                       N parameters; a frozen base, the reference and the critic likewise
+    gradients       4 N', optimizer 8 N'      N' that are trained; AdamW's two moments (1711.05101) in float32
+    activations     what the backward pass of a layer reads, a token:
+                      2 (x d + x d)           input of each norm, and the normed input where its weight is trained
+                      y d c                   output of each norm, c = 2; under autocast for each product anew, 5
+                      y (2 q + 2 k') + 4 h    queries, attention's output, keys and values, log-sum-exp of h heads
+                      4 y m                   gate, silu(gate), up, their product
+                      y r a                   adapters of rank r on a linear layers
+                    and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
+                    of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
+    logits          none: blocks, and what is below `KEPT` (lit_rl.ops.linear_logprobs)
+    working memory  gradients of one layer's activations, 4 y m + 3 x d a token; of the head's weight, x v d;
+                    with adapters 3 y m: their output, scaled, and added
+    allocator       a share of what comes and goes: holes between tensors
+    cache           2 y k L a token: prompts once a group, completions to their longest
+
+Under gradient checkpointing (1604.06174) a layer keeps its input alone, and one layer at a time all of it. Lightning
+frees the gradients of a step after the forward pass of the next one, so they are there whenever anything else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from lit_rl.models.policy.disagreement import LOGITS
+from lit_rl.models.policy.shape import ModelShape
+from lit_rl.models.policy.shared_prefix import WORTH
+from lit_rl.ops.linear_logprobs import KEPT
+
+GIB = 2**30
+
+
+def in_words(size: float) -> str:
+    """Bytes for a reader: `0.07 GiB`, or `72 MiB` where that is less than a tenth of one."""
+    return f"{size / 2**20:.3g} MiB" if size < GIB / 10 else f"{size / GIB:.3g} GiB"
+
+
+BLOCKS = 4
+"""Tensors of the size of a block of logits that are there at a time: logits, their exponentials, gradient, product."""
+
+
+HOLES = 0.2
+"""Share of the tensors that come and go which an allocator holds beside them and cannot use: measured, see
+scripts/memory_peaks.py."""
+
+WHOLE = 5
+"""Those of whole logits in float32: scaled, their log-softmax, its exponentials, the gradients of two of them."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Bytes of a number of each kind, as precision and optimizer make them."""
+
+    weight: int = 4
+    gradient: int = 4
+    master: int = 0
+    """Of a float32 copy that the optimizer keeps beside a narrow weight."""
+    moments: int = 8
+    residual: int = 4
+    product: int = 4
+    copies: int = 2
+    """How often the outputs of a layer's two norms are kept: autocast narrows them for each product anew."""
+    cast: int = 0
+    """Of the narrow copy of a weight that autocast makes."""
+
+    @classmethod
+    def of(cls, precision: str, moments: int) -> Numbers:
+        """Of a `trainer.precision`, and an optimizer with so many bytes of state a parameter."""
+        if precision in ("bf16-mixed", "16-mixed"):
+            return cls(moments=moments, product=2, copies=5, cast=2)
+        if precision in ("bf16-true", "16-true"):
+            return cls(weight=2, master=4, moments=moments, product=2)
+        return cls(moments=moments)
+
+
+Head = Literal["fused", "compared", "logits", "none"]
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model that a step runs.
+
+    Args:
+        shape: Its sizes.
+        trained: Parameters with gradients; all of its own where there are no adapters.
+        weight_bytes: Of all its weights; 0 where they are another network's.
+        adapters: Rank times the number of adapted layers; 0 where all weights are trained.
+        head: What stands behind the last layer: a head fused with the softmax, one whose logits are compared with
+            another model's block by block, one that gives logits, or none.
+        checkpointing: Whether activations are computed twice.
+        narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
+    """
+
+    shape: ModelShape
+    trained: int
+    weight_bytes: int
+    adapters: int = 0
+    head: Head = "fused"
+    checkpointing: bool = False
+    narrow: bool = False
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The tokens of a row, at most.
+
+    Args:
+        prompt: Of its prompt.
+        response: Of what is scored.
+        group: Rows with the same prompt.
+        shares: Whether the prompt of a group may run once.
+        texts: Texts that a row holds: two of a pair.
+    """
+
+    prompt: int
+    response: int
+    group: int = 1
+    shares: bool = False
+    texts: int = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """`rows` times `queries` tokens run behind `keys - queries` others."""
+
+    rows: int
+    queries: int
+    keys: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.queries
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by part while the policy learns, and while it generates."""
+
+    learning: Mapping[str, int]
+    generating: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """What has to be there."""
+        return max(sum(self.learning.values()), sum(self.generating.values()))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a run needs, as a function of how it is cut.
+
+    Args:
+        policy: What learns.
+        numbers: Types.
+        lengths: Of its rows.
+        critic: A model of its own beside the policy.
+        others: Bytes of weights that are only read, by name: a reference, a reward model, a teacher.
+        engine: Bytes of an engine that stays in memory while the policy learns.
+        decoding: The tokens of a sequence, where this process generates with the policy's own weights.
+        grouped_cache: Whether it holds a prompt's keys and values once a group.
+        spread_over: Ranks over which the policy's weights, gradients and optimizer state are spread.
+        block: Logits in a block of the fused head.
+    """
+
+    policy: Network
+    numbers: Numbers
+    lengths: Lengths
+    critic: Network | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
+    engine: int = 0
+    decoding: Lengths | None = None
+    grouped_cache: bool = True
+    spread_over: int = 1
+    block: int = 2**22
+
+    def plan(self, rows: int, decoded: int, *, steps_in_parts: bool) -> MemoryPlan:
+        """With micro-batches of `rows` rows, and `decoded` sequences a decode batch.
+
+        Args:
+            rows: Of a micro-batch.
+            decoded: Sequences that are decoded at once.
+            steps_in_parts: Whether a step has several micro-batches, so that gradients are summed.
+        """
+        held = self.held()
+        learning = self._activations(rows) | self._working(rows, steps_in_parts)
+        generating = self._cache(self.decoding, decoded) if self.decoding else {}
+        return MemoryPlan(held | _with_holes(learning), held | _with_holes(generating) if generating else {})
+
+    def held(self) -> dict[str, int]:
+        """What is there whatever is computed."""
+        networks = [self.policy] + ([self.critic] if self.critic else [])
+        trained = sum(network.trained for network in networks)
+        parts = {
+            "weights": self.policy.weight_bytes,
+            "gradients": self.numbers.gradient * trained,
+            "optimizer": (self.numbers.moments + self.numbers.master) * trained,
+            "critic": self.critic.weight_bytes if self.critic else 0,
+            **self.others,
+            "engine": self.engine,
+        }
+        whole = ("engine",)
+        return {name: size // (1 if name in whole else self.spread_over) for name, size in parts.items() if size}
+
+    def _calls(self, network: Network, rows: int) -> list[Call]:
+        """Calls of a network in the forward pass of a micro-batch."""
+        p, t, g = self.lengths.prompt, self.lengths.response, min(rows, self.lengths.group)
+        shares = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
+        prompts = -(-rows // g)
+        if shares and (rows - prompts) * p >= WORTH * rows * (p + t):
+            return [Call(prompts, p, p), Call(rows, t - 1, p + t - 1)]
+        return [Call(rows * self.lengths.texts, p + t, p + t)]
+
+    def _activations(self, rows: int) -> dict[str, int]:
+        """What the backward pass reads, of the policy and of a critic that learns in the same step."""
+        kept = 0
+        for network in filter(None, (self.policy, self.critic)):
+            calls = self._calls(network, rows)
+            kept += sum(self._of_call(network, call) for call in calls)
+            copies = 1 if network.adapters == 0 else len(calls)  # autocast remembers copies of what is trained
+            if network.narrow or (network.adapters and network.checkpointing):
+                copies = 0
+            kept += copies * self.numbers.cast * network.shape.multiplied
+        return {"activations": kept, "logits": self._logits(rows)}
+
+    def _of_call(self, network: Network, call: Call) -> int:
+        shape, numbers = network.shape, self.numbers
+        layer = self._of_layer(network, call)
+        if not network.checkpointing:
+            return shape.layers * layer
+        return shape.layers * call.tokens * numbers.residual * shape.hidden + layer
+
+    def _of_layer(self, network: Network, call: Call) -> int:
+        shape, x, y = network.shape, self.numbers.residual, self.numbers.product
+        of_norms = 2 * x * (1 if network.adapters else 2) + y * self.numbers.copies
+        of_token = shape.hidden * of_norms + y * (
+            2 * shape.query_width + 4 * shape.inner + network.adapters // shape.layers
+        )
+        of_attention = y * call.queries * call.keys + y * 2 * shape.query_width * call.keys
+        return call.tokens * (of_token + 4 * shape.heads) + call.rows * of_attention
+
+    def _logits(self, rows: int) -> int:
+        if self.policy.head == "none":
+            return 0
+        shape, targets = self.policy.shape, rows * self.lengths.texts * self.lengths.response
+        hidden = targets * shape.hidden * (self.numbers.product + 4)
+        whole = targets * shape.vocabulary
+        if self.policy.head == "logits":
+            return hidden + whole * (self.numbers.product + 4 * WHOLE)
+        if self.policy.head == "compared":
+            return hidden + 2 * min(whole, LOGITS) * (self.numbers.product + 4 * WHOLE)
+        return hidden + 4 * (whole if whole <= KEPT else 0) + 4 * BLOCKS * min(whole, self.block)
+
+    def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
+        """Gradients on their way, in the layer whose backward pass needs most; under adapters its own outputs, too."""
+        shape = self.policy.shape
+        tokens = max(call.tokens for call in self._calls(self.policy, rows))
+        wide = 4 + (3 if self.policy.adapters else 0)
+        of_layer = tokens * (wide * self.numbers.product * shape.inner + 3 * self.numbers.residual * shape.hidden)
+        full = self.policy.adapters == 0 and self.policy.head != "none" and steps_in_parts
+        return {"working memory": of_layer + (4 * shape.head if full else 0)}
+
+    def _cache(self, lengths: Lengths, rows: int) -> dict[str, int]:
+        """Keys and values of a decode batch, and the logits of a step with what is made of them."""
+        shape, p, t = self.policy.shape, lengths.prompt, lengths.response
+        prompts = -(-rows // lengths.group) if self.grouped_cache else rows
+        of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
+        logits = 4 * BLOCKS * rows * shape.vocabulary
+        prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
+        return {"key-value cache": of_token * (prompts * p + rows * t), "logits": logits, "working memory": prefill}
+
+
+def _with_holes(parts: dict[str, int]) -> dict[str, int]:
+    """What comes and goes, and what an allocator holds between."""
+    return parts | {"allocator": int(HOLES * sum(parts.values()))}

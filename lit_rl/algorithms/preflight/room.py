@@ -1,0 +1,59 @@
+"""The memory that a process may take of its device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from lit_rl.algorithms.preflight.memory import GIB
+
+KEPT_FREE = 0.1
+"""Share of the memory that no plan gives out: for kernels' workspaces, holes between tensors, and other processes."""
+
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""Files with the limit and the use of a container, of both versions of control groups."""
+
+
+def room(device: torch.device, *, gigabytes: float | None = None, processes: int = 1) -> int | None:
+    """Bytes that a plan may give out; None where nothing tells them.
+
+    Args:
+        device: Where the policy is.
+        gigabytes: What the user says, in GiB, in place of what is free now.
+        processes: How many share a CPU's memory. Each has a GPU of its own.
+    """
+    if gigabytes is not None:
+        return room_of(gigabytes)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return int(free * (1 - KEPT_FREE))
+    available = available_memory() if device.type == "cpu" else None
+    return None if available is None else int(available * (1 - KEPT_FREE) / processes)
+
+
+def room_of(gigabytes: float) -> int:
+    """Bytes that a plan may give out of so many GiB."""
+    return int(gigabytes * GIB * (1 - KEPT_FREE))
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of main memory that are free or can be made so, within the limit of the container; None where unknown."""
+    found = []
+    meminfo = root / "proc/meminfo"
+    if meminfo.is_file():
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        found += [int(words[1]) * 1024 for words in lines if words and words[0] == "MemAvailable:"]
+    elif root == Path("/") and "SC_PHYS_PAGES" in os.sysconf_names:
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit, use in _CGROUPS:
+        files = root / limit[1:], root / use[1:]
+        if all(file.is_file() for file in files):
+            most, used = (file.read_text().strip() for file in files)
+            if most.isdigit() and used.isdigit():
+                found.append(max(0, int(most) - int(used)))
+    return min(found, default=None)

@@ -1,0 +1,112 @@
+"""The sizes of a language model that its memory is made of, from its config: no weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Linear layers of one name and size."""
+
+    name: str
+    inputs: int
+    outputs: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of equal layers. Parameters are counted on a model without storage, so they are exact."""
+
+    parameters: int
+    """All of them, tied ones once."""
+    layers: int
+    hidden: int
+    heads: int
+    query_width: int
+    """Heads times their width."""
+    kv_width: int
+    """Heads of keys times their width."""
+    inner: int
+    """Width of a token's MLP; of a mixture, of the experts that it goes to."""
+    vocabulary: int
+    linears: tuple[Linear, ...]
+    """Linear layers, the head left out."""
+    tied: bool
+    """Whether the head's weight is the embedding's."""
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> ModelShape:
+        """The shape of a config of transformers. Fields that it lacks are those of a plain transformer."""
+        text: Any = config.get_text_config()
+        hidden, heads = text.hidden_size, text.num_attention_heads
+        width = getattr(text, "head_dim", None) or hidden // heads
+        experts = getattr(text, "num_experts_per_tok", None)
+        inner = getattr(text, "moe_intermediate_size", None) if experts else None
+        plain = getattr(text, "intermediate_size", None) or 4 * hidden
+        parameters, linears = _counted(type(config), config.to_json_string(use_diff=False))
+        return cls(
+            parameters=parameters,
+            layers=text.num_hidden_layers,
+            hidden=hidden,
+            heads=heads,
+            query_width=heads * width,
+            kv_width=(getattr(text, "num_key_value_heads", None) or heads) * width,
+            inner=(inner or plain) * (experts or 1),
+            vocabulary=text.vocab_size,
+            linears=linears,
+            tied=bool(getattr(text, "tie_word_embeddings", False)),
+        )
+
+    @property
+    def trunk(self) -> int:
+        """Parameters without the language-model head."""
+        return self.parameters - (0 if self.tied else self.head)
+
+    @property
+    def head(self) -> int:
+        """Weights of the language-model head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def multiplied(self) -> int:
+        """Weights of linear layers, the head among them: what a narrow product reads a narrow copy of."""
+        return self.head + sum(linear.inputs * linear.outputs * linear.count for linear in self.linears)
+
+    def adapted(self, targets: str | list[str]) -> tuple[Linear, ...]:
+        """The linear layers that get an adapter: "all-linear", or those of these names."""
+        if targets == "all-linear":
+            return self.linears
+        names = [targets] if isinstance(targets, str) else targets
+        return tuple(linear for linear in self.linears if linear.name in {name.rpartition(".")[2] for name in names})
+
+
+@cache
+def _counted(kind: type, text: str) -> tuple[int, tuple[Linear, ...]]:
+    """Parameters and linear layers of the model that a config describes."""
+    import json
+
+    import torch
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
+
+    config: Any = kind.from_dict(json.loads(text))  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    head = model.get_output_embeddings()
+    found: Counter[tuple[str, int, int]] = Counter()
+    for name, part in model.named_modules():
+        if part is not head and isinstance(part, nn.Linear | Conv1D):
+            inputs, outputs = part.weight.shape if isinstance(part, Conv1D) else part.weight.shape[::-1]
+            found[(name.rpartition(".")[2], int(inputs), int(outputs))] += 1
+    linears = tuple(Linear(*key, count=count) for key, count in sorted(found.items()))
+    return sum(p.numel() for p in model.parameters()), linears

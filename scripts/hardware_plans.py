@@ -1,0 +1,104 @@
+"""The computed plans of docs/hardware.md: what the main command is cut into on GPUs that nobody here has.
+
+python scripts/hardware_plans.py           # writes the table into docs/hardware.md
+python scripts/hardware_plans.py --check   # leaves with 1 where the page has another one
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from transformers import Qwen2Config
+
+from lit_rl.algorithms.preflight.cut import Step, chosen
+from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers, in_words
+from lit_rl.algorithms.preflight.room import room_of
+from lit_rl.errors import ConfigError
+from lit_rl.models.policy.shape import ModelShape
+from lit_rl.ops.logprobs import GPU_BLOCK
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "hardware.md"
+BEGIN, END = "<!-- computed by scripts/hardware_plans.py -->\n", "<!-- end -->"
+
+SHAPES = {
+    "qwen0.5b": (896, 4864, 24, 14, 2, 151_936, True),
+    "qwen1.5b": (1536, 8960, 28, 12, 2, 151_936, True),
+    "Qwen2.5-7B": (3584, 18_944, 28, 28, 4, 152_064, False),
+}
+"""Width, MLP, layers, heads, heads of keys, vocabulary, tied head: from the public config.json of each Qwen2.5."""
+
+RUNS = [(name, rank) for name in ("qwen0.5b", "qwen1.5b") for rank in (0, 16)] + [("Qwen2.5-7B", 16)]
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 512, 512
+"""`data.prompts_per_rollout`, `algo.group_size`, `data.max_prompt_tokens`, `sampling.max_new_tokens`: the defaults."""
+
+
+def shape_of(name: str) -> ModelShape:
+    hidden, inner, layers, heads, kv_heads, vocabulary, tied = SHAPES[name]
+    config = Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+    )
+    return ModelShape.of(config)
+
+
+def memory(name: str, rank: int, *, checkpointing: bool) -> Memory:
+    """Of `algo=grpo trainer.precision=bf16-mixed`, with `model.lora.r=RANK model.dtype=bfloat16` if that is not 0."""
+    shape, numbers = shape_of(name), Numbers.of("bf16-mixed", 8)
+    policy = Network(shape, shape.parameters, 4 * shape.parameters, checkpointing=checkpointing)
+    if rank:
+        trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in shape.linears)
+        adapters = rank * sum(linear.count for linear in shape.linears)
+        policy = Network(
+            shape, trained, 2 * shape.parameters + 4 * trained, adapters, checkpointing=checkpointing, narrow=True
+        )
+    lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
+    return Memory(policy, numbers, lengths, decoding=lengths, block=GPU_BLOCK)
+
+
+def table() -> str:
+    """Markdown."""
+    step = Step(PROMPTS, GROUP, PROMPTS * GROUP)
+    lines = [
+        "| GPU | model | trains | gradient checkpointing | completions a micro-batch | decoded | a step needs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for gigabytes in (24, 80):
+        room = room_of(gigabytes)
+        for name, rank in RUNS:
+            trains = f"LoRA r={rank}, base in bfloat16" if rank else "all weights"
+            for checkpointing in (False, True):
+                needs = memory(name, rank, checkpointing=checkpointing)
+                try:
+                    cut = chosen(step, needs, room)
+                    rows, decoded = step.cuts()[cut.micro_batches], min(cut.decoded or 0, step.sequences)
+                    total = needs.plan(rows, decoded, steps_in_parts=cut.micro_batches > 1).total
+                    found = f"{rows} of {PROMPTS * GROUP} | {decoded} | {in_words(total)}"
+                except ConfigError:
+                    least = needs.plan(GROUP, 1, steps_in_parts=True).total
+                    found = f"does not fit | | one group: {in_words(least)}"
+                lines.append(f"| {gigabytes} GB | {name} | {trains} | {'yes' if checkpointing else 'no'} | {found} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    written = before + BEGIN + table() + END + rest.partition(END)[2]
+    if args.check:
+        return int(written != text)
+    PAGE.write_text(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""What steps need, as the memory plan says it and as it is measured: the table of docs/hardware.md, and its plot.
+
+    python scripts/memory_peaks.py                        # the table of the small shapes: minutes
+    python scripts/memory_peaks.py --shapes 135m 0.5b     # of larger ones: 4 and 12 GB of memory, an hour
+    python scripts/memory_peaks.py --plot FILE.svg        # peaks over 8 times as many completions a rollout
+
+Each case is a process of its own that trains two optimizer steps of a model with random weights on one thread. It first
+trains a step of the shipped policy, and counts from there: what Python and the libraries take is not in the plan. The
+peak is that of the resident set (VmHWM, which Linux has).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bench.workload import SHAPES
+
+MIB = 2**20
+PLOTTED = (8, 16, 32, 64)
+"""Completions a rollout; a micro-batch has 8."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to measure."""
+
+    shape: str
+    method: str = "grpo"
+    lora: int = 0
+    precision: str = "32-true"
+    rows: int = 32
+    """Completions of a rollout, four to a prompt; or rows of a step."""
+    accumulate: int = 2
+    prompt: int = 48
+    response: int = 48
+
+    @property
+    def label(self) -> str:
+        trains = f"LoRA r={self.lora}" if self.lora else "all weights"
+        return f"{self.shape} | {self.method} | {trains} | {self.precision}"
+
+
+RUNS = (
+    ("grpo", 0, "32-true"),
+    ("grpo", 8, "32-true"),
+    ("ppo", 0, "32-true"),
+    ("dpo", 0, "32-true"),
+    ("dpo", 8, "32-true"),
+    ("sft", 0, "32-true"),
+    ("sft", 8, "32-true"),
+    ("grpo", 0, "bf16-mixed"),
+    ("sft", 8, "bf16-mixed"),
+)
+"""Method, rank of the adapters (0: none), precision. CPUs without bfloat16 products take long for the last two."""
+
+
+def cases(shapes: list[str]) -> Iterator[Case]:
+    """Every run for these shapes."""
+    for shape, (method, lora, precision) in product(shapes, RUNS):
+        yield Case(shape, method, lora, precision, rows=16 if shape in ("135m", "0.5b") else 32)
+
+
+def measured(case: Case) -> dict[str, float]:
+    """MiB by the plan and by the process, of a case in a new process."""
+    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------- in the child
+
+
+def measure(case: Case) -> dict[str, float]:
+    """The same, in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+        _fit(replace(case, shape="shipped", rows=4, accumulate=1, prompt=4, response=4), Path(folder))
+        gc.collect()
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        before = _memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+        planned = _fit(case, Path(folder))
+        return {"planned": planned / MIB, "measured": (_memory("VmHWM") - before) / MIB}
+
+
+def _memory(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None
+    return int(found.group(1)) * 1024
+
+
+def _fit(case: Case, folder: Path) -> int:
+    """Train two steps; returns the bytes of the plan."""
+    import lightning as L
+
+    module, data = _built(case, folder)
+    trainer = L.Trainer(
+        max_steps=2,
+        accelerator="cpu",
+        devices=1,
+        accumulate_grad_batches=case.accumulate,
+        precision=case.precision,  # pyright: ignore
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    )
+    module.memory_gb = 1000.0
+    trainer.fit(module, datamodule=data)
+    memory, step = module.memory(), module.step
+    rows = step.units * step.rows // case.accumulate
+    return memory.plan(rows, module.decoded_at_once(step), steps_in_parts=case.accumulate > 1).total
+
+
+def _built(case: Case, folder: Path) -> tuple[Any, Any]:
+    from lit_rl import algorithms
+    from lit_rl.data.datamodule import RolloutDataModule
+    from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+    from lit_rl.models import LanguageModel, Lora
+    from lit_rl.rollout import Sampling
+
+    name = "tiny" if case.shape == "shipped" else str(_model(case.shape, folder))
+    model = LanguageModel(name, lora=Lora(r=case.lora) if case.lora else None)
+    rows = _rows(case, folder)
+    if case.method == "dpo":
+        return algorithms.DPO(model), PreferenceDataModule(path=rows, batch_size=case.rows, val_fraction=0.0)
+    if case.method == "sft":
+        return algorithms.SFT(model), SupervisedDataModule(path=rows, batch_size=case.rows, val_fraction=0.0)
+    sampling = Sampling(max_new_tokens=case.response)
+    data = RolloutDataModule(path=rows, prompts_per_rollout=case.rows // 4, val_fraction=0.0)
+    if case.method == "ppo":
+        return algorithms.PPO(model, _reward, group_size=4, iterations=1, sampling=sampling), data
+    return algorithms.GRPO(model, _reward, group_size=4, beta=0.1, sampling=sampling), data
+
+
+def _reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [float(i % 3) for i in range(len(completions))]
+
+
+def _rows(case: Case, folder: Path) -> str:
+    """Texts of nearly one length: every second prompt is a token shorter, so that some are padded."""
+    draw = random.Random(0)
+
+    def text(length: int) -> str:
+        return "".join(draw.choice("abcdefgh") for _ in range(length))
+
+    keys = {"dpo": ("chosen", "rejected"), "sft": ("completion",)}.get(case.method, ())
+    rows = [
+        {"prompt": text(case.prompt - i % 2), **{key: text(case.response - 1) for key in keys}}
+        for i in range(4 * case.rows)
+    ]
+    file = folder / f"{case.shape}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def _model(shape: str, folder: Path) -> Path:
+    """A model with random weights and a byte-level tokenizer."""
+    from make_random_model import byte_tokenizer, make
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    target = folder / f"model_{shape}"
+    if shape in ("135m", "0.5b"):
+        make({"135m": "smollm2-135m", "0.5b": "qwen2.5-0.5b"}[shape], target)
+        return target
+    tokenizer = byte_tokenizer()
+    config = Qwen2Config(**SHAPES[shape], tie_word_embeddings=True)
+    config.update({"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id})
+    config.bos_token_id = None
+    AutoModelForCausalLM.from_config(config).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+# ---------------------------------------------------------------- the table and the plot
+
+
+def plot(file: Path) -> None:
+    """Peak memory of rollouts of 8 to 64 completions, with micro-batches of 8."""
+    found = {rows: measured(Case("7m", rows=rows, accumulate=rows // 8))["measured"] for rows in PLOTTED}
+    print(found)
+    draw(file, found)
+
+
+def draw(file: Path, peaks: dict[int, float]) -> None:
+    """MiB by the completions of a rollout."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "lit_rl"
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+    axes.plot(list(peaks), list(peaks.values()), "o-", label="micro-batches of 8 completions")
+    axes.set(xlabel="completions a rollout (one optimizer step)", ylabel="peak memory, MiB")
+    axes.set_ylim(0, 1.5 * max(peaks.values()))
+    axes.set_xticks(list(peaks))
+    axes.legend(fontsize="small")
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["tiny", "7m"], choices=["tiny", "7m", "135m", "0.5b"])
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--case")
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measure(Case(**json.loads(args.case)))))
+    elif args.plot:
+        plot(args.plot)
+    else:
+        print("| shape | method | trains | precision | planned, MiB | measured, MiB | planned / measured |")
+        print("|---|---|---|---|---|---|---|")
+        for case in cases(args.shapes):
+            found = measured(case)
+            ratio = found["planned"] / found["measured"]
+            print(f"| {case.label} | {found['planned']:.0f} | {found['measured']:.0f} | {ratio:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

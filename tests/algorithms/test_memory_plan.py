@@ -1,0 +1,192 @@
+"""The memory plan: its formulas against what autograd really keeps, and the cut that is chosen from them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+
+from lit_rl.algorithms import DPO, GRPO
+from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
+from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
+from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
+from lit_rl.errors import ConfigError
+from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.shape import ModelShape
+from lit_rl.rollout import Completions, Sampling
+
+CONFIG = Qwen2Config(
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+SHAPE = ModelShape.of(CONFIG)
+
+
+def memory(**changes) -> Memory:
+    policy = Network(SHAPE, SHAPE.parameters, 4 * SHAPE.parameters)
+    lengths = Lengths(40, 24, group=4, shares=True)
+    return replace(Memory(policy, Numbers(), lengths, decoding=lengths, others={"reference": 1000}), **changes)
+
+
+def completions(prompts: int, group: int, p: int, t: int) -> Completions:
+    b = prompts * group
+    mask = torch.ones(prompts, p, dtype=torch.bool)
+    mask[0, :3] = False
+    return Completions(
+        prompt_ids=torch.randint(0, 512, (prompts, p)).repeat_interleave(group, 0),
+        prompt_mask=mask.repeat_interleave(group, 0),
+        response_ids=torch.randint(0, 512, (b, t)),
+        response_mask=torch.ones(b, t, dtype=torch.bool),
+        sampler_logprobs=torch.zeros(b, t),
+        ended=torch.ones(b, dtype=torch.bool),
+        group_id=torch.arange(prompts).repeat_interleave(group),
+        version=0,
+    )
+
+
+def kept_by_autograd(model: torch.nn.Module, rows: Completions, *, shared: bool, mixed: bool) -> int:
+    """Bytes that a forward pass keeps for its backward pass, parameters left out."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = tensor  # held, so that no address comes twice
+        return tensor
+
+    keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with keep, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        score(model, rows, Sampling(), options=ForwardOptions(True, shared, False))
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+@pytest.mark.parametrize("rank", [0, 8], ids=["full", "lora"])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_planned_activations_are_what_autograd_keeps(shared, rank, mixed):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG).train()
+    if rank:
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=shared, mixed=mixed)
+    adapters = rank * sum(linear.count for linear in SHAPE.linears)
+    plan = memory(
+        policy=Network(SHAPE, 1, 1, adapters=adapters),
+        numbers=Numbers.of("bf16-mixed" if mixed else "32-true", 8),
+        lengths=Lengths(64, 64, group=4, shares=shared),
+    ).plan(8, 8, steps_in_parts=False)
+    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+
+
+@pytest.mark.parametrize("config", [CONFIG, GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100)])
+def test_the_shape_counts_what_the_model_has(config):
+    model, shape = AutoModelForCausalLM.from_config(config), ModelShape.of(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert trained == sum(4 * (linear.inputs + linear.outputs) * linear.count for linear in shape.adapted("all-linear"))
+
+
+@pytest.mark.parametrize("room", [3 * 2**20, 5 * 2**20, 10 * 2**20, 2**30])
+def test_the_cut_is_the_coarsest_that_fits(room):
+    step, plan_of = Step(units=12, rows=4, sequences=48), memory()
+    fits = [
+        count
+        for count in (1, 2, 3, 4, 6, 12)
+        if sum(plan_of.plan(48 // count, 1, steps_in_parts=count > 1).learning.values()) <= room
+    ]
+    if not fits:
+        with pytest.raises(ConfigError, match=r"does not fit.*activations.*Set one of"):
+            chosen(step, plan_of, room)
+        return
+    found = chosen(step, plan_of, room)
+    assert found.micro_batches == fits[0]
+    assert found.decoded == most_decoded(plan_of, room)
+    bounds = [sum(plan_of.plan(1, found.decoded * n, steps_in_parts=False).generating.values()) for n in (1, 2)]
+    assert bounds[0] <= room < bounds[1] or found.decoded == 2**20
+
+
+def test_memory_grows_with_the_micro_batch_and_not_with_the_step():
+    totals = [sum(memory().plan(rows, 8, steps_in_parts=True).learning.values()) for rows in (4, 8, 16, 32)]
+    assert totals == sorted(set(totals))
+    whole = [chosen(Step(n, 4), memory(), 16 * 2**20).micro_batches for n in (8, 16, 32)]
+    assert whole[1] == 2 * whole[0] and whole[2] == 4 * whole[0]
+
+
+def test_checkpointing_adapters_and_narrow_numbers_need_less():
+    def learning(**changes) -> int:
+        return sum(memory(**changes).plan(16, 16, steps_in_parts=True).learning.values())
+
+    policy = Network(SHAPE, SHAPE.parameters, 4 * SHAPE.parameters)
+    own = Lengths(40, 24, group=4)
+    assert learning(policy=replace(policy, checkpointing=True), lengths=own) < learning(lengths=own)
+    assert learning(policy=Network(SHAPE, 1000, 4 * SHAPE.parameters, adapters=100)) < learning()
+    assert learning(numbers=Numbers.of("bf16-mixed", 8)) < learning()
+    assert learning() < learning(policy=replace(policy, head="logits"))
+
+
+def test_by_hand_is_taken_or_refused_with_the_nearest():
+    step = Step(units=6, rows=4)
+    found, warning = cut(Given(8, 1), step, memory(), 2**30)
+    assert found is not None and found.micro_batches == 3 and not warning
+    with pytest.raises(ConfigError, match="micro_batch_size=10.*8, 12, 4"):
+        cut(Given(10, 1), step, memory(), 2**30)
+    with pytest.raises(ConfigError, match="both say"):
+        cut(Given(8, 2), step, memory(), 2**30)
+    with pytest.raises(ConfigError, match="auto, or null"):
+        cut(Given("automatic", 1), step, memory(), 2**30)  # pyright: ignore
+
+
+def test_what_the_user_says_is_warned_about_with_the_setting_that_fits():
+    step, plan_of = Step(units=12, rows=4, sequences=48), memory()
+    room = plan_of.plan(12, 1, steps_in_parts=True).total
+    found, warning = cut(Given(None, 2), step, plan_of, room)
+    assert found is None and "trainer.accumulate_grad_batches=4" in warning and "activations" in warning
+    assert not cut(Given(None, 12), step, plan_of, room)[1].count("accumulate_grad_batches=4")
+
+
+def test_the_room_is_bounded_by_the_container(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    8000 kB\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1024\n")
+    (group / "memory.max").write_text("max\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    (group / "memory.max").write_text(f"{5 * 2**20}\n")
+    assert available_memory(tmp_path) == 5 * 2**20 - 1024
+    assert room(torch.device("cpu"), gigabytes=2) == pytest.approx(2**31 * (1 - KEPT_FREE), abs=1)
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, DPO])
+def test_every_family_takes_the_key(algorithm):
+    extra = {"reward": len} if algorithm is GRPO else {}
+    assert algorithm("tiny", micro_batch_size=4, **extra).micro_batch_size == 4
+
+
+def test_the_page_of_hardware_has_the_plans_of_now(root):
+    done = subprocess.run([sys.executable, root / "scripts" / "hardware_plans.py", "--check"], check=False)
+    assert done.returncode == 0, "python scripts/hardware_plans.py"
+
+
+@pytest.mark.all
+def test_the_plan_is_near_what_a_process_takes(root):
+    case = '{"shape": "7m", "method": "grpo", "rows": 16}'
+    command = [sys.executable, root / "scripts" / "memory_peaks.py", "--case", case]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.2)

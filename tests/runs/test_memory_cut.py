@@ -1,0 +1,61 @@
+"""Runs that the memory plan cuts: the same training, resumed with the same cut; and `lit-rl plan`."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+from runs_helpers import SMALL, assert_same_run, interrupted, newest
+
+from lit_rl.algorithms import GRPO
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+ROWS = ["data.prompts_per_rollout=8", "algo.group_size=4", "trainer.max_steps=4", "data.task.val_rows=4"]
+EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
+LITTLE = "plan.memory_gb=0.016"
+"""Not enough for a micro-batch of 32 completions of the shipped policy."""
+
+
+def test_a_resumed_run_keeps_its_cut_whatever_memory_is_free(train, tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    overrides = [*SMALL, *EVERY_STEP, *ROWS]
+    assert train(*overrides, LITTLE, f"run_dir={whole}") == 0
+    kept = newest(whole)["cut"]
+    assert kept["micro_batches"] > 1
+    interrupted(whole, again, 2)
+    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+    assert newest(again)["cut"] == kept
+    assert_same_run(whole, again)
+
+
+def test_a_plan_is_printed_and_nothing_written(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train(*SMALL, *ROWS, LITTLE, "task=plan") == 0
+    said = capsys.readouterr().out
+    assert "activations" in said and "key-value cache" in said and "may be given out" in said
+    assert "expected" not in said  # another machine's step cannot be timed here
+    assert train(*SMALL, *ROWS, "task=plan", "plan.probe=true") == 0
+    assert "seconds an optimizer step" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_can_never_fit_is_refused_before_weights_load(train, tmp_path, capsys):
+    assert train(*SMALL, *ROWS, "plan.memory_gb=0.005", f"run_dir={tmp_path / 'run'}") == 2
+    said = capsys.readouterr().err
+    assert "does not fit" in said and "algo.split_groups" in said and "weights" in said
+
+
+def test_plain_constructors_warn_once_and_go_on():
+    module = GRPO("tiny", exact_match, group_size=4, sampling=Sampling(max_new_tokens=6))
+    module.memory_gb = 0.016
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(
+        max_steps=1, accelerator="cpu", devices=1, limit_val_batches=0, use_distributed_sampler=False, **quiet
+    )
+    with pytest.warns(UserWarning, match=r"does not fit.*Set trainer.accumulate_grad_batches=\d") as seen:
+        trainer.fit(module, datamodule=data)
+    assert sum("does not fit" in str(one.message) for one in seen) == 1
+    assert trainer.global_step == 1 and trainer.accumulate_grad_batches == 1
