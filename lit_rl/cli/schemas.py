@@ -81,6 +81,7 @@ TARGETS = {
     "AdditionText": "lit_rl.data.tasks.AdditionText",
     "AdditionPairs": "lit_rl.data.tasks.AdditionPairs",
     "AdditionSteps": "lit_rl.data.tasks.AdditionSteps",
+    "Largest": "lit_rl.data.tasks.Largest",
     "Rewards": "lit_rl.rewards.Rewards",
     "RewardRecipes": "lit_rl.rewards.RewardRecipes",
     "from_paths": "lit_rl.rewards.from_paths",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from typing import Any, Protocol, runtime_checkable
 
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, in_range
 
 
 @runtime_checkable
@@ -111,3 +112,55 @@ class AdditionSteps(Addition):
             labels = [place < wrong_at for place in range(len(columns))]
             rows.append({**row, "completions": steps, "labels": labels})
         return rows
+
+
+class Largest:
+    """Which of a few numbers is the largest, as one message of a chat, for models that follow instructions:
+
+    `{"prompt": [{"role": "user", "content": "Which is the largest number: 7, 64, 12, 31? Reply with just the
+    number."}], "answer": "64"}`
+
+    The numbers of a row differ, and no two rows have the same ones in the same order. Rows depend on the arguments
+    alone: they are drawn with Python's own generator.
+
+    Args:
+        count: Numbers in a row, 2 or more.
+        max_number: Largest of them, at least `count`; the smallest is 1.
+        train_rows: Rows to learn from, 1 or more.
+        val_rows: Other rows, held out for validation; 0 holds out none.
+        seed: Seed of the draw.
+    """
+
+    def __init__(
+        self, count: int = 4, max_number: int = 99, train_rows: int = 2000, val_rows: int = 500, seed: int = 0
+    ) -> None:
+        in_range("data.task.count", count, low=2)
+        in_range("data.task.max_number", max_number, low=count)
+        in_range("data.task.train_rows", train_rows, low=1)
+        in_range("data.task.val_rows", val_rows, low=0)
+        if train_rows + val_rows > (most := math.perm(max_number, count)):
+            raise ConfigError(
+                f"data.task.train_rows={train_rows} and data.task.val_rows={val_rows}: {count} of {max_number} numbers "
+                f"make {most} rows. Lower one of the two, or raise max_number or count."
+            )
+        self.count, self.max_number, self.train_rows, self.val_rows = count, max_number, train_rows, val_rows
+        self.seed = seed
+
+    def train(self) -> list[dict[str, Any]]:
+        """The rows that are not held out."""
+        return self._rows()[self.val_rows :]
+
+    def val(self) -> list[dict[str, Any]]:
+        """The `val_rows` held-out rows."""
+        return self._rows()[: self.val_rows]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        draw, found = random.Random(self.seed), dict[tuple[int, ...], None]()
+        while len(found) < self.train_rows + self.val_rows:
+            found[tuple(draw.sample(range(1, self.max_number + 1), self.count))] = None
+        return [self._row(numbers) for numbers in found]
+
+    @staticmethod
+    def _row(numbers: tuple[int, ...]) -> dict[str, Any]:
+        question = f"Which is the largest number: {', '.join(map(str, numbers))}? Reply with just the number."
+        return {"prompt": [{"role": "user", "content": question}], "answer": str(max(numbers))}

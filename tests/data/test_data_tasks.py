@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 
 import pytest
 
-from lit_rl.data.tasks import Addition, Task
+from lit_rl.data.tasks import Addition, Largest, Task
 from lit_rl.errors import ConfigError
 
 
@@ -36,3 +37,28 @@ def test_a_small_task_and_refused_arguments():
     for arguments in ({"max_operand": -1}, {"max_operand": 1, "val_rows": 4}, {"val_rows": -1}):
         with pytest.raises(ConfigError, match=r"data\.task\."):
             Addition(**arguments)
+
+
+def test_the_largest_number_is_the_answer_and_no_held_out_row_is_learned():
+    task = Largest(train_rows=300, val_rows=100)
+    train, val = task.train(), task.val()
+    assert isinstance(task, Task) and (len(train), len(val)) == (300, 100)
+    questions = [row["prompt"][0]["content"] for row in train + val]
+    assert len(set(questions)) == 400
+    places = set()
+    for row, question in zip(train + val, questions):
+        numbers = [int(word) for word in re.findall(r"\d+", question)]
+        assert len(set(numbers)) == 4 and min(numbers) >= 1 and max(numbers) <= 99
+        assert row["answer"] == str(max(numbers)) and [m["role"] for m in row["prompt"]] == ["user"]
+        places.add(numbers.index(max(numbers)))
+    assert places == {0, 1, 2, 3}
+    assert Largest(seed=1).val() != Largest().val() == Largest().val()
+
+
+def test_rows_of_the_largest_that_cannot_be_drawn_are_refused():
+    assert len(Largest(count=2, max_number=3, train_rows=4, val_rows=2).train()) == 4
+    for arguments in ({"count": 1}, {"count": 4, "max_number": 3}, {"train_rows": 0}, {"val_rows": -1}):
+        with pytest.raises(ConfigError, match=r"data\.task\."):
+            Largest(**arguments)
+    with pytest.raises(ConfigError, match="make 6 rows"):
+        Largest(count=2, max_number=3, train_rows=5, val_rows=2)
