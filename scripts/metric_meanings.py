@@ -18,6 +18,7 @@ METRICS = {
     "clip_cov/share": "share of the loss tokens dropped for their covariance",
     "kl_cov/share": "share of the loss tokens with the KL penalty",
     "kl": "mean over tokens of k1 to the reference, when the rollout is taken",
+    "frac_rows_skipped": "share of rows without an advantage: no gradient, so no forward pass either",
     "groups/dropped": "groups without spread in the first draw",
     "groups/drawn": "spare prompts that were completed",
     "groups/empty": "places that the cap left without a group",

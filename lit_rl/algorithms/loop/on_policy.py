@@ -74,7 +74,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None
         self._slot, self._counts = -1, torch.zeros(0)
-        self._rows_of_slots: list[Tensor] | None = None
+        self._dealt: tuple[Rollout, list[Tensor]] | None = None
         self._step_tokens: StepTokens | None = None
         self._records = Records()
 
@@ -340,20 +340,30 @@ class OnPolicyModule(GeneratingModule, ABC):
             ranks=self.ranks,
         )
         self._counts = step_counts(self.rollout, self.plan, seed=self.seed, index=scored.batch.rollout)
-        self._rows_of_slots = None
+        self._dealt = None
         if (teaching := self.rows_that_teach(self.rollout)) is not None:
             rows = torch.tensor(float(len(teaching)), device=teaching.device)
             self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
         """The rows of this slot, or of one further on. How a rollout is dealt out is worked out once."""
+        if self._dealt is None:
+            self._dealt = self._deal(batch.rollout)
+        rollout, rows = self._dealt
+        return micro_batch(rollout, rows[batch.slot + ahead])
+
+    def _deal(self, index: int) -> tuple[Rollout, list[Tensor]]:
+        """What is learned from, and the rows of each slot.
+
+        Rows that teach nothing have no loss token there: where one is computed all the same, so that ranks keep pace,
+        no metric counts it.
+        """
         assert self.rollout is not None and self.plan is not None
-        if self._rows_of_slots is None:
-            teaching = self.rows_that_teach(self.rollout)
-            self._rows_of_slots = rows_of_slots(
-                self.rollout, self.plan, seed=self.seed, index=batch.rollout, teaching=teaching
-            )
-        return micro_batch(self.rollout, self._rows_of_slots[batch.slot + ahead])
+        rollout, teaching = self.rollout, self.rows_that_teach(self.rollout)
+        rows = rows_of_slots(rollout, self.plan, seed=self.seed, index=index, teaching=teaching)
+        if teaching is not None:
+            rollout = replace(rollout, loss_mask=rollout.loss_mask & teaching[:, None])
+        return rollout, rows
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -411,7 +421,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
         self.source.load_state(saved, device)
         if "rollout" in saved:
-            self.rollout, self._rows_of_slots = state.rollout_of(saved["rollout"], device), None
+            self.rollout, self._dealt = state.rollout_of(saved["rollout"], device), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
             self.stopwatch.load(saved["seconds"])
