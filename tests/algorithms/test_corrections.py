@@ -141,7 +141,8 @@ CUTS = [
 @pytest.mark.parametrize(("name", "correction", "accumulate"), CUTS)
 def test_without_the_extra_pass_gradient_and_metrics_are_the_same(tmp_path, monkeypatch, name, correction, accumulate):
     algorithm, settings = FAMILY[name]
-    settings = {**settings, "correction": CORRECTIONS[correction]}
+    # All rows are computed: what is measured in the loss is of the rows that are.
+    settings = {**settings, "correction": CORRECTIONS[correction], "skip_zero_advantages": False}
     module, logged, rollout = fitted(tmp_path, algorithm, settings, accumulate=accumulate)
     assert not module.needs_old_logprobs and rollout.old_logprobs is None and rollout.weights is None
     with_the_pass(monkeypatch)
@@ -186,9 +187,10 @@ def forwards(tmp_path: Any, monkeypatch: Any, settings: dict[str, Any], **how: A
         return counted
 
     with monkeypatch.context() as patch:
-        for module in (micro_batches, policy_gradient, step_tokens):
+        patch.setattr(micro_batches, "response_logprobs", counting(micro_batches.response_logprobs))
+        for module in (policy_gradient, step_tokens):
             patch.setattr(module, "score", counting(module.score))
-        fitted(tmp_path, GRPO, settings, **how)
+        fitted(tmp_path, GRPO, settings | {"skip_zero_advantages": False}, **how)
     return rows[True], rows[False]
 
 
