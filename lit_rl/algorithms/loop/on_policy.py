@@ -302,7 +302,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def lengths(self) -> Lengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        rows = self.group_size // self.split_groups
+        rows = max(1, self.group_size // self.split_groups)  # what does not divide is refused with the batches
         shares = self.forward_options.shared_prompts and rows > 1
         return Lengths(data.longest_prompt, self.sampling.max_new_tokens, rows, shares=shares)
 
