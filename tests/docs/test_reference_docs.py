@@ -47,6 +47,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         *([f"generator={name}"] for name in ("hf_continuous", "vllm", "vllm_server")),
         ["callbacks=preference_sets"],
         ["callbacks=ema"],
+        ["data=largest"],
     ]
     with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
         schemas.register()

@@ -144,7 +144,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         self._reads_old_logprobs = not self.ratio_is_one or any(made_of_old)
         self._loss_reads = tuple(name for name in ("weights", "step") if reads(loss, name))
         self._loss_multiplies_weights = multiplies_weights(loss)
-        self._zero_advantages_teach_nothing = skip_zero_advantages and zero_advantages.teach_nothing(loss, reduction)
+        self.skip_zero_advantages = skip_zero_advantages
+        self._zero_advantages_teach_nothing = zero_advantages.teach_nothing(loss, reduction)
 
     @property
     def beta(self) -> float:
@@ -257,7 +258,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         A subclass with a loss of its own may learn from every row: there all are computed.
         """
         others = self.beta, self.entropy, self.router_aux_loss_coef, self.selection.choose, self.needs_step
-        if any(others) or not self._zero_advantages_teach_nothing or type(self).loss is not PolicyGradient.loss:
+        only_this_loss = self._zero_advantages_teach_nothing and type(self).loss is PolicyGradient.loss
+        if any(others) or not (self.skip_zero_advantages and only_this_loss):
             return None
         assert rollout.advantages is not None
         advantages = rollout.advantages if rollout.advantages.ndim == 2 else rollout.advantages[:, None]
