@@ -255,11 +255,13 @@ class PolicyGradient(OnPolicyModule, ABC):
     def rows_that_teach(self, rollout: Rollout) -> Tensor | None:
         """All but those without an advantage at any loss token, where no term but the policy loss is learned.
 
-        A subclass with a loss of its own may learn from every row: there all are computed.
+        A subclass with a loss of its own may learn from every row: there all are computed. So they are where the loss
+        is what measures how far an engine is from the policy.
         """
+        measured_in_loss = self.engine.measures_mismatch and rollout.old_logprobs is None
         others = self.beta, self.entropy, self.router_aux_loss_coef, self.selection.choose, self.needs_step
         only_this_loss = self._zero_advantages_teach_nothing and type(self).loss is PolicyGradient.loss
-        if any(others) or not (self.skip_zero_advantages and only_this_loss):
+        if any(others) or measured_in_loss or not (self.skip_zero_advantages and only_this_loss):
             return None
         assert rollout.advantages is not None
         advantages = rollout.advantages if rollout.advantages.ndim == 2 else rollout.advantages[:, None]
