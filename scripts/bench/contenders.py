@@ -17,6 +17,9 @@ REFERENCE = "TRL, float32"
 """What the gate compares with: no reduced precision, no checkpointing. Also a candidate for the best tuning."""
 DEFAULT = "TRL, default"
 DEFAULT_ASLEEP = "TRL, default, waiting threads sleep"
+DEFAULT_FLOAT32 = "TRL, default but float32"
+DEFAULT_FLOAT32_ASLEEP = "TRL, default but float32, waiting threads sleep"
+"""Of a processor without units for bfloat16, where TRL's default takes a hundred times as long: nobody would wait."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,16 @@ class Peer:
         return {"config": found}
 
 
+_FLOAT32 = {"bf16": False, "gradient_checkpointing": False}
 _BF16_WEIGHTS = {"model_init_kwargs": {"dtype": "bfloat16"}, "gradient_checkpointing": False}
 PEERS = (
-    Peer(REFERENCE, "float32", {"bf16": False, "gradient_checkpointing": False}, rows_at_once=0),
+    Peer(REFERENCE, "float32", _FLOAT32, rows_at_once=0),
     Peer(DEFAULT, "bfloat16", role="default", spin=True),
     Peer(DEFAULT_ASLEEP, "bfloat16", role="default"),
+    Peer(DEFAULT_FLOAT32, "float32", {"bf16": False}, role="default", spin=True),
+    Peer(DEFAULT_FLOAT32_ASLEEP, "float32", {"bf16": False}, role="default"),
+    Peer("TRL, float32, waiting threads spin", "float32", _FLOAT32, rows_at_once=0, spin=True),
+    Peer("TRL, float32, 8 rows at once", "float32", _FLOAT32),
     Peer("TRL, bf16 weights, whole batch", "bfloat16", _BF16_WEIGHTS, rows_at_once=0),
     Peer("TRL, bf16 weights, whole batch, waiting threads spin", "bfloat16", _BF16_WEIGHTS, rows_at_once=0, spin=True),
     Peer("TRL, autocast, whole batch", "bfloat16", {"gradient_checkpointing": False}, rows_at_once=0),

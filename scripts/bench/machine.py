@@ -17,6 +17,8 @@ import torch
 
 FLAGS = ("amx_bf16", "amx_tile", "avx512_bf16", "avx512f", "avx2")
 """Of the processor, those that decide what bfloat16 costs."""
+LONG = 5.0
+"""Seconds of a matrix product that is too long to be taken several times."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Limits:
     """Bytes/s read and written."""
     read: float
     """Bytes/s read."""
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether products in bfloat16 are not slower than in float32, as they are where no unit is made for them."""
+        return self.flops["bfloat16"] >= self.flops["float32"]
 
     @property
     def best_flops(self) -> float:
@@ -44,20 +51,27 @@ def measure(device: str = "cpu", size: int = 4096, floats: int = 2**27, times: i
 
     Args:
         device: "cpu" or "cuda".
-        size: Rows and columns of the matrices.
+        size: Rows and columns of the matrices; of smaller ones where a product would take many seconds.
         floats: Length of the float32 buffers.
         times: Repetitions, of which the fastest counts.
     """
     flops = {}
     for dtype in (torch.float32, torch.bfloat16):
-        a, b = torch.randn(2, size, size, device=device).to(dtype)
-        out = torch.empty_like(a)
-        seconds = _best(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device, times)
-        flops[str(dtype).removeprefix("torch.")] = 2 * size**3 / seconds
+        rate = _products(dtype, device, min(size, 512), times=3)
+        if 2 * size**3 / rate < LONG:
+            rate = _products(dtype, device, size, times)
+        flops[str(dtype).removeprefix("torch.")] = rate
     x = torch.ones(floats, device=device)
     y = torch.empty_like(x)
     copied = 2 * x.nbytes / _best(lambda: y.copy_(x), device, times)
     return Limits(flops, copied, x.nbytes / _best(x.sum, device, times))
+
+
+def _products(dtype: torch.dtype, device: str, size: int, times: int) -> float:
+    """FLOP/s of the fastest product."""
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    out = torch.empty_like(a)
+    return 2 * size**3 / _best(lambda: torch.mm(a, b, out=out), device, times)
 
 
 def _best(work: Callable[[], Any], device: str, times: int) -> float:

@@ -1,6 +1,7 @@
 """Rounds: contenders take turns, A B C and then C B A, so that a neighbour's load falls on all of them.
 
-A turn is a few timed steps after untimed ones. Where other processes took more than 5 % of the processor in a turn it
+A turn is a few timed steps after untimed ones; where all rollouts are of the same lengths, it ends after `LONG` seconds
+with fewer. Where other processes took more than 5 % of the processor in a turn it
 is taken again, a few times at most; what is kept says how much they took.
 """
 
@@ -27,6 +28,8 @@ from bench.workload import Spec, write
 
 FOREIGN = 0.05
 """Share of the processor that others may take in a turn."""
+LONG = 30.0
+"""Seconds after which a turn takes no further step: bfloat16 without units for it takes ten times as long."""
 SCRIPTS = Path(__file__).resolve().parents[1]
 
 
@@ -186,7 +189,9 @@ class Turns:
     def _timed(self, process: Process) -> dict[str, Any]:
         cores, load, own = self._place.cores, os.getloadavg()[0], os.times()
         began, before = time.perf_counter(), machine.busy(cores)
-        answers = [process.step() for _ in range(self._benchmark.steps)]
+        answers = [process.step()]
+        while len(answers) < self._benchmark.steps and not (self._may_end and time.perf_counter() - began > LONG):
+            answers.append(process.step())
         now = os.times()
         wall, ours = time.perf_counter() - began, sum(answer["cpu"] for answer in answers)
         ours += now.user + now.system - own.user - own.system
@@ -195,6 +200,11 @@ class Turns:
         memory = [name for name in ("peak", "gpu_peak", "gpu_reserved") if name in answers[0]]
         peaks = {name: max(answer[name] for answer in answers) for name in memory}
         return turn | peaks | {"foreign": foreign, "load": [load, os.getloadavg()[0]]}
+
+    @property
+    def _may_end(self) -> bool:
+        """Whether a turn of fewer steps is as good: each of its steps asks for the same work."""
+        return self._benchmark.workload.lengths == "fixed"
 
     def _look_inside(self, contender: Contender, process: Process) -> None:
         """Steps that nobody times: FLOPs executed, and on a GPU the phases, which are waited for."""

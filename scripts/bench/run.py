@@ -24,18 +24,20 @@ import torch
 from bench import machine, measure, page
 from bench.gate import GateError
 from bench.protocol import ContenderFailed
-from bench.suites import SUITES, Benchmark, without_peer
+from bench.suites import SUITES, Benchmark, without_bfloat16, without_peer
 
 
-def header(suite: str, place: measure.Place, **limits: int) -> dict[str, Any]:
+def header(suite: str, place: measure.Place, **settings: int) -> dict[str, Any]:
     """What is the same for all benchmarks of a run: the machine, measured, and the versions.
 
     Args:
         suite: The name of what runs.
         place: Where.
-        limits: How `machine.measure` measures, in place of its defaults.
+        settings: How `machine.measure` measures, in place of its defaults.
     """
-    found = dataclasses.asdict(machine.measure(place.device, **limits)) | machine.describe(place.device)
+    print("Measuring what the machine can do ...", flush=True)
+    limits = machine.measure(place.device, **settings)
+    found = dataclasses.asdict(limits) | {"has_bfloat16": limits.has_bfloat16} | machine.describe(place.device)
     print(f"machine: {found}", flush=True)
     if place.device == "cuda":
         torch.cuda.empty_cache()
@@ -110,6 +112,8 @@ def main() -> None:
         os.sched_setaffinity(0, place.cores)
         run: dict[str, Any] = header(given.suite, place) | {"benchmarks": []}
         try:
+            if not run["machine"]["has_bfloat16"]:
+                benchmarks = [without_bfloat16(one) for one in benchmarks]
             for result in measure.run(benchmarks, place):
                 run["benchmarks"].append(result)
                 if docs is not None:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.contenders import DEFAULT, DEFAULT_ASLEEP, OURS, VARIANTS, Contender, ablations, ours, peers
+from bench.contenders import (
+    DEFAULT,
+    DEFAULT_ASLEEP,
+    DEFAULT_FLOAT32,
+    DEFAULT_FLOAT32_ASLEEP,
+    OURS,
+    REFERENCE,
+    VARIANTS,
+    Contender,
+    ablations,
+    ours,
+    peers,
+)
 from bench.workload import Workload
 
 
@@ -46,6 +58,14 @@ FEW = (
 )
 """TRL as it comes, and the tunings that may be its fastest; `tuning` measures all of them."""
 
+FLOAT32 = (
+    DEFAULT_FLOAT32,
+    DEFAULT_FLOAT32_ASLEEP,
+    "TRL, float32, waiting threads spin",
+    "TRL, float32, 8 rows at once",
+)
+"""The same where nothing computes in bfloat16."""
+
 
 def smoke() -> list[Benchmark]:
     """Does it run? Figures of it mean nothing."""
@@ -62,7 +82,8 @@ def bench() -> list[Benchmark]:
 def tuning() -> list[Benchmark]:
     """Which setting of TRL is its fastest on a machine."""
     settings = replace(C1, name="Settings of TRL, prompt 64")
-    return [Benchmark(settings, peers(settings), rounds=3, steps=5, resident=False)]
+    theirs = [one for one in peers(settings) if one.name not in (DEFAULT_FLOAT32, DEFAULT_FLOAT32_ASLEEP)]
+    return [Benchmark(settings, theirs, rounds=3, steps=5, resident=False)]
 
 
 def full() -> list[Benchmark]:
@@ -113,6 +134,16 @@ def gpu() -> list[Benchmark]:
 
 SUITES = {"smoke": smoke, "bench": bench, "tuning": tuning, "full": full, "gpu": gpu}
 """By the names that `run` takes."""
+
+
+def without_bfloat16(benchmark: Benchmark) -> Benchmark:
+    """For a processor without units for bfloat16: TRL as it comes is its default in float32, and so are its tunings."""
+    workload = benchmark.workload
+    compared = any(one.name == DEFAULT for one in benchmark.contenders)
+    kept = [one for one in benchmark.contenders if one.dtype == "float32" and one.side == "ours"]
+    reference = [one for one in benchmark.contenders if one.name == REFERENCE]
+    theirs = peers(workload, FLOAT32)[1:] if compared else []
+    return replace(benchmark, contenders=[*reference, *theirs, *kept])
 
 
 def without_peer(benchmark: Benchmark) -> Benchmark:
