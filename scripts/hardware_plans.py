@@ -48,42 +48,43 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.of(config)
 
 
-def memory(name: str, rank: int, *, checkpointing: bool) -> Memory:
+def memory(name: str, rank: int) -> Memory:
     """Of `algo=grpo trainer.precision=bf16-mixed`, with `model.lora.r=RANK model.dtype=bfloat16` if that is not 0."""
     shape, numbers = shape_of(name), Numbers.of("bf16-mixed", 8)
-    policy = Network(shape, shape.parameters, 4 * shape.parameters, checkpointing=checkpointing)
+    policy = Network(shape, shape.parameters, 4 * shape.parameters)
     if rank:
         trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in shape.linears)
         adapters = rank * sum(linear.count for linear in shape.linears)
-        policy = Network(
-            shape, trained, 2 * shape.parameters + 4 * trained, adapters, checkpointing=checkpointing, narrow=True
-        )
+        policy = Network(shape, trained, 2 * shape.parameters + 4 * trained, adapters, narrow=True)
     lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
-    return Memory(policy, numbers, lengths, decoding=lengths, block=GPU_BLOCK)
+    return Memory(policy, numbers, lengths, decoding=lengths, block=GPU_BLOCK, may_recompute=True)
+
+
+def planned(needs: Memory, step: Step, room: int) -> str:
+    """The columns of a run: how it is cut, or what its smallest micro-batch would take."""
+    try:
+        cut = chosen(step, needs, room)
+    except ConfigError:
+        least = needs.recomputing().plan(1, 1, steps_in_parts=True).total
+        return f"does not fit | | | one completion: {in_words(least)}"
+    rows, decoded = step.cuts()[cut.micro_batches], min(cut.decoded or 0, step.sequences)
+    sizes = needs.recomputing() if cut.recompute else needs
+    total = sizes.plan(rows, decoded, steps_in_parts=cut.micro_batches > 1).total
+    return f"{rows} of {PROMPTS * GROUP} | {'yes' if cut.recompute else 'no'} | {decoded} | {in_words(total)}"
 
 
 def table() -> str:
     """Markdown."""
-    step = Step(PROMPTS, GROUP, PROMPTS * GROUP)
+    step = Step(PROMPTS, GROUP, PROMPTS * GROUP, slices=(1, 2, 4, 8))
     lines = [
-        "| GPU | model | trains | gradient checkpointing | completions a micro-batch | decoded | a step needs |",
+        "| GPU | model | trains | completions a micro-batch | gradient checkpointing | decoded | a step needs |",
         "|---|---|---|---|---|---|---|",
     ]
     for gigabytes in (24, 80):
         room = room_of(gigabytes)
         for name, rank in RUNS:
             trains = f"LoRA r={rank}, base in bfloat16" if rank else "all weights"
-            for checkpointing in (False, True):
-                needs = memory(name, rank, checkpointing=checkpointing)
-                try:
-                    cut = chosen(step, needs, room)
-                    rows, decoded = step.cuts()[cut.micro_batches], min(cut.decoded or 0, step.sequences)
-                    total = needs.plan(rows, decoded, steps_in_parts=cut.micro_batches > 1).total
-                    found = f"{rows} of {PROMPTS * GROUP} | {decoded} | {in_words(total)}"
-                except ConfigError:
-                    least = needs.plan(GROUP, 1, steps_in_parts=True).total
-                    found = f"does not fit | | one group: {in_words(least)}"
-                lines.append(f"| {gigabytes} GB | {name} | {trains} | {'yes' if checkpointing else 'no'} | {found} |")
+            lines.append(f"| {gigabytes} GB | {name} | {trains} | {planned(memory(name, rank), step, room)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -120,6 +120,25 @@ def test_the_cut_is_the_coarsest_that_fits(room):
     assert bounds[0] <= room < bounds[1] or found.decoded == 2**20
 
 
+def test_where_a_group_is_too_large_it_is_cut_and_then_activations_are_computed_twice():
+    step, plan_of = Step(units=3, rows=4, sequences=12, slices=(1, 2, 4)), memory(may_recompute=True)
+    assert step.cuts() == {1: 12, 3: 4, 6: 2, 12: 1}
+    assert [step.slices_of(count) for count in step.cuts()] == [1, 1, 2, 4]
+
+    def least(rows: int, sizes: Memory = plan_of) -> int:
+        return sizes.plan(rows, 1, steps_in_parts=True).total
+
+    assert chosen(step, plan_of, least(2)).micro_batches == 6
+    found = chosen(step, plan_of, least(1) - 1)
+    assert found.recompute and "gradient checkpointing" in found.why
+    assert not chosen(step, plan_of, least(1)).recompute
+    with pytest.raises(ConfigError, match=r"1 row it needs"):
+        chosen(step, plan_of, least(1, plan_of.recomputing()) - 1)
+    with pytest.raises(ConfigError, match=r"model.gradient_checkpointing=true"):
+        chosen(step, memory(), least(1) - 1)
+    assert cut(Given(2, 1), step, plan_of, 2**30)[0].micro_batches == 6
+
+
 def test_memory_grows_with_the_micro_batch_and_not_with_the_step():
     totals = [sum(memory().plan(rows, 8, steps_in_parts=True).learning.values()) for rows in (4, 8, 16, 32)]
     assert totals == sorted(set(totals))

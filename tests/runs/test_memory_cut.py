@@ -16,14 +16,20 @@ ROWS = ["data.prompts_per_rollout=8", "algo.group_size=4", "trainer.max_steps=4"
 EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
 LITTLE = "plan.memory_gb=0.016"
 """Not enough for a micro-batch of 32 completions of the shipped policy."""
+SCARCE = "plan.memory_gb=0.0102"
+"""Not enough for a group of 4."""
+LEAST = "plan.memory_gb=0.00985"
+"""Not enough for one completion whose activations are kept."""
 
 
-def test_a_resumed_run_keeps_its_cut_whatever_memory_is_free(train, tmp_path):
+@pytest.mark.parametrize("memory", [LITTLE, SCARCE, LEAST])
+def test_a_resumed_run_keeps_its_cut_whatever_memory_is_free(train, tmp_path, memory):
     whole, again = tmp_path / "whole", tmp_path / "again"
     overrides = [*SMALL, *EVERY_STEP, *ROWS]
-    assert train(*overrides, LITTLE, f"run_dir={whole}") == 0
+    assert train(*overrides, memory, f"run_dir={whole}") == 0
     kept = newest(whole)["cut"]
-    assert kept["micro_batches"] > 1
+    assert (kept["micro_batches"] > 1) and (kept["micro_batches"] > 8) == (memory != LITTLE)
+    assert kept["recompute"] == (memory == LEAST)
     interrupted(whole, again, 2)
     assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
     assert newest(again)["cut"] == kept
@@ -44,7 +50,7 @@ def test_a_plan_is_printed_and_nothing_written(train, tmp_path, monkeypatch, cap
 def test_what_can_never_fit_is_refused_before_weights_load(train, tmp_path, capsys):
     assert train(*SMALL, *ROWS, "plan.memory_gb=0.005", f"run_dir={tmp_path / 'run'}") == 2
     said = capsys.readouterr().err
-    assert "does not fit" in said and "algo.split_groups" in said and "weights" in said
+    assert "does not fit" in said and "micro-batches of 1 row" in said and "weights" in said
 
 
 def test_plain_constructors_warn_once_and_go_on():

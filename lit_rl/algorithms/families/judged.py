@@ -67,6 +67,7 @@ class JudgedModule(OnPolicyModule, ABC):
         preflight.for_each_epoch("algo.beta", beta, open_low=True)
 
     learns_by_judge = True
+    compares_in_step = True
 
     opponent_writes = False
     """Whether an opponent writes the second completion of each prompt. Samples and the logged reward leave it out."""

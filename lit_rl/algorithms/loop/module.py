@@ -37,6 +37,7 @@ from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loading import recompute_activations
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
 from lit_rl.models.reference.base import Auto, Reference, Scorer
@@ -156,7 +157,7 @@ class PolicyModule(L.LightningModule):
         policy = policy_network(self.model, shape, numbers, head)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
-        return Memory(
+        sizes = Memory(
             policy,
             numbers,
             lengths,
@@ -167,7 +168,9 @@ class PolicyModule(L.LightningModule):
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,
             block=block_numbers(trainer.strategy.root_device, NO_TRUNCATION),
+            may_recompute=self.model.gradient_checkpointing == "auto" and shape.recomputes,
         )
+        return sizes.recomputing() if self.cut is not None and self.cut.recompute else sizes
 
     def room(self) -> int | None:
         """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown."""
@@ -236,6 +239,13 @@ class PolicyModule(L.LightningModule):
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)
+        self._recompute_as_cut()
+
+    def _recompute_as_cut(self) -> None:
+        """Gradient checkpointing is on where the model's description says so, or where the plan chose it."""
+        if self.model.gradient_checkpointing == "auto" and self.cut is not None:
+            for name in ("policy", *self.trained_beside):
+                recompute_activations(getattr(self, name), on=self.cut.recompute)
 
     def load_policy(self) -> nn.Module:
         """What is trained, made from the description: a language model, unless a method trains another head."""
@@ -413,6 +423,7 @@ class PolicyModule(L.LightningModule):
         """Cut steps as the run did that is gone on with, whatever memory is free today: last bits depend on it."""
         self.cut = cut
         self._take_cut()
+        self._recompute_as_cut()
 
     def _load_reference(self, checkpoint: dict[str, Any]) -> None:
         if "reference" in checkpoint:

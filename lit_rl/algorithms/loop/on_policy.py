@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -50,7 +50,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         group_size: Completions a prompt; 2 or more where the advantage compares completions of one prompt.
         minibatches: Optimizer steps per pass over a rollout.
         iterations: Passes over a rollout.
-        split_groups: Slices that every group is cut into, where a whole group is too large for a micro-batch.
+        split_groups: Slices that every group is cut into, where a whole group is too large for a micro-batch. "auto"
+            cuts groups where `micro_batch_size` asks for it, or its memory plan does.
         groups: Which groups, or members of groups, are learned from. None: all.
         shared: What every `GeneratingModule` takes.
     """
@@ -63,12 +64,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         group_size: int = 8,
         minibatches: int = 1,
         iterations: int = 1,
-        split_groups: int = 1,
+        split_groups: int | Literal["auto"] = "auto",
         groups: GroupSelection | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
-        self.minibatches, self.iterations, self.split_groups = minibatches, iterations, split_groups
+        self.minibatches, self.iterations = minibatches, iterations
+        self.split_groups: int | Literal["auto"] = split_groups
         self.group_size, self.groups = group_size, groups
         self.plan: BatchPlan | None = None
         self.rollout: Rollout | None = None
@@ -110,6 +112,9 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     needs_greedy_rewards = False
     """Whether `advantages` compares with the greedy completion of each prompt."""
+
+    compares_in_step = False
+    """Whether `loss` compares completions of one prompt, so that a micro-batch has to hold whole groups."""
 
     needs_step = False
     """Whether a term of `loss` is defined over all tokens of an optimizer step."""
@@ -291,25 +296,44 @@ class OnPolicyModule(GeneratingModule, ABC):
                 iterations=self.iterations,
                 accumulate=trainer.accumulate_grad_batches,
                 world_size=trainer.world_size,
-                split_groups=self.split_groups,
+                split_groups=self._slices_by_hand,
                 max_new_tokens=self.sampling.max_new_tokens,
             )
-            sequences = plan.completions // plan.world_size
-            step = Step(plan.units, self.group_size // self.split_groups, sequences, "groups, or slices of them")
+            step = Step(
+                plan.units,
+                plan.group_size // plan.split_groups,
+                sequences=plan.completions // plan.world_size,
+                whole="groups, or slices of them",
+                slices=self._slices(),
+            )
             accumulate, why = self.cut_step(step)
-            self.plan = replace(plan, accumulate=accumulate, why=why)
+            self.plan = self._cut_plan(plan, step, accumulate, why)
             preflight.whole_rollouts(trainer, self.plan.slots)
+
+    @property
+    def _slices_by_hand(self) -> int:
+        return 1 if isinstance(self.split_groups, str) else self.split_groups
+
+    def _slices(self) -> Sequence[int]:
+        """Into how many slices the memory plan may cut a group."""
+        if self.split_groups != "auto" or self.compares_in_step:
+            return (1,)
+        return [parts for parts in range(1, self.group_size + 1) if self.group_size % parts == 0]
 
     def lengths(self) -> Lengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        rows = max(1, self.group_size // self.split_groups)  # what does not divide is refused with the batches
+        rows = max(1, self.group_size // self._slices_by_hand)  # what does not divide is refused with the batches
         shares = self.forward_options.shared_prompts and rows > 1
         return Lengths(data.longest_prompt, self.sampling.max_new_tokens, rows, shares=shares)
 
     def resume_cut(self, cut: Cut) -> None:
         super().resume_cut(cut)
-        if self.plan is not None:
-            self.plan = replace(self.plan, accumulate=cut.micro_batches, why=cut.why)
+        if self.plan is not None and self.step is not None:
+            self.plan = self._cut_plan(self.plan, self.step, cut.micro_batches, cut.why)
+
+    def _cut_plan(self, plan: BatchPlan, step: Step, micro_batches: int, why: str) -> BatchPlan:
+        split = self._slices_by_hand * step.slices_of(micro_batches)
+        return replace(plan, accumulate=micro_batches, split_groups=split, why=why)
 
     @property
     def slots_per_rollout(self) -> int:

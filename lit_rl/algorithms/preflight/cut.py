@@ -18,21 +18,28 @@ class Step:
     """The part of an optimizer step that one rank learns from.
 
     Args:
-        units: What is not cut further: slices of groups, or rows of a data set.
+        units: What micro-batches hold whole: groups, or slices of them as the user cut them, or rows of a data set.
         rows: Rows of a unit.
         sequences: That are decoded for it.
-        whole: What micro-batches hold whole, for messages.
+        whole: What the units are, for messages.
+        slices: Into how many equal slices a unit may be cut where a whole one is too large, from few to many.
     """
 
     units: int
     rows: int
     sequences: int = 0
     whole: str = "rows"
+    slices: Sequence[int] = (1,)
 
     def cuts(self) -> dict[int, int]:
         """Rows of a micro-batch by the number of micro-batches, from few to many."""
         counts = [count for count in range(1, self.units + 1) if self.units % count == 0]
-        return {count: self.units // count * self.rows for count in counts}
+        whole = {count: self.units // count * self.rows for count in counts}
+        return whole | {self.units * parts: self.rows // parts for parts in self.slices}
+
+    def slices_of(self, micro_batches: int) -> int:
+        """Into how many slices a unit is cut where there are so many micro-batches."""
+        return max(1, micro_batches // self.units)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,8 @@ class Cut:
     """Sequences of a decode batch, at most; None sets no bound."""
     why: str
     """For the table at the start of a run."""
+    recompute: bool = False
+    """Whether the plan chose gradient checkpointing."""
 
 
 def by_hand(step: Step, micro_batch_size: int) -> int:
@@ -66,17 +75,24 @@ def by_hand(step: Step, micro_batch_size: int) -> int:
 def chosen(step: Step, memory: Memory, room: int) -> Cut:
     """The fewest micro-batches whose plan fits, and the most sequences that can be decoded at once.
 
+    Activations are computed twice only where the smallest micro-batch would not fit otherwise.
+
     Raises:
         ConfigError: not even the smallest micro-batch, or one sequence, fits.
     """
-    decoded = most_decoded(memory, room)
-    needs = {}
-    for count, rows in step.cuts().items():
-        needs[count] = memory.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
-        if decoded and sum(needs[count].learning.values()) <= room:
-            return Cut(count, decoded, _why(needs, room))
-    smallest = list(needs.values())[-1]
-    raise ConfigError(too_large(smallest, room, f"{list(step.cuts().values())[-1]} rows", memory, step))
+    decoded, cuts = most_decoded(memory, room), step.cuts()
+    recompute, sizes = False, memory
+    while True:
+        needs = {}
+        for count, rows in cuts.items():
+            needs[count] = sizes.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
+            if decoded and sum(needs[count].learning.values()) <= room:
+                return Cut(count, decoded, _why(needs, room, recompute), recompute)
+        if not sizes.may_recompute:
+            last = max(cuts)
+            rows = f"{cuts[last]} row{'s' if cuts[last] > 1 else ''}"
+            raise ConfigError(too_large(needs[last], room, rows, sizes, step))
+        recompute, sizes = True, sizes.recomputing()
 
 
 def most_decoded(memory: Memory, room: int) -> int:
@@ -104,7 +120,7 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
     of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
     lora = "model.lora.r=16 (trains adapters)" if memory.policy.adapters == 0 else None
     tokens = []
-    if step.rows > 1 and step.rows % 2 == 0 and memory.lengths.group > 1:
+    if step.rows > 1 and step.rows % 2 == 0 and memory.lengths.group > 1 and len(step.slices) == 1:
         tokens.append("algo.split_groups=2 or more (cuts a group, the same gradient)")
     if not memory.policy.checkpointing:
         tokens.append("model.gradient_checkpointing=true")
@@ -118,10 +134,11 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
     ]
 
 
-def _why(needs: Mapping[int, MemoryPlan], room: int) -> str:
+def _why(needs: Mapping[int, MemoryPlan], room: int, recompute: bool) -> str:
     """The number of micro-batches with its reason: what it takes, and what the next smaller number would."""
     (count, taken), *before = reversed(list(needs.items()))
     text = f"{count}: {in_words(sum(taken.learning.values()))} of {in_words(room)}"
+    text += ", with gradient checkpointing" if recompute else ""
     return text + (f"; {before[0][0]} would take {in_words(sum(before[0][1].learning.values()))}" if before else "")
 
 
@@ -187,5 +204,9 @@ def overfull(step: Step, memory: Memory, room: int, count: int) -> str:
     fix = [f"trainer.accumulate_grad_batches={max(count, better.micro_batches)}"]
     if better.decoded is not None and better.decoded < step.sequences:
         fix.append(f"generator.batch_size={better.decoded}")
+    if better.recompute:
+        fix.append("model.gradient_checkpointing=true")
+    if (parts := step.slices_of(max(count, better.micro_batches))) > 1:
+        fix.append(f"algo.split_groups={parts}")
     text = too_large(plan, room, f"{rows} rows", memory, step).partition(" Set one of: ")[0]
     return f"{text} Set {' and '.join(fix)}; or micro_batch_size='auto' in the algorithm, which chooses by itself."

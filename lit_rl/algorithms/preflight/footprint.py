@@ -47,7 +47,7 @@ def frozen_bytes(model: LanguageModel) -> int:
 
 def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, head: Head) -> Network:
     """The policy as it is trained."""
-    checkpointing = model.gradient_checkpointing
+    checkpointing = model.gradient_checkpointing is True
     if model.lora is None and model.adapter is None:
         return Network(
             shape, shape.parameters, numbers.weight * shape.parameters, head=head, checkpointing=checkpointing

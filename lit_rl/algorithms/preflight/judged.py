@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from lit_rl.algorithms.preflight import preferences
 from lit_rl.algorithms.terms.groups import BestOfGroup, DynamicSampling, GroupSelection
@@ -27,14 +27,16 @@ def newest_policy(name: str, generator: Generator) -> None:
         )
 
 
-def groups_are_compared(name: str, group_size: int, split_groups: int, groups: GroupSelection | None) -> None:
+def groups_are_compared(
+    name: str, group_size: int, split_groups: int | Literal["auto"], groups: GroupSelection | None
+) -> None:
     """Refuse group sizes and cuts that leave a completion without another to be compared with.
 
     Raises:
         ConfigError: fewer than two completions of a prompt stand side by side in a micro-batch.
     """
     in_range("algo.group_size", group_size, low=2)
-    if split_groups != 1:
+    if split_groups not in (1, "auto"):
         raise ConfigError(
             f"algo.split_groups={split_groups}: {name} compares completions of one prompt inside a micro-batch, "
             "and learns from two of them however many were drawn. Leave it at 1."

@@ -26,7 +26,7 @@ frees the gradients of a step after the forward pass of the next one, so they ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lit_rl.models.policy.disagreement import LOGITS
@@ -167,6 +167,7 @@ class Memory:
         grouped_cache: Whether it holds a prompt's keys and values once a group.
         spread_over: Ranks over which the policy's weights, gradients and optimizer state are spread.
         block: Logits in a block of the fused head.
+        may_recompute: Whether the plan may choose gradient checkpointing.
     """
 
     policy: Network
@@ -179,6 +180,12 @@ class Memory:
     grouped_cache: bool = True
     spread_over: int = 1
     block: int = 2**22
+    may_recompute: bool = False
+
+    def recomputing(self) -> Memory:
+        """The same under gradient checkpointing."""
+        critic = replace(self.critic, checkpointing=True) if self.critic else None
+        return replace(self, policy=replace(self.policy, checkpointing=True), critic=critic, may_recompute=False)
 
     def plan(self, rows: int, decoded: int, *, steps_in_parts: bool) -> MemoryPlan:
         """With micro-batches of `rows` rows, and `decoded` sequences a decode batch.

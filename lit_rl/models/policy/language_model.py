@@ -57,6 +57,7 @@ class LanguageModel:
         shared_prompts: Compute the prompt of a group once in training too, where that is exact. The same numbers.
         rows_by_length: Run rows of like length together, with less padding. The same numbers.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
+            "auto" does where not even the smallest micro-batch would fit otherwise, if a memory plan cuts the step.
         init_kwargs: Further arguments of `from_pretrained`, config overrides included.
         chat_template: A Jinja chat template, inline or as a file, in place of the tokenizer's; or a model (a folder or
             a hub id) whose template, EOS token and added tokens are taken: the embeddings get rows for them.
@@ -79,7 +80,7 @@ class LanguageModel:
         quantization: Literal["nf4", "int8"] | None = None,
         disable_dropout: bool = False,
         lm_head_fp32: bool = False,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Literal["auto"] = "auto",
         fused_head: bool = True,
         shared_prompts: bool = True,
         rows_by_length: bool = True,
@@ -276,9 +277,8 @@ class LanguageModel:
             policy = self.lora.apply(base, new_tokens=self.new_tokens)
         elif self.adapter is not None:
             policy = loading.continue_adapter(base, self.adapter)
-        if self.gradient_checkpointing:
-            # The reentrant kind would give a LoRA policy no gradient: the embedding that feeds its layers is frozen.
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if self.gradient_checkpointing is True:
+            loading.recompute_activations(base)
         return policy.train()
 
     def load_base(self) -> PreTrainedModel:

@@ -41,6 +41,8 @@ class ModelShape:
     """Linear layers, the head left out."""
     tied: bool
     """Whether the head's weight is the embedding's."""
+    recomputes: bool
+    """Whether transformers can compute its activations a second time, in the backward pass."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelShape:
@@ -51,7 +53,7 @@ class ModelShape:
         experts = getattr(text, "num_experts_per_tok", None)
         inner = getattr(text, "moe_intermediate_size", None) if experts else None
         plain = getattr(text, "intermediate_size", None) or 4 * hidden
-        parameters, linears = _counted(type(config), config.to_json_string(use_diff=False))
+        parameters, linears, recomputes = _counted(type(config), config.to_json_string(use_diff=False))
         return cls(
             parameters=parameters,
             layers=text.num_hidden_layers,
@@ -63,6 +65,7 @@ class ModelShape:
             vocabulary=text.vocab_size,
             linears=linears,
             tied=bool(getattr(text, "tie_word_embeddings", False)),
+            recomputes=recomputes,
         )
 
     @property
@@ -89,8 +92,8 @@ class ModelShape:
 
 
 @cache
-def _counted(kind: type, text: str) -> tuple[int, tuple[Linear, ...]]:
-    """Parameters and linear layers of the model that a config describes."""
+def _counted(kind: type, text: str) -> tuple[int, tuple[Linear, ...], bool]:
+    """Parameters and linear layers of the model that a config describes, and whether it recomputes activations."""
     import json
 
     import torch
@@ -109,4 +112,4 @@ def _counted(kind: type, text: str) -> tuple[int, tuple[Linear, ...]]:
             inputs, outputs = part.weight.shape if isinstance(part, Conv1D) else part.weight.shape[::-1]
             found[(name.rpartition(".")[2], int(inputs), int(outputs))] += 1
     linears = tuple(Linear(*key, count=count) for key, count in sorted(found.items()))
-    return sum(p.numel() for p in model.parameters()), linears
+    return sum(p.numel() for p in model.parameters()), linears, model.supports_gradient_checkpointing

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loading import check_causal, continue_adapter, disable_dropout, quantization_config
+from lit_rl.models.policy.loading import (
+    check_causal,
+    continue_adapter,
+    disable_dropout,
+    quantization_config,
+    recompute_activations,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -93,8 +99,8 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)])
     elif model.adapter is not None:
         scorer = continue_adapter(base, model.adapter)
-    if model.gradient_checkpointing:
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if model.gradient_checkpointing is True:
+        recompute_activations(base)
     return scorer.train()
 
 

@@ -1,0 +1,210 @@
+"""GRPO on a real pretrained model, ours and TRL's for the same seconds, and what each has learned: `make real-model`.
+
+    python scripts/real_model.py OUT --peer-python .venv-peer/bin/python [--picture FILE.png]
+
+`experiment=smollm2_largest` trains SmolLM2-135M-Instruct (from `make smollm2`) with LoRA to name the largest of four
+numbers. TRL then trains the same model on the same rows with the same settings for as many seconds, in its fastest
+setting for this: no gradient checkpointing, all completions in one forward pass, float32 like ours. Each run is alone
+on the machine. Both adapters and the model as it came answer the same held-out questions, greedily and four times at
+temperature 1. What is finished in OUT is not run again; `real_model.json` has the numbers. An hour on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+from curve_runs import BLUE, GREY, ORANGE, look, plt
+from rich.console import Console
+from rich.table import Table
+
+from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.evaluation.validation import Evaluation
+from lit_rl.cli.quiet import filter_warnings
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Largest
+from lit_rl.models import LanguageModel
+from lit_rl.models.policy.hub import copy_without_hub
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HELD_OUT, DRAWS, NEW_TOKENS = 200, 4, 16
+OURS = ("train.py", "experiment=smollm2_largest")
+PHASES = ("generate", "reward", "update")
+LORA = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"}
+SETTINGS = {
+    "learning_rate": 2e-4,
+    "lr_scheduler_type": "constant",
+    "num_generations": 8,
+    "per_device_train_batch_size": 64,
+    "max_completion_length": NEW_TOKENS,
+    "temperature": 1.0,
+    "beta": 0.0,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+"""What `experiment=smollm2_largest` is, as TRL calls it; and the last two, which make TRL faster here."""
+
+
+def ours(out: Path) -> None:
+    """Train, unless that is done."""
+    if not (out / "lit_rl" / "hf" / "adapter_config.json").is_file():
+        run("lit_rl", [sys.executable, *OURS, f"run_dir={out}/lit_rl"], out)
+
+
+def theirs(out: Path, python: str, seconds: float) -> None:
+    """The same with TRL."""
+    if not (out / "trl" / "adapter" / "adapter_config.json").is_file():
+        rows = out / "rows.jsonl"
+        rows.write_text("".join(json.dumps(row) + "\n" for row in Largest().train()))
+        command = [python, "scripts/real_model_peer.py", str(copy_without_hub(NAME)), str(rows), str(out / "trl")]
+        settings = [f"--seconds={seconds:.0f}", f"--settings={json.dumps(SETTINGS)}", f"--lora={json.dumps(LORA)}"]
+        run("trl", [*command, *settings], out)
+
+
+def run(name: str, command: list[str], out: Path) -> None:
+    """Run to the end, with its output in OUT. Exits where it fails, with the end of what it said."""
+    print(f"{name}: {shlex.join(command)}", flush=True)
+    began = time.perf_counter()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    with (out / f"{name}.log").open("w") as log:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise SystemExit(f"{name} failed:\n{(out / f'{name}.log').read_text()[-3000:]}")
+    print(f"  {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def our_steps(out: Path) -> list[dict[str, float]]:
+    """Reward, seconds since the first step began, and the seconds of each phase, by optimizer step."""
+    lines = [json.loads(line) for line in (out / "lit_rl" / "metrics.jsonl").read_text().splitlines()]
+    steps, passed = [], 0.0
+    for line in lines:
+        if "train/reward" in line:
+            spent = {phase: line[f"time/{phase}"] for phase in PHASES}
+            passed += sum(spent.values())
+            steps.append({"step": line["step"], "reward": line["train/reward"], "seconds": passed, **spent})
+    return steps
+
+
+def their_steps(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "trl" / "steps.jsonl").read_text().splitlines()]
+
+
+def shares(adapter: Path | None, temperature: float) -> np.ndarray:
+    """Of each held-out question, in one order: the share of right replies among `DRAWS`; of one, where greedy."""
+    found: dict[str, list[float]] = defaultdict(list)
+
+    def right(prompts: Any, completions: Any, answer: Any, **_: Any) -> list[float | None]:
+        scores = exact_match(prompts, completions, answer=answer)
+        for prompt, score in zip(prompts, scores, strict=True):
+            found[str(prompt)].append(float(score or 0))
+        return scores
+
+    draws = Evaluation(group_size=DRAWS if temperature else 1, temperature=temperature, limit=HELD_OUT)
+    model = LanguageModel(NAME, adapter=str(adapter) if adapter else None)
+    module = GRPO(model, right, sampling=Sampling(max_new_tokens=NEW_TOKENS), evaluation=draws)
+    data = RolloutDataModule(task=Largest(), val_batch_size=50)
+    quiet: dict[str, Any] = {f"enable_{part}": False for part in ("checkpointing", "progress_bar", "model_summary")}
+    trainer = L.Trainer(accelerator="cpu", inference_mode=False, logger=False, use_distributed_sampler=False, **quiet)
+    trainer.validate(module, data, verbose=False)
+    return np.array([np.mean(scores) for _, scores in sorted(found.items())])
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """Mean, and its 95 % interval over prompts."""
+    mean, half = values.mean(), 1.96 * values.std(ddof=1) / math.sqrt(len(values))
+    return [round(float(value), 4) for value in (mean, mean - half, mean + half)]
+
+
+def measured(out: Path) -> dict[str, Any]:
+    """Steps, seconds and held-out accuracy of each; `gain` is that of ours over TRL's, prompt by prompt."""
+    mine, others = our_steps(out), their_steps(out)
+    adapters = {"as it came": None, "lit_rl": out / "lit_rl" / "hf", "TRL": out / "trl" / "adapter"}
+    sampled = {name: shares(adapter, 1.0) for name, adapter in adapters.items()}
+    greedy = {name: shares(adapter, 0.0) for name, adapter in adapters.items()}
+    accuracy = {name: {"sampled": interval(sampled[name]), "greedy": interval(greedy[name])} for name in adapters}
+    return {
+        "accuracy": accuracy,
+        "gain": {"sampled": interval(sampled["lit_rl"] - sampled["TRL"])},
+        "steps": {"lit_rl": len(mine), "TRL": len(others)},
+        "seconds": {"lit_rl": mine[-1]["seconds"], "TRL": others[-1]["seconds"]},
+        "phases": {phase: sum(step[phase] for step in mine) / len(mine) for phase in PHASES},
+        "curves": {"lit_rl": _curve(mine), "TRL": _curve(others)},
+    }
+
+
+def _curve(steps: list[dict[str, float]]) -> list[list[float]]:
+    return [[round(step["seconds"], 1), round(step["reward"], 4)] for step in steps]
+
+
+def show(found: dict[str, Any]) -> None:
+    table = Table("policy", "steps", "seconds", "sampled at 1", "greedy", title="Right replies, held out")
+    for name, of in found["accuracy"].items():
+        steps, seconds = found["steps"].get(name, ""), found["seconds"].get(name)
+        cells = [_cell(of[kind]) for kind in ("sampled", "greedy")]
+        table.add_row(name, str(steps), f"{seconds:.0f}" if seconds else "", *cells)
+    Console(width=100, highlight=False).print(table)
+
+
+def _cell(values: list[float]) -> str:
+    mean, low, high = (format(value, ".2f") for value in values)
+    return f"{mean} [{low}, {high}]"
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Reward of the training rollouts over seconds, smoothed over ten steps, and where each ends on held-out rows."""
+    look()
+    figure, axes = plt.subplots(figsize=(6.4, 3.0))
+    for name, color in (("lit_rl", BLUE), ("TRL", ORANGE)):
+        seconds, reward = np.array(found["curves"][name]).T
+        width = min(10, len(reward))
+        smooth = np.convolve(reward, np.ones(width) / width, mode="valid")
+        axes.plot(seconds / 60, reward, color=color, lw=0.5, alpha=0.35)
+        axes.plot(seconds[width - 1 :] / 60, smooth, color=color, label=f"{name}, {found['steps'][name]} steps")
+    before = found["accuracy"]["as it came"]["sampled"][0]
+    axes.axhline(before, color=GREY, lw=1, ls=":")
+    axes.annotate("as it came, held out", (0, before), (2, 3), textcoords="offset points", color=GREY, size=8)
+    axes.set_xlabel("minutes of training")
+    axes.set_ylabel("right replies, 64 a step")
+    axes.set_ylim(0, 1)
+    axes.legend(frameon=False, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the runs")
+    parser.add_argument("--peer-python", help="interpreter of an environment with TRL and peft", required=True)
+    parser.add_argument("--picture", type=Path, help="where to draw the curves")
+    given = parser.parse_args()
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if not (copy_without_hub(NAME) / "config.json").is_file():
+        raise SystemExit("The model is not there: make smollm2")
+    ours(out)
+    theirs(out, given.peer_python, our_steps(out)[-1]["seconds"])
+    print("measuring ...", flush=True)
+    filter_warnings()
+    found = measured(out)
+    (out / "real_model.json").write_text(json.dumps(found, indent=1) + "\n")
+    show(found)
+    if given.picture:
+        draw(found, given.picture)
+
+
+if __name__ == "__main__":
+    main()
