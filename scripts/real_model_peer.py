@@ -50,12 +50,6 @@ class StopsAfter(TrainerCallback):
         control.should_training_stop = time.perf_counter() - self._began > self._seconds
 
 
-def peak() -> int:
-    """Bytes that this process had resident at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the model")
@@ -78,7 +72,6 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model(str(given.out / "adapter"))
-    (given.out / "peak.json").write_text(json.dumps(peak()))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ that reads them says so.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import subprocess
 import sys
@@ -58,7 +59,9 @@ def convert(gguf: Path, folder: Path) -> None:
     print("Unpacking the weights to float32 (540 MB) ...", flush=True)
     where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    fresh = LlamaForCausalLM(read.config)  # the one that was read remembers its file, and does not save
+    config = copy.deepcopy(read.config)
+    del config.quantization_config  # the weights are float32 now; with it transformers' Trainer and vLLM refuse them
+    fresh = LlamaForCausalLM(config)  # the one that was read remembers its file, and does not save
     fresh.load_state_dict(read.state_dict())
     fresh.save_pretrained(folder)
     (folder / "README.md").write_text(README)

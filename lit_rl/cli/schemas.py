@@ -80,6 +80,8 @@ TARGETS = {
     "Addition": "lit_rl.data.tasks.Addition",
     "AdditionText": "lit_rl.data.tasks.AdditionText",
     "AdditionPairs": "lit_rl.data.tasks.AdditionPairs",
+    "LargestText": "lit_rl.data.tasks.LargestText",
+    "LargestPairs": "lit_rl.data.tasks.LargestPairs",
     "AdditionSteps": "lit_rl.data.tasks.AdditionSteps",
     "Largest": "lit_rl.data.tasks.Largest",
     "Rewards": "lit_rl.rewards.Rewards",

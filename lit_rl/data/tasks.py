@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import ConfigError, in_range
@@ -164,3 +165,30 @@ class Largest:
     def _row(numbers: tuple[int, ...]) -> dict[str, Any]:
         question = f"Which is the largest number: {', '.join(map(str, numbers))}? Reply with just the number."
         return {"prompt": [{"role": "user", "content": question}], "answer": str(max(numbers))}
+
+
+class LargestText(Largest):
+    """The same questions with the reply that is wanted, as a message of the assistant, in the column `completion`."""
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [{**row, "completion": _reply(row["answer"])} for row in super()._rows()]
+
+
+class LargestPairs(Largest):
+    """The same questions with a right and a wrong reply, as messages, in the columns `chosen` and `rejected`.
+
+    The wrong one is another of the numbers, which one depends on the seed and the question alone.
+    """
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [self._pair(row) for row in super()._rows()]
+
+    def _pair(self, row: dict[str, Any]) -> dict[str, Any]:
+        question = row["prompt"][0]["content"]
+        others = [number for number in re.findall(r"\d+", question) if number != row["answer"]]
+        wrong = random.Random(f"{self.seed} {question}").choice(others)
+        return {**row, "chosen": _reply(row["answer"]), "rejected": _reply(wrong)}
+
+
+def _reply(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]

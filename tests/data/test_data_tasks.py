@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lit_rl.data.tasks import Addition, Largest, Task
+from lit_rl.data.tasks import Addition, Largest, LargestPairs, LargestText, Task
 from lit_rl.errors import ConfigError
 
 
@@ -53,6 +53,17 @@ def test_the_largest_number_is_the_answer_and_no_held_out_row_is_learned():
         places.add(numbers.index(max(numbers)))
     assert places == {0, 1, 2, 3}
     assert Largest(seed=1).val() != Largest().val() == Largest().val()
+
+
+def test_replies_and_pairs_of_the_largest_are_messages_and_the_wrong_one_is_another_number():
+    plain, texts, pairs = (kind(train_rows=50, val_rows=5).train() for kind in (Largest, LargestText, LargestPairs))
+    assert pairs == LargestPairs(train_rows=50, val_rows=5).train()
+    for row, text, pair in zip(plain, texts, pairs, strict=True):
+        assert text["prompt"] == pair["prompt"] == row["prompt"]
+        reply = [{"role": "assistant", "content": row["answer"]}]
+        assert text["completion"] == pair["chosen"] == reply
+        wrong = pair["rejected"][0]["content"]
+        assert wrong != row["answer"] and wrong in re.findall(r"\d+", row["prompt"][0]["content"])
 
 
 def test_rows_of_the_largest_that_cannot_be_drawn_are_refused():

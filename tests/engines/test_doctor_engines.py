@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lit_rl.models.policy.hub import copy_without_hub
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory):
@@ -33,6 +37,17 @@ def number(text: str, row: str) -> float:
     found = re.search(rf"{re.escape(row)} (\S+)", text)
     assert found, text
     return float(found[1].rstrip("%"))
+
+
+@pytest.mark.real
+@pytest.mark.skipif(not (copy_without_hub(SMOLLM2) / "config.json").is_file(), reason="needs the model: make smollm2")
+@pytest.mark.parametrize("generator", ["vllm", "vllm_server"])
+def test_a_real_pretrained_model(examined, generator):
+    served = ["generator.launch=true"] if generator == "vllm_server" else []
+    code, out, err = examined(f"generator={generator}", *served, "model=smollm2_135m", "sampling.max_new_tokens=16")
+    assert code == 0, err
+    assert number(out, "max |difference|, nats") < 1e-4
+    assert "SOUND" in out
 
 
 def test_a_sound_engine(examined):

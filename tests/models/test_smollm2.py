@@ -45,6 +45,7 @@ def prompts_of(model: LanguageModel, group_size: int) -> Any:
 
 
 def test_what_it_is_and_that_the_run_says_where_it_was_read(model, caplog):
+    assert not hasattr(model.config, "quantization_config")
     assert (model.label, model.context_length, len(model.tokenizer)) == ("SmolLM2-135M-Instruct", 8192, 49152)
     assert model.tokenizer.convert_ids_to_tokens(list(model.eos_ids)) == ["<|im_end|>"]
     with caplog.at_level(logging.INFO):

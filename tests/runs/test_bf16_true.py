@@ -112,7 +112,7 @@ def test_it_learns_as_well_as_float32_where_bfloat16_alone_does_not(tmp_path):
     assert min(last.values()) > last["32-true", AdamW] - 0.1 and min(last.values()) > 0.7
 
 
-def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with(train, tmp_path):
+def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with(train, tmp_path, capsys):
     run = tmp_path / "run"
     assert train(*SMALL, "trainer.precision=bf16-true", "trainer.max_steps=2", f"run_dir={run}") == 0
     saved, exported = newest(run), load_file(run / "hf" / "model.safetensors")
@@ -126,3 +126,5 @@ def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with
     again = AutoModelForCausalLM.from_pretrained(run / "hf", dtype="auto").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in exported.items())
     assert [row["step"] for row in rows(run) if "train/loss" in row] == [1, 2]
+    assert train(*SMALL, "trainer.max_steps=3", f"run_dir={run}", "ckpt_path=last") == 7
+    assert "masters would be lost" in capsys.readouterr().err

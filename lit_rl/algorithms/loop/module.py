@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
-from lit_rl.algorithms.optim.master_weights import average_over_ranks, is_narrow, with_masters
+from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
@@ -405,6 +405,9 @@ class PolicyModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if weights := checkpoint.get("state_dict"):
             state.check_weights(weights, self._trained_names())
+        if self._fitting:
+            trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
+            check_masters(checkpoint.get("optimizer_states", ()), trained)
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
         if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:

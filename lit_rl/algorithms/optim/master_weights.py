@@ -12,7 +12,7 @@ would not add. What computes (forward passes, the in-process generator, the expo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.errors import StorageError
 
 MASTER = "master"
 """The masters' key in the state of the optimizer."""
@@ -41,6 +42,26 @@ def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Op
     for weight in narrow:
         weight.grad_dtype = torch.float32
     return MasterWeights(make, held) if narrow and not getattr(make, "keeps_masters", False) else make(held)
+
+
+def check_masters(optimizer_states: Iterable[Mapping[str, Any]], weights: Iterable[Tensor]) -> None:
+    """Refuse to go on with float32 weights where a checkpoint keeps masters of bfloat16 ones: they would be dropped.
+
+    Args:
+        optimizer_states: Of the checkpoint.
+        weights: What is trained now.
+
+    Raises:
+        StorageError: no trained weight is bfloat16, and an optimizer has masters, or remainders that make them.
+    """
+    kept = {key for state in optimizer_states for one in state["state"].values() for key in one}
+    if kept.isdisjoint((MASTER, "remainder")) or any(is_narrow(weight) for weight in weights):
+        return
+    raise StorageError(
+        "The checkpoint's optimizer keeps float32 masters of bfloat16 weights, and this run trains float32 weights: "
+        "the masters would be lost. Resume with the trainer.precision and model.dtype of the run's config.yaml, or "
+        "start a new run from the exported model: model.name=<run_dir>/hf."
+    )
 
 
 def is_narrow(weight: Tensor) -> bool:

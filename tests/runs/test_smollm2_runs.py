@@ -1,0 +1,72 @@
+"""A training of the one real pretrained model that needs no hub: resumed, exported, asked (`make smollm2`)."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from runs_helpers import assert_same_run, interrupted
+
+from lit_rl.generation.collect import Vocabulary, texts_of
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models import LanguageModel
+from lit_rl.models.policy.hub import copy_without_hub
+from lit_rl.rollout import Sampling
+
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+THERE = (copy_without_hub(NAME) / "config.json").is_file()
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.real,
+    pytest.mark.xdist_group("smollm2"),
+    pytest.mark.skipif(not THERE, reason="needs the model: make smollm2"),
+]
+SHORT = [
+    "experiment=smollm2_largest",
+    "data.prompts_per_rollout=2",
+    "algo.group_size=4",
+    "algo.minibatches=2",
+    "sampling.max_new_tokens=8",
+    "trainer.max_steps=4",
+    "eval.limit=2",
+    "eval.group_size=2",
+    "callbacks.checkpoint.every_n_train_steps=1",
+    "callbacks.checkpoint.save_top_k=-1",
+    "callbacks.samples.print=0",
+    "logger=none",
+]
+"""Two rollouts of two optimizer steps each."""
+
+
+def test_it_resumes_in_the_middle_of_a_rollout_and_what_it_exports_answers(train, tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert train(*SHORT, f"run_dir={whole}") == 0
+    interrupted(whole, again, 3)
+    assert train(*SHORT, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same_run(whole, again)
+    assert "Paris" in answer(LanguageModel(str(whole / "hf")))
+
+
+def answer(model: LanguageModel) -> str:
+    generator = NativeGenerator()
+    generator.sync(model.load().eval(), 0)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = model.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    prompts = Vocabulary.of(model).prompts([ids], [3], 1)
+    return texts_of(generator.generate(prompts, Sampling(temperature=0.0, max_new_tokens=16)), model.tokenizer)[0]
+
+
+def test_one_can_talk_to_it(train, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?\n"))
+    words = ["task=chat", "model=smollm2_135m", "sampling.temperature=0", "sampling.max_new_tokens=16"]
+    assert train(*words) == 0
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_its_generator_is_examined_and_its_memory_planned(train, capsys):
+    words = ["model=smollm2_135m", "doctor.prompts=2", "doctor.completions=2", "sampling.max_new_tokens=8"]
+    assert train("task=doctor", *words) == 0
+    assert "SOUND" in capsys.readouterr().out
+    assert train("task=plan", *SHORT, "plan.probe=false") == 0
+    assert "activations" in capsys.readouterr().out
