@@ -91,14 +91,14 @@ def run(name: str, command: list[str], out: Path) -> None:
 
 
 def our_steps(out: Path) -> list[dict[str, float]]:
-    """Reward, seconds since the first step began, and the seconds of each phase, by optimizer step."""
+    """Reward, seconds since the first step began, and seconds of each phase (`time/...`), by optimizer step."""
     lines = [json.loads(line) for line in (out / "lit_rl" / "metrics.jsonl").read_text().splitlines()]
     steps, passed = [], 0.0
     for line in lines:
         if "train/reward" in line:
-            spent = {phase: line[f"time/{phase}"] for phase in PHASES}
+            spent = {f"time/{phase}": line[f"time/{phase}"] for phase in PHASES}
             passed += sum(spent.values())
-            steps.append({"step": line["step"], "reward": line["train/reward"], "seconds": passed, **spent})
+            steps.append({"reward": line["train/reward"], "seconds": passed, **spent})
     return steps
 
 
@@ -145,7 +145,7 @@ def measured(out: Path) -> dict[str, Any]:
         "steps": {"lit_rl": len(mine), "TRL": len(others)},
         "seconds": {"lit_rl": mine[-1]["seconds"], "TRL": others[-1]["seconds"]},
         "peak_gib": {name: _peak(out / f"{file}.json") for name, file in (("lit_rl", "lit_rl"), ("TRL", "trl"))},
-        "phases": {phase: sum(step[phase] for step in mine) / len(mine) for phase in PHASES},
+        "phases": {phase: sum(step[f"time/{phase}"] for step in mine) / len(mine) for phase in PHASES},
         "curves": {"lit_rl": _curve(mine), "TRL": _curve(others)},
     }
 
@@ -175,22 +175,22 @@ def _cell(values: list[float]) -> str:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Reward of the training rollouts over seconds, smoothed over ten steps, and where each ends on held-out rows."""
+    """Reward of the training rollouts over seconds, smoothed over ten steps."""
     look()
     figure, axes = plt.subplots(figsize=(6.4, 3.0))
     for name, color in (("lit_rl", BLUE), ("TRL", ORANGE)):
         seconds, reward = np.array(found["curves"][name]).T
-        width = min(10, len(reward))
+        width = max(1, min(10, len(reward) // 4))
         smooth = np.convolve(reward, np.ones(width) / width, mode="valid")
         axes.plot(seconds / 60, reward, color=color, lw=0.5, alpha=0.35)
         axes.plot(seconds[width - 1 :] / 60, smooth, color=color, label=f"{name}, {found['steps'][name]} steps")
     before = found["accuracy"]["as it came"]["sampled"][0]
     axes.axhline(before, color=GREY, lw=1, ls=":")
-    axes.annotate("as it came, held out", (0, before), (2, 3), textcoords="offset points", color=GREY, size=8)
+    axes.annotate("as it came, held out", (0, before), (0, 3), textcoords="offset points", color=GREY, size=7)
     axes.set_xlabel("minutes of training")
     axes.set_ylabel("right replies, 64 a step")
     axes.set_ylim(0, 1)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="center right")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 

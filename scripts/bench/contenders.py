@@ -43,13 +43,15 @@ class Contender:
 
 
 SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads that wait for each other sleep: what `train.py` sets. A busy neighbour slows a step less by far, and on a
-quiet machine they may wake later than threads that spin: TRL takes part with both."""
+"""Threads that wait for each other sleep. A busy neighbour slows a step less by far, and on a quiet machine they may
+wake later than threads that spin: TRL takes part with both."""
+BRIEF = SLEEP | {"GOMP_SPINCOUNT": "10000"}
+"""They spin for a moment first: what `train.py` sets."""
 
 
 def ours(name: str, *overrides: str, dtype: Literal["float32", "bfloat16"] = "float32", **more: Any) -> Contender:
     """lit_rl with these overrides."""
-    return Contender(name, "ours", dtype, lambda workload: {"overrides": list(overrides)}, environment=SLEEP, **more)
+    return Contender(name, "ours", dtype, lambda workload: {"overrides": list(overrides)}, environment=BRIEF, **more)
 
 
 @dataclass(frozen=True)
