@@ -41,9 +41,8 @@ def page() -> str:
         "lit-rl replay run_dir=DIR losses=[grpo,gspo]           (objectives side by side on a saved rollout)\n"
         "lit-rl plan [GROUP=CHOICE ...]; lit-rl reward-test [...] (does a step fit? rewards of a few rows)\n"
         "lit-rl data-check data.path=FILE                       (what a data set becomes: tokens, lengths, counts)\n"
-        "lit-rl chat run_dir=DIR                                (talk to a trained model)\n"
+        "lit-rl chat run_dir=DIR; lit-rl best-of-n data.path=FILE (talk to a model; the best of several completions)\n"
         "lit-rl serve model=qwen0.5b; lit-rl doctor generator=vllm (vLLM's server; does an engine hold the policy?)\n"
-        "lit-rl best-of-n data.path=FILE eval.group_size=8      (the best of several completions of each prompt)\n"
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
         + "\n".join(rows)

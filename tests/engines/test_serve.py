@@ -131,7 +131,7 @@ def test_ctrl_c_ends_every_process_and_frees_the_port(served):
     url, group = served.url, served.group
     assert len(group_members(group)) >= 3 and not is_free(url)
     served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(30) == 130
+    assert served.process.wait(60) == 130
     assert group_members(group) == [] and is_free(url)
 
 
@@ -143,7 +143,7 @@ def test_a_parent_that_is_ended_while_the_server_starts_leaves_no_orphan(tmp_pat
         assert until(lambda: any(len(group_members(g)) >= processes for g in children(running.process.pid)), SOON)
         group = running.group
         running.process.send_signal(number)
-        assert running.process.wait(30) == code
+        assert running.process.wait(60) == code
         assert until(lambda: not group_members(group), 20)
     finally:
         end(running)

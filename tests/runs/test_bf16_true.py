@@ -9,7 +9,7 @@ import dist_equal
 import lightning as L
 import pytest
 import torch
-from runs_helpers import SMALL, newest, rows
+from runs_helpers import SMALL, interrupted, newest, rows
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -114,7 +114,8 @@ def test_it_learns_as_well_as_float32_where_bfloat16_alone_does_not(tmp_path):
 
 def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with(train, tmp_path, capsys):
     run = tmp_path / "run"
-    assert train(*SMALL, "trainer.precision=bf16-true", "trainer.max_steps=2", f"run_dir={run}") == 0
+    every = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1", "trainer.max_steps=2"]
+    assert train(*SMALL, *every, "trainer.precision=bf16-true", f"run_dir={run}") == 0
     saved, exported = newest(run), load_file(run / "hf" / "model.safetensors")
     assert exported and {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, saved["state_dict"][f"policy.{name}"]) for name, tensor in exported.items())
@@ -126,5 +127,6 @@ def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with
     again = AutoModelForCausalLM.from_pretrained(run / "hf", dtype="auto").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in exported.items())
     assert [row["step"] for row in rows(run) if "train/loss" in row] == [1, 2]
-    assert train(*SMALL, "trainer.max_steps=3", f"run_dir={run}", "ckpt_path=last") == 7
+    interrupted(run, tmp_path / "again", 1)
+    assert train(*SMALL, *every, f"run_dir={tmp_path / 'again'}", "ckpt_path=last") == 7
     assert "masters would be lost" in capsys.readouterr().err

@@ -134,6 +134,8 @@ class JSONCalls:
             said = ""
         if "EngineDeadError" in said or "EngineCore encountered" in said:
             return ServerDead(self.url, call, f"its engine has died: {said}")
+        if "Server shutting down" in said:
+            return ServerDead(self.url, call, "it is shutting down")
         advice = ""
         if error.code == 401:
             advice = f" The server wants a key: set the environment variable {_KEY}."
