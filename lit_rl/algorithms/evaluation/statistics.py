@@ -148,10 +148,8 @@ def _extreme(x: Tensor, which) -> float:
 def mean_with_interval(x: Tensor) -> tuple[float, float, float]:
     """Mean and its 95 % interval `(mean, low, high)`.
 
-    Wilson's score interval where every value is 0 or 1: it stays right near 0 and 1. So it does where all lie between
-    them, shares of right samples for example; there it is that of as many draws of 0 and 1 as would have the mean's
-    variance (Kish's effective sample size). Otherwise the normal interval of the mean. `x`: `(n,)`, one independent
-    value each (average the samples of one prompt first).
+    Wilson's score interval where every value is 0 or 1 (it stays right near 0 and 1); otherwise the normal interval of
+    the mean. `x`: `(n,)`, one independent value each (average the samples of one prompt first).
     """
     x = x.double()
     n = len(x)
@@ -159,19 +157,11 @@ def mean_with_interval(x: Tensor) -> tuple[float, float, float]:
         return math.nan, math.nan, math.nan
     mean, z = float(x.mean()), 1.959963984540054
     if bool(((x == 0) | (x == 1)).all()):
-        return mean, *_wilson(mean, n, z)
-    of_mean = float(x.var()) / n if n > 1 else math.inf
-    if 0 < of_mean < math.inf and float(x.min()) >= 0 and float(x.max()) <= 1:
-        return mean, *_wilson(mean, mean * (1 - mean) / of_mean, z)
-    half = z * math.sqrt(of_mean)
+        centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
+        half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+        return mean, max(0.0, centre - half), min(1.0, centre + half)
+    half = z * float(x.std()) / math.sqrt(n) if n > 1 else math.inf
     return mean, mean - half, mean + half
-
-
-def _wilson(mean: float, draws: float, z: float) -> tuple[float, float]:
-    """Wilson's score interval of a share of so many draws."""
-    centre = (mean + z * z / (2 * draws)) / (1 + z * z / draws)
-    half = z / (1 + z * z / draws) * math.sqrt(mean * (1 - mean) / draws + z * z / (4 * draws * draws))
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def pass_at_k(right: int, samples: int, k: int) -> float:
