@@ -20,7 +20,7 @@ ALL := not exhaustive and not slow
 .PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # setuptools warns of every editable install that folders here may hide the package.
 $(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
@@ -113,10 +113,7 @@ test-faults: $(STAMPS)/dev  ## of test-all, the tests that kill processes
 test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain`: every stage is better than the one before
 	$(PYTEST) -m 'chain and $(ALL)' $(args)
 
-test-real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: which is further? half an hour (run_dir=DIR)
-	$(BIN)/python scripts/real_model.py $(if $(run_dir),'$(run_dir)',runs/real_model) --peer-python $(PEER)/bin/python $(args)
-
-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
+test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)

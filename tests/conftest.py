@@ -54,6 +54,16 @@ def commands_are_composed_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def no_logger_writes_into_a_closed_stream() -> None:
+    """Hydra gives loggers the streams of the test that composes: what stays behind would end later messages in an error."""
+    loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
+    for logger in loggers:
+        for handler in list(getattr(logger, "handlers", ())):
+            if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "closed", False):
+                logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
 def lightning_speaks_as_before() -> Iterator[None]:
     """A script that silences Lightning for its own process must not silence it for the tests that come after."""
     logger = logging.getLogger("lightning.pytorch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,8 +120,12 @@ def test_the_python_of_the_readme_runs(root: Path, cwd: Path) -> None:
 
 
 def test_every_make_target_that_is_named_exists(root: Path) -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.M))
-    named = {target for path in documents(root) for target in re.findall(r"\bmake ([a-z-]+)\b", path.read_text())}
+    listed = re.findall(r"^([a-z0-9-]+):[^=]", (root / "Makefile").read_text(), re.M)
+    targets = set(listed)
+    assert len(listed) == len(targets), "a target is there twice"
+    help_page = subprocess.run(["make", "help"], cwd=root, capture_output=True, text=True, check=True)
+    assert not help_page.stderr and targets == set(re.findall(r"^  make (\S+)", help_page.stdout, re.M))
+    named = {target for path in documents(root) for target in re.findall(r"\bmake ([a-z0-9-]+)\b", path.read_text())}
     commands = {
         words[1] for path in documents(root) for block in blocks(path) for words in block.commands if words[0] == "make"
     }
