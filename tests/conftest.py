@@ -55,7 +55,7 @@ def commands_are_composed_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_logger_writes_into_a_closed_stream() -> None:
-    """Hydra gives loggers the streams of the test that composes: what stays behind would end later messages in an error."""
+    """Hydra gives loggers the streams of the test that composes: what stays behind would spoil later messages."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for logger in loggers:
         for handler in list(getattr(logger, "handlers", ())):
