@@ -88,7 +88,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("model.lora", "", ["Lora"]),
     ("data", "", ["RolloutDataModule"]),
     ("data", "data sets that are learned from", ["SupervisedDataModule", "PreferenceDataModule", "StepwiseDataModule"]),
-    ("data.task", "", ["Addition", "Largest"]),
+    ("data.task", "", ["Addition", "Largest", "ReasoningGym"]),
     ("reward", "", ["from_paths", "Rewards", "RewardRecipes"]),
     ("judge", "", ["RewardJudge", "FunctionJudge", "PairwiseJudge", "LLMJudge"]),
     ("reference", "", ["FrozenCopy", "OtherModel", "EMAReference", "BEMAReference", "MixingReference"]),

@@ -6,9 +6,11 @@ import itertools
 import math
 import random
 import re
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.reasoning import COLUMN, Problem
 
 
 @runtime_checkable
@@ -192,3 +194,66 @@ class LargestPairs(Largest):
 
 def _reply(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
+
+
+class ReasoningGym:
+    """Problems of a generator of reasoning-gym (2505.24760), as one message of a chat:
+
+    `{"prompt": [{"role": "user", "content": "State the final answer to ...: 4 + 3 ="}], "answer": "7", ...}`
+
+    The further column names the problem, so that `reward=reasoning_gym` finds its scorer; some have no single `answer`.
+    Rows depend on the arguments and the version of reasoning-gym alone. Problems that come again are left out.
+
+    Args:
+        name: Of the generator, such as "chain_sum" or "leg_counting".
+        settings: Of its config, such as `{max_terms: 3}`; what is not given is as it comes.
+        instruction: What is added to each question, on a line of its own; empty adds nothing.
+        train_rows: Rows to learn from, 1 or more.
+        val_rows: Other rows, held out for validation; 0 holds out none.
+        seed: Seed of the problems.
+
+    Raises:
+        BackendError: reasoning-gym is not installed.
+        ConfigError: the generator has no such name or setting, or makes too few different problems.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Mapping[str, Any] | None = None,
+        instruction: str = "",
+        train_rows: int = 2000,
+        val_rows: int = 200,
+        seed: int = 0,
+    ) -> None:
+        in_range("data.task.train_rows", train_rows, low=1)
+        in_range("data.task.val_rows", val_rows, low=0)
+        self.name, self.settings, self.instruction = name, dict(settings or {}), instruction
+        self.train_rows, self.val_rows, self.seed = train_rows, val_rows, seed
+
+    def train(self) -> list[dict[str, Any]]:
+        """The rows that are not held out."""
+        return self._rows()[self.val_rows :]
+
+    def val(self) -> list[dict[str, Any]]:
+        """The `val_rows` held-out rows."""
+        return self._rows()[: self.val_rows]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        wanted, found = self.train_rows + self.val_rows, dict[str, dict[str, Any]]()
+        tries = 2 * wanted + 100
+        for index in range(tries):
+            problem = Problem(self.name, self.settings, self.seed, tries, index)
+            entry = problem.entry()
+            found.setdefault(entry["question"], self._row(problem, entry))
+            if len(found) == wanted:
+                return list(found.values())
+        raise ConfigError(
+            f"data.task.train_rows={self.train_rows} and data.task.val_rows={self.val_rows}: reasoning-gym's "
+            f"{self.name!r} with settings={self.settings} made {len(found)} different problems in {tries} "
+            "tries. Lower the rows, or widen its settings."
+        )
+
+    def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
+        question = f"{entry['question']}\n{self.instruction}" if self.instruction else entry["question"]
+        return {"prompt": [{"role": "user", "content": question}], "answer": entry["answer"], COLUMN: problem.text}

@@ -90,6 +90,13 @@ class Classifier:
             self._loaded = _load(self)
         return self._loaded
 
+    @property
+    def weight_bytes(self) -> int:
+        """What its weights take on the device that all else runs on; 0 before it is loaded."""
+        if self._loaded is None or self.device == "cpu":
+            return 0
+        return sum(weight.nbytes for weight in self._loaded[0].parameters())
+
     def longest(self, rows: Sequence[Sequence[int]]) -> int:
         """Tokens of the longest row that is read.
 

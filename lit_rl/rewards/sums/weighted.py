@@ -143,6 +143,11 @@ class Rewards:
             if isinstance(function, Classifier):
                 function.load()
 
+    @property
+    def weight_bytes(self) -> int:
+        """What the reward models that are loaded take on the device that all else runs on."""
+        return sum(function.weight_bytes for function in self.functions.values() if isinstance(function, Classifier))
+
     def score(
         self,
         prompts: Sequence[Prompt],

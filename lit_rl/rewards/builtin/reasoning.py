@@ -1,0 +1,57 @@
+"""The scorers of reasoning-gym's generators as a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lit_rl.errors import RewardError
+from lit_rl.reasoning import COLUMN, Problem
+from lit_rl.rewards.completion import Completion, text_of
+
+
+class ReasoningGymScore:
+    """What a problem's own generator says of the answer, in [0, 1], for rows of the task `ReasoningGym`.
+
+    Many generators give a part of 1 to an answer with the right one inside. A scorer that raises on an answer, as some
+    do on what is no answer at all, gives 0.
+
+    Args:
+        tag: The answer is what stands between the last `<tag>` and `</tag>`; without them the completion is worth 0.
+            None: it is the whole completion, without white space around it.
+    """
+
+    def __init__(self, tag: str | None = None) -> None:
+        self.tag = tag
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Completion], reasoning_gym: Sequence[str], **_: Any
+    ) -> list[float]:
+        return [
+            self._score(text_of(completion), source)
+            for completion, source in zip(completions, reasoning_gym, strict=True)
+        ]
+
+    def _score(self, text: str, source: str) -> float:
+        try:
+            problem = Problem.read(source)
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"The column {COLUMN!r} has {source!r:.80}, which names no problem. reward=reasoning_gym scores rows "
+                "of data=reasoning_gym."
+            ) from error
+        answer = self._answer(text)
+        if answer is None:
+            return 0.0
+        problem.entry()  # what is wrong with the problem itself is no fault of the answer
+        try:
+            return problem.score(answer)
+        except Exception:  # the scorer of any generator, on any text
+            return 0.0
+
+    def _answer(self, text: str) -> str | None:
+        if self.tag is None:
+            return text.strip()
+        _, opened, rest = text.rpartition(f"<{self.tag}>")
+        inside, closed, _ = rest.partition(f"</{self.tag}>")
+        return inside.strip() if opened and closed else None

@@ -1,0 +1,93 @@
+"""Problems of the real reasoning-gym: made again to the bit, scored by their own generators."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy
+import pytest
+from tiers import quick
+
+from lit_rl.data.tasks import ReasoningGym, Task
+from lit_rl.errors import ConfigError, RewardError
+from lit_rl.reasoning import COLUMN, Problem
+from lit_rl.rewards import ReasoningGymScore, Rewards
+
+reasoning_gym = pytest.importorskip("reasoning_gym")
+NAMES = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})  # which is made of others
+GLOBAL = ("list_functions", "pool_matrix")
+"""Generators that draw from the global random numbers of Python and of numpy."""
+
+
+@pytest.mark.parametrize("name", quick(NAMES, (*GLOBAL, "chain_sum", "leg_counting")))
+def test_a_problem_is_the_same_whenever_it_is_made_and_moves_no_random_numbers(name):
+    random.seed(1)
+    numpy.random.seed(1)
+    state = random.getstate(), numpy.random.get_state()[1].tolist()
+    entries = {index: Problem(name, {}, 3, 20, index).entry() for index in (2, 0)}
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == state
+    random.seed(2)
+    numpy.random.seed(2)
+    problem = Problem.read(Problem(name, {}, 3, 20, 2).text)
+    assert problem.entry()["question"] == entries[2]["question"]
+    assert str(problem.entry()["answer"]) == str(entries[2]["answer"])
+    if isinstance(answer := entries[2]["answer"], str):
+        assert 0.99 < problem.score(answer) <= 1
+
+
+def test_rows_differ_and_none_is_held_out_and_learned():
+    task = ReasoningGym("leg_counting", {"max_animals": 3}, instruction="Just the number.", train_rows=60, val_rows=20)
+    train, val = task.train(), task.val()
+    assert isinstance(task, Task) and (len(train), len(val)) == (60, 20) and val == task.val()
+    questions = [row["prompt"][0]["content"] for row in train + val]
+    assert len(set(questions)) == 80 and all(text.endswith("\nJust the number.") for text in questions)
+    assert all(row["answer"].isdigit() and [m["role"] for m in row["prompt"]] == ["user"] for row in train)
+    assert (
+        ReasoningGym("leg_counting", train_rows=5, seed=1).train() != ReasoningGym("leg_counting", train_rows=5).train()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "chain_sun"}, "no generator.*chain_sum"),
+        ({"name": "chain_sum", "settings": {"terms": 3}}, "Its settings:.*max_terms"),
+        ({"name": "chain_sum", "settings": {"min_terms": -1}}, "does not suit"),
+        (
+            {"name": "chain_sum", "settings": {"max_terms": 2, "max_digits": 1}, "train_rows": 900},
+            r"made \d+ different problems",
+        ),
+        ({"name": "chain_sum", "train_rows": 0}, "data.task.train_rows"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        ReasoningGym(**arguments).train()
+
+
+def test_the_reward_is_the_generators_own_score():
+    rows = ReasoningGym("chain_sum", train_rows=3, val_rows=0).train()
+    columns = {COLUMN: [row[COLUMN] for row in rows], "answer": [row["answer"] for row in rows]}
+    replies = [f" {rows[0]['answer']}\n", f"It is {rows[1]['answer']}.", "I do not know"]
+    prompts = [row["prompt"] for row in rows]
+    right, inside, wrong = ReasoningGymScore()(prompts, replies, **columns)
+    assert right == 1 and wrong == 0 and inside == Problem.read(rows[1][COLUMN]).score(replies[1])
+    tagged = [f"<answer>7</answer> no: <answer> {rows[0]['answer']} </answer>", rows[1]["answer"], "<answer>1"]
+    assert ReasoningGymScore("answer")(prompts, tagged, **columns) == [1, 0, 0]
+
+
+def test_a_scorer_that_raises_on_nonsense_gives_nothing():
+    row = ReasoningGym("prime_factorization", train_rows=1, val_rows=0).train()[0]
+    with pytest.raises(ValueError):
+        Problem.read(row[COLUMN]).score("nonsense")
+    assert ReasoningGymScore()([row["prompt"]], ["nonsense"], [row[COLUMN]]) == [0]
+
+
+def test_rows_of_another_data_set_are_refused():
+    with pytest.raises(RewardError, match="names no problem"):
+        ReasoningGymScore()(["1+1="], ["2"], ["2"])
+    with pytest.raises(RewardError, match=COLUMN):
+        Rewards(ReasoningGymScore()).bind(["answer"])
+    with pytest.raises(RewardError, match="names no problem"):
+        ReasoningGymScore()(["1+1="], ["2"], [json.dumps({"name": "chain_sum"})])
