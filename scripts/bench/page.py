@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import plots, summary
-from bench.contenders import OURS
+from bench.contenders import OURS, VARIANTS
 from bench.measure import FOREIGN
 from bench.summary import Result, Spread
 from bench.workload import Workload
@@ -49,15 +49,18 @@ METHOD = f"""\
   the longest before they are capped there. In *half-dead* workloads every second prompt has equal rewards in its group.
 - **Gate.** The first step of every contender is taken on completions that all are given, in its real training loop.
   Log-probs, loss and gradient are held against TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
-  least 0.999. If a contender is further off there are no figures of that workload.
+  least 0.999. In deep models TRL itself is further off in bfloat16; there a contender may be half as far off again.
+  If one is further off, there are no figures of that workload.
 - **Turns.** Each contender is a process with pinned threads that trains one step when it is asked to, so that warm-up
   is left out and contenders alternate (A B C, then C B A). A turn is the median of its steps, a figure the median of
   turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets. A turn in which other
   processes took over {FOREIGN:.0%} of the processor is taken again, twice at most.
-- **TRL.** "default" is its config as it comes; "tuned" is the fastest of the settings listed for each workload. Threads
-  of lit_rl that wait for each other sleep (`train.py` sees to it); TRL is measured with sleeping and with spinning
-  ones, and the faster counts. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they
-  count as a tuning nevertheless.
+- **TRL.** "default" is its config as it comes, which computes in bfloat16. Without units for that a step takes minutes,
+  so on such a processor it is float32, and called so. "tuned" is the fastest of the other settings listed for each
+  workload; where the default is the fastest of all, its ratio is the higher one. Threads of lit_rl that wait for each
+  other spin for a moment and then sleep (`train.py` sees to it); TRL is measured with sleeping and with spinning ones,
+  and the faster counts. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they count as a
+  tuning nevertheless.
 - **The limit.** Matrix rate and memory bandwidth are measured first. The bound of a step is what its least work takes
   at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU
   counts useful FLOPs of the training alone, HFU executed ones of the whole step, MBU the bytes that decoding must read.
@@ -99,11 +102,12 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
 def _machine(run: Mapping[str, Any]) -> Iterator[str]:
     machine = run["machine"]
     flags = ", ".join(name for name, there in machine["flags"].items() if there) or "none of those that matter"
-    without = ", ".join(name for name, there in machine["flags"].items() if not there)
+    missing = ", ".join(name for name, there in machine["flags"].items() if not there)
+    flags += f"; without {missing}" if missing else ""
     rates = ", ".join(f"{value / 1e9:,.0f} GFLOP/s in {name}" for name, value in machine["flops"].items())
     name = machine.get("gpu", machine["processor"])
     yield (
-        f"{name}, {machine['cores']} cores ({flags}; without {without}), {machine['memory'] / 1e9:.0f} GB; "
+        f"{name}, {machine['cores']} cores ({flags}), {machine['memory'] / 1e9:.0f} GB; "
         f"{run['threads']} threads. torch {machine['torch']}, transformers {run['versions']['transformers']}, "
         f"TRL {run['versions']['trl']}.\n"
     )
@@ -113,16 +117,21 @@ def _machine(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _overview(results: Sequence[Result]) -> Iterator[str]:
-    yield "| | lit_rl, s a step | TRL default / lit_rl | TRL tuned / lit_rl | by CPU time | peak memory / TRL default |"
-    yield "|---|---|---|---|---|---|"
-    for result in results:
-        ours, default, tuned = OURS, summary.fastest(result, "default"), summary.fastest(result, "tuned")
+    """A row for ours as it comes, and one for each of its other precisions."""
+    yield "| | | s a step | TRL default / lit_rl | TRL tuned / lit_rl | by CPU time | peak memory / TRL default |"
+    yield "|---|---|---|---|---|---|---|"
+    rows = [(result, name) for result in results for name in (OURS, *(v.name for v in VARIANTS))]
+    for result, ours in rows:
+        if ours not in result["contenders"]:
+            continue
+        default, tuned = summary.fastest(result, "default"), summary.fastest(result, "tuned")
         assert default is not None
         theirs = [summary.ratio(result, name, ours) if name else None for name in (default, tuned)]
         cpu = [summary.ratio(result, name, ours, "cpu").middle for name in (default, tuned) if name]
         memory = (summary.peak(result, ours) or 0) / (summary.peak(result, default) or 1)
         yield (
-            f"| {result['workload']['name']} | {summary.spread(result, ours).middle:.2f} "
+            f"| {result['workload']['name'] if ours == OURS else ''} | {ours} "
+            f"| {summary.spread(result, ours).middle:.2f} "
             f"| {' | '.join('-' if one is None else _ratio(one) for one in theirs)} "
             f"| {', '.join(f'{one:.2f}' for one in cpu)} | {memory:.2f} |"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 
@@ -14,4 +15,9 @@ def score(completion_ids: Sequence[Sequence[int]], dead: Sequence[int], **column
         dead: The prompt's column of that name, one value a completion.
         columns: What else both sides hand over.
     """
-    return [0.0 if off else sum(i & 1 for i in ids) / len(ids) for ids, off in zip(completion_ids, dead)]
+    return [float(exact(ids, bool(off))) for ids, off in zip(completion_ids, dead)]
+
+
+def exact(ids: Sequence[int], dead: bool) -> Fraction:
+    """The reward of one completion."""
+    return Fraction(0 if dead else sum(i & 1 for i in ids), len(ids))

@@ -13,7 +13,7 @@ from bench.gate import GateError
 from bench.workload import Workload
 
 WORK = Workload("w", prompts=2, group=2, dead=True)
-GIVEN = [[1, 2], [3, 0], [4, 5], [6, 7]]
+GIVEN = [[1, 2], [4, 0], [4, 5], [6, 7]]
 """The last two are of a dead group."""
 
 
@@ -67,7 +67,7 @@ def test_the_same_passes(tmp_path: Path) -> None:
         ({"off": float("nan")}, "log-probs differ"),
         ({"scale": 1.01}, "norms differ by 1.00%"),
         ({"scale": -1.0}, "cosine of the gradients is -1"),
-        ({"rows": 1}, "1 completions of live groups were not scored"),
+        ({"rows": 1}, "1 completions that teach something were not scored"),
         ({"name": "v"}, "only one side has a gradient of v, w"),
     ],
 )
@@ -80,7 +80,19 @@ def test_a_dead_group_may_be_left_out(tmp_path: Path) -> None:
     assert check(tmp_path, rows=2)["tokens"] == 4
 
 
+def test_a_row_whose_reward_is_its_groups_mean_may_be_left_out() -> None:
+    rows = [[1, 3, 2, 4], [1, 3], [2, 4]]  # rewards 1/2, 1 and 0
+    scored = {"logprobs": dict.fromkeys(record.key_of(ids) for ids in rows[1:])}
+    assert gate.missing(Workload("w", prompts=1, group=3), rows, scored) == 0
+    assert gate.missing(Workload("w", prompts=1, group=3), [[1, 3, 5, 4], *rows[1:]], scored) == 1
+
+
 def test_bfloat16_may_round(tmp_path: Path) -> None:
     assert check(tmp_path, "bfloat16", off=1e-2, scale=1.01)["logprobs"] == pytest.approx(1e-2)
     with pytest.raises(GateError, match="log-probs"):
         check(tmp_path, "bfloat16", off=3e-2)
+    deep = gate.LIMITS["bfloat16"].logprobs + 4e-3  # what the peer itself is off in a deep model
+    first = first_step(tmp_path / "deep", off=1.4 * deep)
+    assert gate.check("it", WORK, "bfloat16", first, GIVEN, first_step(tmp_path / "reference"), deep)
+    with pytest.raises(GateError, match="log-probs"):
+        gate.check("it", WORK, "float32", first, GIVEN, first_step(tmp_path / "reference"), deep)

@@ -31,7 +31,10 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "results" / "cpu.json").write_text(json.dumps(found))
     page.write(tmp_path / "results", tmp_path / "page.md", tmp_path / "pictures")
     text = (tmp_path / "page.md").read_text()
-    assert "| C1, prompt 64 | 2.00 | **4.50** (4.00 to 5.00) | **3.00** (3.00 to 3.00) | 4.50, 3.00 | 1.00 |" in text
+    assert (
+        "| C1, prompt 64 | lit_rl | 2.00 | **4.50** (4.00 to 5.00) | **3.00** (3.00 to 3.00) | 4.50, 3.00 | 1.00 |"
+        in text
+    )
     assert "| tricks | 3 (3 to 3) | **1.50** (1.50 to 1.50) | 1.50 | 1.00 |" in text
     assert "avx512_bf16; without amx_bf16" in text and "took over 5% of the processor in 4 of 8 turns" in text
     assert text.index("| x 1 |") < text.index("| x 8 |")
