@@ -71,12 +71,12 @@ class Progress(ProgressBar):
     ) -> None:
         if self._bar is None:
             return
-        metrics = trainer.callback_metrics
-        text = ", ".join(f"{name}={float(metrics[key]):.3f}" for key, name in SHOWN.items() if key in metrics)
+        if trainer.global_step == self._bar.n and not self._bar.disable:
+            return  # between two steps: a metric that is read makes a GPU finish what it was given
         if not self._bar.disable:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_postfix_str(_shown(trainer), refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
-        elif time.monotonic() - self._last_line >= self.seconds_between_lines and text:
+        elif time.monotonic() - self._last_line >= self.seconds_between_lines and (text := _shown(trainer)):
             self._last_line = time.monotonic()
             self.print(f"step {trainer.global_step}/{self._bar.total or '?'}  {text}")
 
@@ -93,3 +93,8 @@ class Progress(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         tqdm.write(" ".join(map(str, args)))
+
+
+def _shown(trainer: L.Trainer) -> str:
+    metrics = trainer.callback_metrics
+    return ", ".join(f"{name}={float(metrics[key]):.3f}" for key, name in SHOWN.items() if key in metrics)

@@ -104,4 +104,7 @@ def _seconds(run: Run, batches: Any) -> str:
     expected = clock.seconds - per_rollout + per_rollout / steps
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items() if seconds)
     listed = f" ({parts}, the rest {clock.seconds - per_rollout:.2f})" if parts else ""
-    return f"expected: {expected:.2f} seconds an optimizer step. The first one took {clock.seconds:.2f}{listed}."
+    return (
+        f"expected: {expected:.2f} seconds an optimizer step, judged by the first one, in which some things are done "
+        f"once. That took {clock.seconds:.2f}{listed}."
+    )

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from lit_rl.algorithms import DPO, GRPO
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
+from lit_rl.algorithms.preflight.footprint import policy_network
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
 from lit_rl.errors import ConfigError
+from lit_rl.models import LanguageModel
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.shape import ModelShape
@@ -92,6 +94,19 @@ def test_planned_activations_are_what_autograd_keeps(shared, rank, mixed):
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
 
 
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+def test_eager_attention_is_planned_with_the_weights_of_all_pairs(mixed):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager").train()
+    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, mixed=mixed)
+    described = LanguageModel("tiny", attn_implementation="eager")
+    numbers = Numbers.of("bf16-mixed" if mixed else "32-true", 8)
+    plan = memory(
+        policy=policy_network(described, SHAPE, numbers, "fused"), numbers=numbers, lengths=Lengths(64, 64, group=4)
+    ).plan(8, 8, steps_in_parts=False)
+    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+
+
 @pytest.mark.parametrize("config", [CONFIG, GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100)])
 def test_the_shape_counts_what_the_model_has(config):
     model, shape = AutoModelForCausalLM.from_config(config), ModelShape.of(config)
@@ -134,8 +149,12 @@ def test_where_a_group_is_too_large_it_is_cut_and_then_activations_are_computed_
     assert not chosen(step, plan_of, least(1)).recompute
     with pytest.raises(ConfigError, match=r"1 row it needs"):
         chosen(step, plan_of, least(1, plan_of.recomputing()) - 1)
-    with pytest.raises(ConfigError, match=r"model.gradient_checkpointing=true"):
+    with pytest.raises(ConfigError, match=r"model.gradient_checkpointing=true") as refused:
         chosen(step, memory(), least(1) - 1)
+    assert "split_groups" not in str(refused.value)  # it was cut by the plan
+    by_hand = Step(units=3, rows=4, sequences=12, sliced_by_hand=True)
+    with pytest.raises(ConfigError, match=r"algo.split_groups=2 or more"):
+        chosen(by_hand, memory(), least(1) - 1)
     assert cut(Given(2, 1), step, plan_of, 2**30)[0].micro_batches == 6
 
 
@@ -164,10 +183,13 @@ def test_by_hand_is_taken_or_refused_with_the_nearest():
     assert found is not None and found.micro_batches == 3 and not warning
     with pytest.raises(ConfigError, match="micro_batch_size=10.*8, 12, 4"):
         cut(Given(10, 1), step, memory(), 2**30)
-    with pytest.raises(ConfigError, match="both say"):
-        cut(Given(8, 2), step, memory(), 2**30)
+    for size in (8, "auto"):
+        with pytest.raises(ConfigError, match="both say"):
+            Given(size, 2).check()
     with pytest.raises(ConfigError, match="auto, or null"):
-        cut(Given("automatic", 1), step, memory(), 2**30)  # pyright: ignore
+        Given("automatic", 1).check()  # pyright: ignore
+    with pytest.raises(ConfigError, match="micro_batch_size=0"):
+        Given(0, 1).check()
 
 
 def test_what_the_user_says_is_warned_about_with_the_setting_that_fits():

@@ -103,3 +103,10 @@ def test_the_head_is_put_back_after_an_error(make_completions):
     with pytest.raises(IndexError):
         score(model, completions, Sampling(), options=FUSED)
     assert "forward" not in vars(model.get_output_embeddings())
+
+
+def test_a_forward_that_another_library_hung_on_the_head_is_there_afterwards(make_model, make_completions):
+    model = LanguageModel(str(make_model())).load()
+    theirs = model.lm_head.forward = lambda hidden: type(model.lm_head).forward(model.lm_head, hidden)
+    score(model, make_completions(PROMPTS, RESPONSES), Sampling(), options=FUSED)
+    assert model.lm_head.forward is theirs

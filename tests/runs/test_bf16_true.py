@@ -130,3 +130,6 @@ def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with
     interrupted(run, tmp_path / "again", 1)
     assert train(*SMALL, *every, f"run_dir={tmp_path / 'again'}", "ckpt_path=last") == 7
     assert "masters would be lost" in capsys.readouterr().err
+    split = ["trainer.precision=bf16-true", "optimizer=adamw_split"]
+    assert train(*SMALL, *every, *split, f"run_dir={tmp_path / 'again'}", "ckpt_path=last") == 7
+    assert "this run has optimizer=adamw_split" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import lightning as L
 import pytest
 from runs_helpers import SMALL, assert_same_run, interrupted, newest
@@ -9,6 +11,8 @@ from runs_helpers import SMALL, assert_same_run, interrupted, newest
 from lit_rl.algorithms import GRPO
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
+from lit_rl.errors import ConfigError
+from lit_rl.generation.native import NativeGenerator
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 
@@ -44,6 +48,8 @@ def test_a_plan_is_printed_and_nothing_written(train, tmp_path, monkeypatch, cap
     assert "expected" not in said  # another machine's step cannot be timed here
     assert train(*SMALL, *ROWS, "task=plan", "plan.probe=true") == 0
     assert "seconds an optimizer step" in capsys.readouterr().out
+    assert train(*SMALL, *ROWS, "task=plan", "algo.micro_batch_size=2", "plan.probe=true") == 0
+    assert "16: algo.micro_batch_size=2" in capsys.readouterr().out  # half a group: set up twice, for the probe
     assert not list(tmp_path.iterdir())
 
 
@@ -53,14 +59,51 @@ def test_what_can_never_fit_is_refused_before_weights_load(train, tmp_path, caps
     assert "does not fit" in said and "micro-batches of 1 row" in said and "weights" in said
 
 
+def made(**settings) -> GRPO:
+    return GRPO("tiny", exact_match, group_size=4, sampling=Sampling(max_new_tokens=6), **settings)
+
+
+def prompts() -> RolloutDataModule:
+    return RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+
+
+def short_trainer(**settings) -> L.Trainer:
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys(off, False) | {"limit_val_batches": 0, "use_distributed_sampler": False}
+    return L.Trainer(accelerator="cpu", devices=1, **({"max_steps": 1} | quiet | settings))
+
+
+def test_a_trainer_trains_one_module_after_another_each_with_its_own_cut():
+    trainer, first, second = short_trainer(), made(micro_batch_size=2), made(micro_batch_size=16)
+    trainer.fit(first, datamodule=prompts())
+    assert first.plan.accumulate == 16 and first.plan.split_groups == 2 and trainer.accumulate_grad_batches == 1
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(first, datamodule=prompts())
+    assert trainer.global_step == 2 and first.plan.accumulate == 16
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(second, datamodule=prompts())
+    assert trainer.global_step == 3 and second.plan.accumulate == 2 and trainer.accumulate_grad_batches == 1
+
+
+def test_two_answers_to_one_question_are_refused():
+    trainer = short_trainer(accumulate_grad_batches=4)
+    with pytest.raises(ConfigError, match="both say how a step is cut"):
+        trainer.fit(made(micro_batch_size="auto"), datamodule=prompts())
+    assert trainer.accumulate_grad_batches == 4
+
+
+def test_the_settings_of_a_warning_are_enough():
+    module = made(micro_batch_size=4, generator=NativeGenerator(batch_size=2))
+    module.memory_gb = 0.012
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not fit")
+        short_trainer().fit(module, datamodule=prompts())
+
+
 def test_plain_constructors_warn_once_and_go_on():
-    module = GRPO("tiny", exact_match, group_size=4, sampling=Sampling(max_new_tokens=6))
+    module = made()
     module.memory_gb = 0.016
-    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = L.Trainer(
-        max_steps=1, accelerator="cpu", devices=1, limit_val_batches=0, use_distributed_sampler=False, **quiet
-    )
+    data, trainer = prompts(), short_trainer()
     with pytest.warns(UserWarning, match=r"does not fit.*Set trainer.accumulate_grad_batches=\d") as seen:
         trainer.fit(module, datamodule=data)
     assert sum("does not fit" in str(one.message) for one in seen) == 1

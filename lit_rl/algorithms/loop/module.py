@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -188,15 +188,27 @@ class PolicyModule(L.LightningModule):
             ConfigError: nothing fits, or the user's cut does not divide the step.
         """
         trainer: Any = self.trainer
-        self.step = step
+        self.step = step = replace(step, sequences=self.decoded_at_once(step))
+        given = Given(self.micro_batch_size, self.accumulation_by_hand)
+        given.check()
         if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
-            given = Given(self.micro_batch_size, trainer.accumulate_grad_batches)
-            given.check()
             self.cut, warning = cut(given, step, self.memory(), self.room())
             if warning:
                 rank_zero_warn(warning)
         self._take_cut()
         return trainer.accumulate_grad_batches, self.cut.why if self.cut else ""
+
+    @property
+    def accumulation_by_hand(self) -> int:
+        """What the user gave the Trainer: 1 where `cut_step` set its micro-batches, as in an earlier `setup`."""
+        trainer: Any = self.trainer
+        ours = self.cut is not None and self.cut.micro_batches == trainer.accumulate_grad_batches
+        return 1 if ours else trainer.accumulate_grad_batches
+
+    def teardown(self, stage: str) -> None:
+        """The Trainer gets its micro-batches back, so that it may train another module."""
+        if stage == "fit":
+            self.trainer.accumulate_grad_batches = self.accumulation_by_hand
 
     def fit_decoding(self) -> None:
         """Bound what is decoded where nothing is learned."""
@@ -407,7 +419,7 @@ class PolicyModule(L.LightningModule):
             state.check_weights(weights, self._trained_names())
         if self._fitting:
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
-            check_masters(checkpoint.get("optimizer_states", ()), trained)
+            check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
         if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:

@@ -127,7 +127,7 @@ class OfflineModule(PolicyModule, ABC):
                 stream_will_do(self.reads_all_rows())
             plan = OfflinePlan(
                 batch_size=data.batch_size,
-                accumulate=trainer.accumulate_grad_batches,
+                accumulate=self.accumulation_by_hand,
                 world_size=trainer.world_size,
                 rows=len(data.corpus.train),
                 stream_buffer=data.stream_buffer,

@@ -294,7 +294,7 @@ class OnPolicyModule(GeneratingModule, ABC):
                 group_size=self.group_size,
                 minibatches=self.minibatches,
                 iterations=self.iterations,
-                accumulate=trainer.accumulate_grad_batches,
+                accumulate=self.accumulation_by_hand,
                 world_size=trainer.world_size,
                 split_groups=self._slices_by_hand,
                 max_new_tokens=self.sampling.max_new_tokens,
@@ -305,6 +305,7 @@ class OnPolicyModule(GeneratingModule, ABC):
                 sequences=plan.completions // plan.world_size,
                 whole="groups, or slices of them",
                 slices=self._slices(),
+                sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
             )
             accumulate, why = self.cut_step(step)
             self.plan = self._cut_plan(plan, step, accumulate, why)
@@ -325,6 +326,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         rows = max(1, self.group_size // self._slices_by_hand)  # what does not divide is refused with the batches
         shares = self.forward_options.shared_prompts and rows > 1
         return Lengths(data.longest_prompt, self.sampling.max_new_tokens, rows, shares=shares)
+
+    def read_only(self) -> dict[str, int]:
+        # They are loaded by now: what is free on this machine is without them, what the user says is there is not.
+        return super().read_only() | ({"reward models": self.reward_functions.weight_bytes} if self.memory_gb else {})
 
     def resume_cut(self, cut: Cut) -> None:
         super().resume_cut(cut)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.algorithms.optim.split_adamw import SplitAdamW
 from lit_rl.errors import StorageError
 
 MASTER = "master"
@@ -44,17 +45,29 @@ def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Op
     return MasterWeights(make, held) if narrow and not getattr(make, "keeps_masters", False) else make(held)
 
 
-def check_masters(optimizer_states: Iterable[Mapping[str, Any]], weights: Iterable[Tensor]) -> None:
-    """Refuse to go on with float32 weights where a checkpoint keeps masters of bfloat16 ones: they would be dropped.
+def check_masters(
+    optimizer_states: Iterable[Mapping[str, Any]], weights: Iterable[Tensor], make: OptimizerFactory
+) -> None:
+    """Refuse to go on where the masters and moments that a checkpoint keeps would be dropped or misread.
 
     Args:
         optimizer_states: Of the checkpoint.
         weights: What is trained now.
+        make: Makes the optimizer of this run.
 
     Raises:
-        StorageError: no trained weight is bfloat16, and an optimizer has masters, or remainders that make them.
+        StorageError: no trained weight is bfloat16, and an optimizer has masters, or remainders that make them; or one
+            of the two is `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
     kept = {key for state in optimizer_states for one in state["state"].values() for key in one}
+    was_split, is_split = SplitAdamW.BOUND in kept, getattr(make, "keeps_masters", False)
+    if kept and was_split != is_split:
+        was, now = ("adamw_split", "another optimizer") if was_split else ("another optimizer", "adamw_split")
+        raise StorageError(
+            f"The checkpoint was written with {'optimizer=' if was_split else ''}{was}, and this run has "
+            f"{'' if was_split else 'optimizer='}{now}: neither can read the other's state. Resume with the optimizer "
+            "of the run's config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
+        )
     if kept.isdisjoint((MASTER, "remainder")) or any(is_narrow(weight) for weight in weights):
         return
     raise StorageError(

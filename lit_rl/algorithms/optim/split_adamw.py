@@ -43,6 +43,9 @@ class SplitAdamW(Optimizer):
         weight_decay: Decoupled weight decay.
     """
 
+    BOUND = "first_bound"
+    """A key that the state of no other optimizer has."""
+
     def __init__(
         self, groups: Any, lr: float, betas: tuple[float, float], eps: float = 1e-8, weight_decay: float = 0.0
     ) -> None:

@@ -20,9 +20,10 @@ class Step:
     Args:
         units: What micro-batches hold whole: groups, or slices of them as the user cut them, or rows of a data set.
         rows: Rows of a unit.
-        sequences: That are decoded for it.
+        sequences: That are decoded together for it, at most.
         whole: What the units are, for messages.
-        slices: Into how many equal slices a unit may be cut where a whole one is too large, from few to many.
+        slices: Into how many equal slices the plan may cut a unit where a whole one is too large, from few to many.
+        sliced_by_hand: Whether the user may cut it so (`algo.split_groups`) where the plan may not.
     """
 
     units: int
@@ -30,6 +31,7 @@ class Step:
     sequences: int = 0
     whole: str = "rows"
     slices: Sequence[int] = (1,)
+    sliced_by_hand: bool = False
 
     def cuts(self) -> dict[int, int]:
         """Rows of a micro-batch by the number of micro-batches, from few to many."""
@@ -120,7 +122,7 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
     of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
     lora = "model.lora.r=16 (trains adapters)" if memory.policy.adapters == 0 else None
     tokens = []
-    if step.rows > 1 and step.rows % 2 == 0 and memory.lengths.group > 1 and len(step.slices) == 1:
+    if step.sliced_by_hand and step.rows % 2 == 0:
         tokens.append("algo.split_groups=2 or more (cuts a group, the same gradient)")
     if not memory.policy.checkpointing:
         tokens.append("model.gradient_checkpointing=true")
@@ -158,11 +160,12 @@ class Given:
             ConfigError: both are set, or the size is no number of rows.
         """
         size = self.micro_batch_size
-        if size is None or size == "auto":
+        if size is None:
             return
-        if isinstance(size, str):
+        if isinstance(size, str) and size != "auto":
             raise ConfigError(f"algo.micro_batch_size={size!r} is unknown: allowed is a number of rows, auto, or null.")
-        in_range("algo.micro_batch_size", size, low=1)
+        if isinstance(size, int):
+            in_range("algo.micro_batch_size", size, low=1)
         if self.accumulate != 1:
             raise ConfigError(
                 f"algo.micro_batch_size={size} and trainer.accumulate_grad_batches={self.accumulate} both say how a "
@@ -178,7 +181,6 @@ def cut(given: Given, step: Step, memory: Memory | None, room: int | None) -> tu
     Raises:
         ConfigError: the size does not divide the step, or with "auto" nothing fits.
     """
-    given.check()
     size = given.micro_batch_size
     if size == "auto":
         if memory is None or room is None:

@@ -47,11 +47,10 @@ def frozen_bytes(model: LanguageModel) -> int:
 
 def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, head: Head) -> Network:
     """The policy as it is trained."""
-    checkpointing = model.gradient_checkpointing is True
+    checkpointing, eager = model.gradient_checkpointing is True, model.attn_implementation == "eager"
     if model.lora is None and model.adapter is None:
-        return Network(
-            shape, shape.parameters, numbers.weight * shape.parameters, head=head, checkpointing=checkpointing
-        )
+        held = numbers.weight * shape.parameters
+        return Network(shape, shape.parameters, held, head=head, checkpointing=checkpointing, eager=eager)
     rank, targets = _adapter(model)
     adapted = shape.adapted(targets)
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
@@ -65,6 +64,7 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
         head=head,
         checkpointing=checkpointing,
         narrow=model.quantization is not None or model.dtype in ("bfloat16", "float16"),
+        eager=eager,
     )
 
 
@@ -92,12 +92,12 @@ def critic_network(critic: Critic, policy: Network, numbers: Numbers) -> Network
     """A critic's own layers; None where it stands on the policy's."""
     if isinstance(critic, SharedTrunk):
         return None
-    checkpointing = policy.checkpointing
+    like_policy: Any = {"head": "none", "checkpointing": policy.checkpointing, "eager": policy.eager}
     if isinstance(critic, AdapterCritic):
         adapted = policy.shape.adapted(critic.targets)
         trained = sum(critic.r * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
         ranks = critic.r * sum(linear.count for linear in adapted)
-        return Network(policy.shape, trained, 4 * trained, adapters=ranks, head="none", checkpointing=checkpointing)
+        return Network(policy.shape, trained, 4 * trained, adapters=ranks, **like_policy)
     other = critic.model if isinstance(critic, SeparateCritic) and isinstance(critic.model, LanguageModel) else None
     shape = (shape_of(other) if other else None) or policy.shape
-    return Network(shape, shape.trunk, numbers.weight * shape.trunk, head="none", checkpointing=checkpointing)
+    return Network(shape, shape.trunk, numbers.weight * shape.trunk, **like_policy)

@@ -13,6 +13,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                       y r a                   adapters of rank r on a linear layers
                     and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
+                    with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
+                    and narrow where y < 4
     logits          none: blocks, and what is below `KEPT` (lit_rl.ops.linear_logprobs)
     working memory  gradients of one layer's activations, 4 y m + 3 x d a token; of the head's weight, x v d;
                     with adapters 3 y m: their output, scaled, and added
@@ -45,13 +47,13 @@ def in_words(size: float) -> str:
 BLOCKS = 4
 """Tensors of the size of a block of logits that are there at a time: logits, their exponentials, gradient, product."""
 
+WHOLE = 5
+"""Tensors of the size of whole logits, in float32, where no head is fused: scaled, their log-softmax, its
+exponentials, the gradients of two of them."""
 
 HOLES = 0.2
 """Share of the tensors that come and go which an allocator holds beside them and cannot use: measured, see
 scripts/memory_peaks.py."""
-
-WHOLE = 5
-"""Those of whole logits in float32: scaled, their log-softmax, its exponentials, the gradients of two of them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Network:
             another model's block by block, one that gives logits, or none.
         checkpointing: Whether activations are computed twice.
         narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
+        eager: Whether attention keeps the weights of all pairs of tokens.
     """
 
     shape: ModelShape
@@ -105,6 +108,7 @@ class Network:
     head: Head = "fused"
     checkpointing: bool = False
     narrow: bool = False
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -249,7 +253,8 @@ class Memory:
         of_token = shape.hidden * of_norms + y * (
             2 * shape.query_width + 4 * shape.inner + network.adapters // shape.layers
         )
-        of_attention = y * call.queries * call.keys + y * 2 * shape.query_width * call.keys
+        of_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
+        of_attention = of_pair * call.queries * call.keys + y * 2 * shape.query_width * call.keys
         return call.tokens * (of_token + 4 * shape.heads) + call.rows * of_attention
 
     def _logits(self, rows: int) -> int:

@@ -138,11 +138,15 @@ def linear_head(model: nn.Module) -> nn.Linear:
 
 @contextmanager
 def _in_its_place(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    before = vars(head).get("forward")  # that of a library which wraps modules; else it is the class's
     head.forward = forward  # pyright: ignore[reportAttributeAccessIssue]  # of this one module: hooks on it run
     try:
         yield
     finally:
-        del head.forward
+        if before is None:
+            del head.forward
+        else:
+            head.forward = before
 
 
 _RETURNS_IT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
