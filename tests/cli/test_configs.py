@@ -63,7 +63,6 @@ VALUES = {  # what has no default
     "judge/function": ["algo=online_dpo", "judge.fn=lit_rl.rewards:contains"],
     "judge/pairwise": [f"judge.fn='{Path(__file__).with_name('pairwise_judge.py')}:longer'"],
     "judge/llm": ["algo=online_dpo", "judge.base_url=https://h/v1", "judge.model=m"],
-    "experiment/smollm2_dpo": ["model.name=tiny"],
     "reward/none": ["algo=dpo"],
     "reward/process_reward_model": ["reward.functions.process_reward_model.name=o/m"],
     "reference/path": ["reference.name=tiny"],
