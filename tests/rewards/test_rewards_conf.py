@@ -14,6 +14,7 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from lit_rl.cli.build import build, prune
 from lit_rl.errors import ConfigError
+from lit_rl.reasoning import Problem
 from lit_rl.rewards import ProcessRewardModel, RegexFormat, RemoteReward, RewardModel, Rewards
 
 FOLDER = Path(__file__).parents[2] / "conf" / "reward"
@@ -34,6 +35,7 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "repetition": [0.0, -8 / 9],
     "code": [0.0, 0.0],
     "recipes": [1.0, 1.1],
+    "reasoning_gym": [1.0, 2 / len(GOOD)],  # its scorer gives a part to an answer with the right one inside
 }
 ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
 VALUES = {
@@ -43,7 +45,13 @@ VALUES = {
     "process_reward_model": ["reward.functions.process_reward_model.name=owner/model"],
     "remote": ["reward.functions.remote.urls=[https://rewards.example/score]"],
 }
-COLUMNS = {"answer": ["42", "42"], "source": ["sums", "word_problems"], "tests": ["assert True", "assert True"]}
+TWO_DIGITS = {"max_terms": 2, "min_digits": 2, "max_digits": 2}
+COLUMNS = {
+    "answer": ["42", "42"],
+    "source": ["sums", "word_problems"],
+    "tests": ["assert True", "assert True"],
+    "reasoning_gym": [Problem("chain_sum", TWO_DIGITS, seed=0, size=5000, index=157).text] * 2,  # 30 + 12
+}
 
 
 @pytest.fixture
