@@ -84,7 +84,9 @@ def start(folder: Path, *overrides: str) -> Served:
     given = [] if any(word.startswith("model=") for word in overrides) else ["model=tiny"]
     port = [] if any(word.startswith("serve.port=") for word in overrides) else ["serve.port=0"]
     words = ["serve", *given, *port, f"serve.log={log}", *overrides]
-    program = [sys.executable, "-c", "from lit_rl.cli import main; main()", *words]
+    # A shell that runs the tests in the background has Ctrl-C ignored by all that it starts.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = [sys.executable, "-c", f"{heard}; from lit_rl.cli import main; main()", *words]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         program, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
