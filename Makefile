@@ -90,8 +90,9 @@ test-all: lint $(ENGINES)/.stamp  ## everything that a change has to pass
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
-test-exhaustive: $(STAMPS)/dev  ## full products of options, every preset that learns: by hand
+test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
 	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines $(args)
+	$(ENGINES_PYTEST) -m exhaustive tests/engines $(args)
 
 # The parts of `make test-all`, each by itself.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -60,9 +60,10 @@ class Problem:
         with _own_random_numbers(f"{self.seed} {self.index}"):
             return generator[self.index]
 
-    def score(self, answer: str) -> float:
-        """What the generator's own scorer gives to an answer, in [0, 1]."""
-        return float(self._generator().score_answer(answer, self.entry()))
+    def scorer(self) -> Callable[[str], float]:
+        """The generator's own: from an answer to a number in [0, 1]."""
+        generator, entry = self._generator(), self.entry()
+        return lambda answer: float(generator.score_answer(answer, entry))
 
     def _generator(self) -> Any:
         return _generator(self.name, json.dumps(dict(self.settings), sort_keys=True), self.seed, self.size)

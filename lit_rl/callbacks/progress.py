@@ -71,12 +71,15 @@ class Progress(ProgressBar):
     ) -> None:
         if self._bar is None:
             return
-        if trainer.global_step == self._bar.n and not self._bar.disable:
-            return  # between two steps: a metric that is read makes a GPU finish what it was given
-        if not self._bar.disable:
+        # Not between two steps: a metric that is read makes a GPU finish what it was given.
+        if not self._bar.disable and trainer.global_step > self._bar.n:
             self._bar.set_postfix_str(_shown(trainer), refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
-        elif time.monotonic() - self._last_line >= self.seconds_between_lines and (text := _shown(trainer)):
+        elif (
+            self._bar.disable
+            and time.monotonic() - self._last_line >= self.seconds_between_lines
+            and (text := _shown(trainer))
+        ):
             self._last_line = time.monotonic()
             self.print(f"step {trainer.global_step}/{self._bar.total or '?'}  {text}")
 

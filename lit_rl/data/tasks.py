@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,7 +27,24 @@ class Task(Protocol):
         ...
 
 
-class Addition:
+class _HoldsOut(ABC):
+    """Rows of which the first `val_rows` are held out."""
+
+    val_rows: int
+
+    def train(self) -> list[dict[str, Any]]:
+        """The rows that are not held out."""
+        return self._rows()[self.val_rows :]
+
+    def val(self) -> list[dict[str, Any]]:
+        """The `val_rows` held-out rows."""
+        return self._rows()[: self.val_rows]
+
+    @abstractmethod
+    def _rows(self) -> list[dict[str, Any]]: ...
+
+
+class Addition(_HoldsOut):
     """Sums of two whole numbers: `{"prompt": "17+25=", "answer": "42"}`.
 
     Every ordered pair of operands is a row of exactly one of the two sets. The held-out pairs depend only on the
@@ -50,14 +68,6 @@ class Addition:
         self.max_operand = max_operand
         self.val_rows = val_rows
         self.seed = seed
-
-    def train(self) -> list[dict[str, Any]]:
-        """All pairs that are not held out."""
-        return self._rows()[self.val_rows :]
-
-    def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out pairs."""
-        return self._rows()[: self.val_rows]
 
     def _rows(self) -> list[dict[str, Any]]:
         side = self.max_operand + 1
@@ -117,7 +127,7 @@ class AdditionSteps(Addition):
         return rows
 
 
-class Largest:
+class Largest(_HoldsOut):
     """Which of a few numbers is the largest, as one message of a chat, for models that follow instructions:
 
     `{"prompt": [{"role": "user", "content": "Which is the largest number: 7, 64, 12, 31? Reply with just the
@@ -148,14 +158,6 @@ class Largest:
             )
         self.count, self.max_number, self.train_rows, self.val_rows = count, max_number, train_rows, val_rows
         self.seed = seed
-
-    def train(self) -> list[dict[str, Any]]:
-        """The rows that are not held out."""
-        return self._rows()[self.val_rows :]
-
-    def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out rows."""
-        return self._rows()[: self.val_rows]
 
     def _rows(self) -> list[dict[str, Any]]:
         draw, found = random.Random(self.seed), dict[tuple[int, ...], None]()
@@ -196,7 +198,7 @@ def _reply(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
-class ReasoningGym:
+class ReasoningGym(_HoldsOut):
     """Problems of a generator of reasoning-gym (2505.24760), as one message of a chat:
 
     `{"prompt": [{"role": "user", "content": "State the final answer to ...: 4 + 3 ="}], "answer": "7", ...}`
@@ -230,14 +232,6 @@ class ReasoningGym:
         in_range("data.task.val_rows", val_rows, low=0)
         self.name, self.settings, self.instruction = name, dict(settings or {}), instruction
         self.train_rows, self.val_rows, self.seed = train_rows, val_rows, seed
-
-    def train(self) -> list[dict[str, Any]]:
-        """The rows that are not held out."""
-        return self._rows()[self.val_rows :]
-
-    def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out rows."""
-        return self._rows()[: self.val_rows]
 
     def _rows(self) -> list[dict[str, Any]]:
         wanted, found = self.train_rows + self.val_rows, dict[str, dict[str, Any]]()

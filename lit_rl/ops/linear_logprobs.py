@@ -98,14 +98,11 @@ def linear_logprobs(
     if distribution.truncation.off:
         logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, ids, distribution)
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
-    if not len(ids):
-        nothing = hidden.flatten().to(_exact(hidden))
-        return LinearScores(nothing, nothing.detach() if distribution.entropy else None)
     parts = [
         _of_whole_rows(hidden[rows], weight, bias, ids[rows], distribution)
-        for rows in _slices(len(ids), _rows(hidden.device, weight.shape[0], distribution.truncation))
+        for rows in _slices(max(1, len(ids)), _rows(hidden.device, weight.shape[0], distribution.truncation))
     ]
-    logprobs, entropy = (torch.cat(column) for column in zip(*parts))
+    logprobs, entropy = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
     return LinearScores(logprobs, entropy if distribution.entropy else None)
 
 

@@ -2,7 +2,7 @@
 
 Every contender takes its first step with completions that all are given, in its real loop. What it made of them is
 held against TRL in float32, without gradient checkpointing. A contender that computes in bfloat16 may round: by the
-limits below, or, where TRL itself rounds further (in deep models), half as far again as TRL does.
+limits below, or, where TRL itself rounds far (in deep models), 1.5 times as far as TRL does.
 """
 
 from __future__ import annotations

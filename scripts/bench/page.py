@@ -49,8 +49,8 @@ METHOD = f"""\
   the longest before they are capped there. In *half-dead* workloads every second prompt has equal rewards in its group.
 - **Gate.** The first step of every contender is taken on completions that all are given, in its real training loop.
   Log-probs, loss and gradient are held against TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
-  least 0.999. In deep models TRL itself is further off in bfloat16; there a contender may be half as far off again.
-  If one is further off, there are no figures of that workload.
+  least 0.999. In deep models TRL itself is further off in bfloat16; there a contender may be 1.5 times as far off as
+  TRL. If one is further off, there are no figures of that workload.
 - **Turns.** Each contender is a process with pinned threads that trains one step when it is asked to, so that warm-up
   is left out and contenders alternate (A B C, then C B A). A turn is the median of its steps, a figure the median of
   turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets. A turn in which other

@@ -33,7 +33,7 @@ def test_a_problem_is_the_same_whenever_it_is_made_and_moves_no_random_numbers(n
     assert problem.entry()["question"] == entries[2]["question"]
     assert str(problem.entry()["answer"]) == str(entries[2]["answer"])
     if isinstance(answer := entries[2]["answer"], str):
-        assert 0.99 < problem.score(answer) <= 1
+        assert 0.99 < problem.scorer()(answer) <= 1
 
 
 def test_rows_differ_and_none_is_held_out_and_learned():
@@ -72,7 +72,7 @@ def test_the_reward_is_the_generators_own_score():
     replies = [f" {rows[0]['answer']}\n", f"It is {rows[1]['answer']}.", "I do not know"]
     prompts = [row["prompt"] for row in rows]
     right, inside, wrong = ReasoningGymScore()(prompts, replies, **columns)
-    assert right == 1 and wrong == 0 and inside == Problem.read(rows[1][COLUMN]).score(replies[1])
+    assert right == 1 and wrong == 0 and inside == Problem.read(rows[1][COLUMN]).scorer()(replies[1])
     tagged = [f"<answer>7</answer> no: <answer> {rows[0]['answer']} </answer>", rows[1]["answer"], "<answer>1"]
     assert ReasoningGymScore("answer")(prompts, tagged, **columns) == [1, 0, 0]
 
@@ -80,7 +80,7 @@ def test_the_reward_is_the_generators_own_score():
 def test_a_scorer_that_raises_on_nonsense_gives_nothing():
     row = ReasoningGym("prime_factorization", train_rows=1, val_rows=0).train()[0]
     with pytest.raises(ValueError):
-        Problem.read(row[COLUMN]).score("nonsense")
+        Problem.read(row[COLUMN]).scorer()("nonsense")
     assert ReasoningGymScore()([row["prompt"]], ["nonsense"], [row[COLUMN]]) == [0]
 
 

@@ -44,10 +44,8 @@ def number(text: str, row: str) -> float:
 @pytest.mark.parametrize("generator", ["vllm", pytest.param("vllm_server", marks=pytest.mark.exhaustive)])
 def test_a_real_pretrained_model(examined, generator):
     served = ["generator.launch=true"] if generator == "vllm_server" else []
-    small = [
-        "generator.max_model_len=512",
-        "generator.kv_cache_gib=0.25",
-    ]  # two workers with their engines fill 22 of 24 GB
+    # Two workers with their engines fill 22 of 24 GB.
+    small = ["generator.max_model_len=512", "generator.kv_cache_gib=0.25"]
     words = [f"generator={generator}", *served, *small, "model=smollm2_135m", "sampling.max_new_tokens=16"]
     code, out, err = examined(*words)
     assert code == 0, err

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.optim.optimizers import OptimizerFactory
+from lit_rl.algorithms.optim.optimizers import AdamWSplit, OptimizerFactory
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
 from lit_rl.errors import StorageError
 
@@ -60,13 +60,13 @@ def check_masters(
             of the two is `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
     kept = {key for state in optimizer_states for one in state["state"].values() for key in one}
-    was_split, is_split = SplitAdamW.BOUND in kept, getattr(make, "keeps_masters", False)
+    was_split, is_split = SplitAdamW.BOUND in kept, isinstance(make, AdamWSplit)
     if kept and was_split != is_split:
-        was, now = ("adamw_split", "another optimizer") if was_split else ("another optimizer", "adamw_split")
+        names = {True: "optimizer=adamw_split", False: "another optimizer"}
         raise StorageError(
-            f"The checkpoint was written with {'optimizer=' if was_split else ''}{was}, and this run has "
-            f"{'' if was_split else 'optimizer='}{now}: neither can read the other's state. Resume with the optimizer "
-            "of the run's config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
+            f"The checkpoint was written with {names[was_split]}, and this run has {names[is_split]}: neither can read "
+            "the other's state. Resume with the optimizer of the run's config.yaml, or start a new run from the "
+            "exported model: model.name=<run_dir>/hf."
         )
     if kept.isdisjoint((MASTER, "remainder")) or any(is_narrow(weight) for weight in weights):
         return

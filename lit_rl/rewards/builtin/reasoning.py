@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lit_rl.errors import RewardError
@@ -27,27 +27,9 @@ class ReasoningGymScore:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Completion], reasoning_gym: Sequence[str], **_: Any
     ) -> list[float]:
-        return [
-            self._score(text_of(completion), source)
-            for completion, source in zip(completions, reasoning_gym, strict=True)
-        ]
-
-    def _score(self, text: str, source: str) -> float:
-        try:
-            problem = Problem.read(source)
-        except (TypeError, ValueError) as error:
-            raise RewardError(
-                f"The column {COLUMN!r} has {source!r:.80}, which names no problem. reward=reasoning_gym scores rows "
-                "of data=reasoning_gym."
-            ) from error
-        answer = self._answer(text)
-        if answer is None:
-            return 0.0
-        problem.entry()  # what is wrong with the problem itself is no fault of the answer
-        try:
-            return problem.score(answer)
-        except Exception:  # the scorer of any generator, on any text
-            return 0.0
+        scorers = {source: _scorer(source) for source in set(reasoning_gym)}  # a group shares one problem
+        answers = (self._answer(text_of(completion)) for completion in completions)
+        return [_score(scorers[source], answer) for source, answer in zip(reasoning_gym, answers, strict=True)]
 
     def _answer(self, text: str) -> str | None:
         if self.tag is None:
@@ -55,3 +37,23 @@ class ReasoningGymScore:
         _, opened, rest = text.rpartition(f"<{self.tag}>")
         inside, closed, _ = rest.partition(f"</{self.tag}>")
         return inside.strip() if opened and closed else None
+
+
+def _scorer(source: str) -> Callable[[str], float]:
+    try:
+        problem = Problem.read(source)
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"The column {COLUMN!r} has {source!r:.80}, which names no problem. reward=reasoning_gym scores rows of "
+            "data=reasoning_gym."
+        ) from error
+    return problem.scorer()
+
+
+def _score(scorer: Callable[[str], float], answer: str | None) -> float:
+    if answer is None:
+        return 0.0
+    try:
+        return scorer(answer)
+    except Exception:  # the scorer of any generator, on any text
+        return 0.0
