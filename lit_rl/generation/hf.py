@@ -24,10 +24,13 @@ class HFGenerator(InProcessGenerator):
 
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
+        static_cache: Hold keys and values in a cache of the longest length from the first token on. On a GPU
+            transformers then compiles the decode step and replays it as a CUDA graph: one for each number of rows.
     """
 
-    def __init__(self, batch_size: int | None = None) -> None:
+    def __init__(self, batch_size: int | None = None, static_cache: bool = False) -> None:
         super().__init__(batch_size)
+        self.static_cache = static_cache
 
     def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         model: Any = policy
@@ -35,13 +38,17 @@ class HFGenerator(InProcessGenerator):
             raise ConfigError(f"generator=hf needs a model with a generate method; {type(policy).__name__} has none.")
         ids, mask = batch.repeated()
         sampler = TokenSampler.of(batch, prompts, sampling)
+        config = _generation_config(prompts, sampling)
+        if self.static_cache:
+            _refuse_autocast(ids.device)
+            config.cache_implementation = "static"
         force = _ForceSample(sampler, prompt_width=ids.shape[1])
         stop = _Stop(EndDetector(prompts, sampling, ids.device), ids)
         with blank_generation_config(policy):
             sequences = model.generate(
                 input_ids=ids,
                 attention_mask=mask.long(),
-                generation_config=_generation_config(prompts, sampling),
+                generation_config=config,
                 logits_processor=[force],
                 stopping_criteria=[stop],
                 synced_gpus=False,
@@ -106,6 +113,15 @@ def _generation_config(prompts: Prompts, sampling: Sampling) -> Any:
         pad_token_id=prompts.pad_id,
         use_cache=True,
     )
+
+
+def _refuse_autocast(device: torch.device) -> None:
+    """transformers' static cache has one type for both, and autocast gives float32 keys and narrow values."""
+    if torch.is_autocast_enabled(device.type):
+        raise ConfigError(
+            "generator.static_cache=true cannot decode under autocast: set trainer.precision=bf16-true or 32-true, or "
+            "generator.static_cache=false."
+        )
 
 
 @contextmanager

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiers import quick
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import CompileConfig, GenerationConfig
 from transformers.generation import logits_process as peer
 
 from lit_rl.constraints import Structured
 from lit_rl.errors import ConfigError, GenerationError, NumericError
+from lit_rl.generation import hf
 from lit_rl.generation.base import Generator
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
@@ -35,6 +36,7 @@ ENGINES: dict[str, Callable[[], Any]] = {
     "native-plain": lambda: NativeGenerator(grouped_cache=False),
     "hf": HFGenerator,
     "hf-groups": lambda: HFGenerator(batch_size=7),
+    "hf-static": lambda: HFGenerator(static_cache=True),
     "hf_continuous": HFContinuousGenerator,
     "hf_continuous-7": lambda: HFContinuousGenerator(batch_size=7),
     "hf_continuous-2": lambda: HFContinuousGenerator(batch_size=2),
@@ -303,6 +305,25 @@ def test_engines_agree_token_for_token(policy: nn.Module, sampling: Sampling) ->
         same(run(ENGINES[name](), policy, prompts, sampling), oracle)
 
 
+def test_a_static_cache_is_decoded_by_a_compiled_step(qwen: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers does it by itself on a GPU; its own switch has it compile here."""
+    everywhere, blank = CompileConfig(), hf._generation_config
+    everywhere._compile_all_devices = True
+
+    def compiling(*asked: Any) -> GenerationConfig:
+        config = blank(*asked)
+        config.compile_config = everywhere
+        return config
+
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    monkeypatch.setattr(hf, "_generation_config", compiling)
+    policy = copy.deepcopy(qwen)
+    compiled = run(HFGenerator(static_cache=True), policy, ask(), SAMPLED)
+    assert counters["stats"]["calls_captured"] > 0
+    same(compiled, run(HFGenerator(), qwen, ask(), SAMPLED))
+
+
 def test_hostile_generation_config_has_no_effect(engine: Any, qwen: nn.Module) -> None:
     clean = run(engine, qwen, ask(), SAMPLED)
     hostile = GenerationConfig(
@@ -409,6 +430,10 @@ def test_bf16_weights(engine: Any, qwen: nn.Module) -> None:
 
 
 def test_autocast(engine: Any, qwen: nn.Module) -> None:
+    if getattr(engine, "static_cache", False):
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="static_cache=true cannot decode"):
+            run(engine, qwen, ask(), SAMPLED)
+        return
     with torch.autocast("cpu", torch.bfloat16):
         out = run(engine, qwen, ask(), SAMPLED)
         ids = torch.tensor([[3, 4]])
