@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+
+from lit_rl.cli import process
 
 LIGHTNING = ("fit", "validate", "test", "predict")
 HYDRA = {
@@ -35,12 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """The exit code of a command line."""
-    # Both are read when the libraries load. Forked tokenizers would warn at every start.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Threads that wait for each other spin for a moment only and then sleep. On a shared machine spinning made a step
-    # several times slower; without any, a decoded token waits for threads to wake up (a tenth of a step).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    process.prepare()
     command = arguments[0] if arguments and arguments[0] in (*LIGHTNING, *HYDRA) else None
     if command in LIGHTNING:
         from lit_rl.cli import lightning_app

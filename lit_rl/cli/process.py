@@ -1,0 +1,40 @@
+"""What a process is set to before the libraries load: threads that wait, tokenizers, memory that was freed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Of mallopt(3)."""
+
+
+def prepare() -> None:
+    """Set what is read when libraries load. What the user has set stays."""
+    # Forked tokenizers would warn at every start.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that wait for each other spin for a moment only and then sleep. On a shared machine spinning made a step
+    # several times slower; without any, a decoded token waits for threads to wake up (a tenth of a step).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    if not _has_gpu() and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        keep_freed_memory()
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep memory that it frees, for its next tensors; says whether it does.
+
+    By itself glibc gives tensors above 32 MiB back to the system, which then makes each page anew: gradients of a head,
+    logits, the optimizer's working memory, every step. Nothing is done with another C library.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+
+
+def _has_gpu() -> bool:
+    """A driver is there: then the host's memory is not what a step works in, and weights on their way pass it once."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
