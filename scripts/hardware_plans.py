@@ -57,7 +57,7 @@ def memory(name: str, rank: int) -> Memory:
         adapters = rank * sum(linear.count for linear in shape.linears)
         policy = Network(shape, trained, 2 * shape.parameters + 4 * trained, adapters, narrow=True)
     lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
-    return Memory(policy, numbers, lengths, decoding=lengths, block=GPU_BLOCK, may_recompute=True)
+    return Memory(policy, numbers, lengths, decoding=lengths, block=GPU_BLOCK, may_recompute=True, may_offload=True)
 
 
 def planned(needs: Memory, step: Step, room: int) -> str:
@@ -65,12 +65,13 @@ def planned(needs: Memory, step: Step, room: int) -> str:
     try:
         cut = chosen(step, needs, room)
     except ConfigError:
-        least = needs.recomputing().plan(1, 1, steps_in_parts=True).total
+        least = needs.recomputing(offload=True).plan(1, 1, steps_in_parts=True).total
         return f"does not fit | | | one completion: {in_words(least)}"
     rows, decoded = step.cuts()[cut.micro_batches], min(cut.decoded or 0, step.sequences)
-    sizes = needs.recomputing() if cut.recompute else needs
+    sizes = needs.recomputing(cut.offload) if cut.recompute else needs
+    recompute = "on the host" if cut.offload else "yes" if cut.recompute else "no"
     total = sizes.plan(rows, decoded, steps_in_parts=cut.micro_batches > 1).total
-    return f"{rows} of {PROMPTS * GROUP} | {'yes' if cut.recompute else 'no'} | {decoded} | {in_words(total)}"
+    return f"{rows} of {PROMPTS * GROUP} | {recompute} | {decoded} | {in_words(total)}"
 
 
 def table() -> str:

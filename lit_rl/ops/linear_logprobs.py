@@ -148,6 +148,7 @@ class _LinearScores(torch.autograd.Function):
                 grad = log_p.exp_().mul_(spread.neg_())
             _add_at_ids(grad, ids[rows], columns, scale)
             sums.add(grad.to(hidden.dtype), rows, columns)
+        ctx.kept = []  # the graph lives until the loss is let go, and a second backward pass computes logits anew
         return sums.hidden, sums.weight, sums.bias, None, None
 
 
@@ -245,6 +246,11 @@ class _Sums:
         return tuple(getattr(found, field.name) for field in fields(found))
 
 
+def _type_of_gradient(weight: Tensor) -> torch.dtype:
+    """Float32 for a bfloat16 weight that has a float32 master: what a sum is rounded to, the master never gets back."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
 class _GradientSums:
     """The gradients of hidden states, weight and bias, each None where nothing needs it."""
 
@@ -252,7 +258,7 @@ class _GradientSums:
         self._inputs = hidden, weight
         exact = _exact(hidden)
         self._hidden = torch.zeros_like(hidden, dtype=exact) if needed[0] else None
-        self.weight = torch.zeros_like(weight) if needed[1] else None
+        self.weight = torch.zeros_like(weight, dtype=_type_of_gradient(weight)) if needed[1] else None
         self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
         self._block = torch.zeros(0)
 

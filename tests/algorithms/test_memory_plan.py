@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -149,6 +150,10 @@ def test_where_a_group_is_too_large_it_is_cut_and_then_activations_are_computed_
     assert not chosen(step, plan_of, least(1)).recompute
     with pytest.raises(ConfigError, match=r"1 row it needs"):
         chosen(step, plan_of, least(1, plan_of.recomputing()) - 1)
+    offloading = memory(may_recompute=True, may_offload=True)
+    found = chosen(step, offloading, least(1, plan_of.recomputing()) - 1)
+    assert found.recompute and found.offload and "on the host" in found.why
+    assert not chosen(step, offloading, least(1, plan_of.recomputing())).offload
     with pytest.raises(ConfigError, match=r"model.gradient_checkpointing=true") as refused:
         chosen(step, memory(), least(1) - 1)
     assert "split_groups" not in str(refused.value)  # it was cut by the plan
@@ -229,5 +234,7 @@ def test_the_page_of_hardware_has_the_plans_of_now(root):
 def test_the_plan_is_near_what_a_process_takes(root):
     case = '{"shape": "7m", "method": "grpo", "rows": 16}'
     command = [sys.executable, root / "scripts" / "memory_peaks.py", "--case", case]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-    assert found["planned"] == pytest.approx(found["measured"], rel=0.2)
+    returned = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # so that no freed tensor stays in the peak
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=returned)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.15)

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import lit_rl.models
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.policy import checkpointing
+from lit_rl.models.policy.checkpointing import OnTheHost, recompute_activations
 from lit_rl.models.policy.forward import token_logits
 from lit_rl.models.policy.loading import Float32Head
 from lit_rl.models.policy.tokenizer import load_tokenizer
@@ -279,6 +281,40 @@ def test_gradient_checkpointing_changes_no_gradient(make_model, make_completions
     assert gradients[0].keys() == gradients[1].keys()
     for name, gradient in gradients[0].items():
         assert gradient is not None and torch.allclose(gradient, gradients[1][name], rtol=1e-5, atol=1e-6), name
+
+
+def test_checkpoints_on_the_host_keep_only_the_inputs_of_layers_there(make_model, make_completions, monkeypatch):
+    """No GPU is here: what would leave one is copied within the host."""
+    moved = []
+
+    class Copying(OnTheHost):
+        def away(self, tensor):
+            return tensor.requires_grad
+
+        def pack(self, tensor):
+            packed = super().pack(tensor)
+            moved.extend([tuple(tensor.shape)] if packed[1] is not tensor else [])
+            return packed
+
+    monkeypatch.setattr(checkpointing, "OnTheHost", Copying)
+    folder, completions = make_model(), make_completions([[1, 2, 3]], [[4, 5]])
+    gradients = []
+    for kind in (True, "offload"):
+        policy = LanguageModel(str(folder), gradient_checkpointing=kind).load()
+        token_logits(policy, completions).pow(3).sum().backward()
+        gradients.append({n: p.grad for n, p in policy.named_parameters()})
+    config = policy.config
+    assert moved == [(1, 5, config.hidden_size)] * config.num_hidden_layers
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+    recompute_activations(policy, on=False)
+    token_logits(policy, completions).sum().backward()
+    assert len(moved) == config.num_hidden_layers
+
+
+def test_an_unknown_kind_of_checkpointing_is_refused(make_model):
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing='of' is unknown: allowed is true, false, auto"):
+        LanguageModel(str(make_model()), gradient_checkpointing="of")
 
 
 # --- adapters --------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ LITTLE = "plan.memory_gb=0.016"
 """Not enough for a micro-batch of 32 completions of the shipped policy."""
 SCARCE = "plan.memory_gb=0.0102"
 """Not enough for a group of 4."""
-LEAST = "plan.memory_gb=0.00985"
+LEAST = "plan.memory_gb=0.00975"
 """Not enough for one completion whose activations are kept."""
 
 
@@ -51,6 +51,11 @@ def test_a_plan_is_printed_and_nothing_written(train, tmp_path, monkeypatch, cap
     assert train(*SMALL, *ROWS, "task=plan", "algo.micro_batch_size=2", "plan.probe=true") == 0
     assert "16: algo.micro_batch_size=2" in capsys.readouterr().out  # half a group: set up twice, for the probe
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_offloaded_to_the_host_from_the_host(train, tmp_path, capsys):
+    assert train(*SMALL, "model.gradient_checkpointing=offload", f"run_dir={tmp_path / 'run'}") == 2
+    assert "this run has no GPU. Set it to true" in capsys.readouterr().err
 
 
 def test_what_can_never_fit_is_refused_before_weights_load(train, tmp_path, capsys):

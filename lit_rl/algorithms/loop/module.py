@@ -34,10 +34,10 @@ from lit_rl.algorithms.preflight.room import room
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.errors import StorageError
+from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
+from lit_rl.models.policy.checkpointing import recompute_activations
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loading import recompute_activations
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
 from lit_rl.models.reference.base import Auto, Reference, Scorer
@@ -157,6 +157,7 @@ class PolicyModule(L.LightningModule):
         policy = policy_network(self.model, shape, numbers, head)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
+        may_recompute = self.model.gradient_checkpointing == "auto" and shape.recomputes
         sizes = Memory(
             policy,
             numbers,
@@ -168,9 +169,10 @@ class PolicyModule(L.LightningModule):
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,
             block=block_numbers(trainer.strategy.root_device, NO_TRUNCATION),
-            may_recompute=self.model.gradient_checkpointing == "auto" and shape.recomputes,
+            may_recompute=may_recompute,
+            may_offload=may_recompute and trainer.strategy.root_device.type == "cuda",
         )
-        return sizes.recomputing() if self.cut is not None and self.cut.recompute else sizes
+        return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
 
     def room(self) -> int | None:
         """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown."""
@@ -188,6 +190,11 @@ class PolicyModule(L.LightningModule):
             ConfigError: nothing fits, or the user's cut does not divide the step.
         """
         trainer: Any = self.trainer
+        if self.model.gradient_checkpointing == "offload" and trainer.strategy.root_device.type == "cpu":
+            raise ConfigError(
+                "model.gradient_checkpointing=offload moves activations from a GPU to the host, and this run has no "
+                "GPU. Set it to true."
+            )
         self.step = step = replace(step, sequences=self.decoded_at_once(step))
         given = Given(self.micro_batch_size, self.accumulation_by_hand)
         given.check()
@@ -257,7 +264,7 @@ class PolicyModule(L.LightningModule):
         """Gradient checkpointing is on where the model's description says so, or where the plan chose it."""
         if self.model.gradient_checkpointing == "auto" and self.cut is not None:
             for name in ("policy", *self.trained_beside):
-                recompute_activations(getattr(self, name), on=self.cut.recompute)
+                recompute_activations(getattr(self, name), on=self.cut.recompute, offload=self.cut.offload)
 
     def load_policy(self) -> nn.Module:
         """What is trained, made from the description: a language model, unless a method trains another head."""

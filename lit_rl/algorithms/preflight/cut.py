@@ -55,6 +55,8 @@ class Cut:
     """For the table at the start of a run."""
     recompute: bool = False
     """Whether the plan chose gradient checkpointing."""
+    offload: bool = False
+    """Whether it also keeps the inputs of layers on the host."""
 
 
 def by_hand(step: Step, micro_batch_size: int) -> int:
@@ -77,24 +79,25 @@ def by_hand(step: Step, micro_batch_size: int) -> int:
 def chosen(step: Step, memory: Memory, room: int) -> Cut:
     """The fewest micro-batches whose plan fits, and the most sequences that can be decoded at once.
 
-    Activations are computed twice only where the smallest micro-batch would not fit otherwise.
+    Activations are computed twice only where the smallest micro-batch would not fit otherwise, and what is kept of them
+    leaves the device only where that is not enough.
 
     Raises:
         ConfigError: not even the smallest micro-batch, or one sequence, fits.
     """
     decoded, cuts = most_decoded(memory, room), step.cuts()
-    recompute, sizes = False, memory
-    while True:
+    needs, sizes = {}, memory
+    for sizes in memory.fallbacks():
         needs = {}
         for count, rows in cuts.items():
             needs[count] = sizes.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
             if decoded and sum(needs[count].learning.values()) <= room:
-                return Cut(count, decoded, _why(needs, room, recompute), recompute)
-        if not sizes.may_recompute:
-            last = max(cuts)
-            rows = f"{cuts[last]} row{'s' if cuts[last] > 1 else ''}"
-            raise ConfigError(too_large(needs[last], room, rows, sizes, step))
-        recompute, sizes = True, sizes.recomputing()
+                recompute = sizes is not memory
+                offload = recompute and sizes.policy.offloaded
+                return Cut(count, decoded, _why(needs, room, recompute, offload), recompute, offload)
+    last = max(cuts)
+    rows = f"{cuts[last]} row{'s' if cuts[last] > 1 else ''}"
+    raise ConfigError(too_large(needs[last], room, rows, sizes, step))
 
 
 def most_decoded(memory: Memory, room: int) -> int:
@@ -136,11 +139,12 @@ def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[s
     ]
 
 
-def _why(needs: Mapping[int, MemoryPlan], room: int, recompute: bool) -> str:
+def _why(needs: Mapping[int, MemoryPlan], room: int, recompute: bool, offload: bool) -> str:
     """The number of micro-batches with its reason: what it takes, and what the next smaller number would."""
     (count, taken), *before = reversed(list(needs.items()))
     text = f"{count}: {in_words(sum(taken.learning.values()))} of {in_words(room)}"
     text += ", with gradient checkpointing" if recompute else ""
+    text += " on the host" if offload else ""
     return text + (f"; {before[0][0]} would take {in_words(sum(before[0][1].learning.values()))}" if before else "")
 
 
@@ -207,7 +211,7 @@ def overfull(step: Step, memory: Memory, room: int, count: int) -> str:
     if better.decoded is not None and better.decoded < step.sequences:
         fix.append(f"generator.batch_size={better.decoded}")
     if better.recompute:
-        fix.append("model.gradient_checkpointing=true")
+        fix.append(f"model.gradient_checkpointing={'offload' if better.offload else 'true'}")
     if (parts := step.slices_of(max(count, better.micro_batches))) > 1:
         fix.append(f"algo.split_groups={parts}")
     text = too_large(plan, room, f"{rows} rows", memory, step).partition(" Set one of: ")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
 from lit_rl.algorithms.preflight.memory import Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.shape import ModelShape
+from lit_rl.models.policy.shape import Linear, ModelShape
 from lit_rl.models.reference.base import AdapterBase, Auto, Reference
 from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
@@ -47,25 +48,31 @@ def frozen_bytes(model: LanguageModel) -> int:
 
 def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, head: Head) -> Network:
     """The policy as it is trained."""
-    checkpointing, eager = model.gradient_checkpointing is True, model.attn_implementation == "eager"
+    how: dict[str, bool] = {"checkpointing": model.recomputes, "offloaded": model.gradient_checkpointing == "offload"}
+    how["eager"] = model.attn_implementation == "eager"
     if model.lora is None and model.adapter is None:
         held = numbers.weight * shape.parameters
-        return Network(shape, shape.parameters, held, head=head, checkpointing=checkpointing, eager=eager)
+        return Network(shape, shape.parameters, held, head=head, **how)
     rank, targets = _adapter(model)
     adapted = shape.adapted(targets)
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
     base = int(_STORED[model.quantization or model.dtype] * shape.parameters)
-    ranks = rank * sum(linear.count for linear in adapted)
     return Network(
         shape,
         trained,
         base + 4 * trained,
-        adapters=ranks,
+        adapters=rank * sum(linear.count for linear in adapted),
+        widened=_widened(adapted, numbers),
         head=head,
-        checkpointing=checkpointing,
         narrow=model.quantization is not None or model.dtype in ("bfloat16", "float16"),
-        eager=eager,
+        **how,
     )
+
+
+def _widened(adapted: Iterable[Linear], numbers: Numbers) -> int:
+    """Numbers that float32 adapters read a token where their layers read narrow ones, and no autocast narrows all."""
+    narrow = numbers.product < 4 and not numbers.cast
+    return sum(linear.inputs * linear.count for linear in adapted) if narrow else 0
 
 
 def _adapter(model: LanguageModel) -> tuple[int, Any]:
@@ -92,12 +99,14 @@ def critic_network(critic: Critic, policy: Network, numbers: Numbers) -> Network
     """A critic's own layers; None where it stands on the policy's."""
     if isinstance(critic, SharedTrunk):
         return None
-    like_policy: Any = {"head": "none", "checkpointing": policy.checkpointing, "eager": policy.eager}
+    same = {name: getattr(policy, name) for name in ("checkpointing", "offloaded", "eager")}
+    like_policy: Any = {"head": "none", **same}
     if isinstance(critic, AdapterCritic):
         adapted = policy.shape.adapted(critic.targets)
         trained = sum(critic.r * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
         ranks = critic.r * sum(linear.count for linear in adapted)
-        return Network(policy.shape, trained, 4 * trained, adapters=ranks, **like_policy)
+        wide = _widened(adapted, numbers)
+        return Network(policy.shape, trained, 4 * trained, adapters=ranks, widened=wide, **like_policy)
     other = critic.model if isinstance(critic, SeparateCritic) and isinstance(critic.model, LanguageModel) else None
     shape = (shape_of(other) if other else None) or policy.shape
     return Network(shape, shape.trunk, numbers.weight * shape.trunk, **like_policy)

@@ -10,24 +10,26 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                       y d c                   output of each norm, c = 2; under autocast for each product anew, 5
                       y (2 q + 2 k') + 4 h    queries, attention's output, keys and values, log-sum-exp of h heads
                       4 y m                   gate, silu(gate), up, their product
-                      y r a                   adapters of rank r on a linear layers
+                      y r a                   adapters of rank r on a linear layers, which are float32: 4 bytes of each
+                                              number that they read, too, where weights are narrow without autocast
                     and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
                     and narrow where y < 4
-    logits          none: blocks, and what is below `KEPT` (lit_rl.ops.linear_logprobs)
-    working memory  gradients of one layer's activations, 4 y m + 3 x d a token; of the head's weight, x v d;
-                    with adapters 3 y m: their output, scaled, and added
+    logits          none: what is below `KEPT` (lit_rl.ops.linear_logprobs)
+    working memory  the larger of: blocks of logits; gradients of one layer's activations, 4 y m + 3 x d a token. And
+                    those of the head's weight, x v d
     allocator       a share of what comes and goes: holes between tensors
     cache           2 y k L a token: prompts once a group, completions to their longest
 
-Under gradient checkpointing (1604.06174) a layer keeps its input alone, and one layer at a time all of it. Lightning
+Under gradient checkpointing (1604.06174) a layer keeps its input alone, on the host where it is offloaded (but for the
+two on their way), and one layer at a time all of it. Lightning
 frees the gradients of a step after the forward pass of the next one, so they are there whenever anything else is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -51,9 +53,9 @@ WHOLE = 5
 """Tensors of the size of whole logits, in float32, where no head is fused: scaled, their log-softmax, its
 exponentials, the gradients of two of them."""
 
-HOLES = 0.2
-"""Share of the tensors that come and go which an allocator holds beside them and cannot use: measured, see
-scripts/memory_peaks.py."""
+HOLES = 0.1
+"""Share of the tensors that come and go which an allocator holds beside them and cannot use. glibc may hold far more
+(docs/hardware.md)."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,11 @@ class Network:
         trained: Parameters with gradients; all of its own where there are no adapters.
         weight_bytes: Of all its weights; 0 where they are another network's.
         adapters: Rank times the number of adapted layers; 0 where all weights are trained.
+        widened: Numbers a token, over all layers, that adapters read in float32 beside the narrow ones of their layers.
         head: What stands behind the last layer: a head fused with the softmax, one whose logits are compared with
             another model's block by block, one that gives logits, or none.
         checkpointing: Whether activations are computed twice.
+        offloaded: Whether the inputs of its layers then wait on the host.
         narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
         eager: Whether attention keeps the weights of all pairs of tokens.
     """
@@ -105,8 +109,10 @@ class Network:
     trained: int
     weight_bytes: int
     adapters: int = 0
+    widened: int = 0
     head: Head = "fused"
     checkpointing: bool = False
+    offloaded: bool = False
     narrow: bool = False
     eager: bool = False
 
@@ -172,6 +178,7 @@ class Memory:
         spread_over: Ranks over which the policy's weights, gradients and optimizer state are spread.
         block: Logits in a block of the fused head.
         may_recompute: Whether the plan may choose gradient checkpointing.
+        may_offload: Whether it may also keep the inputs of layers on the host.
     """
 
     policy: Network
@@ -185,11 +192,21 @@ class Memory:
     spread_over: int = 1
     block: int = 2**22
     may_recompute: bool = False
+    may_offload: bool = False
 
-    def recomputing(self) -> Memory:
+    def recomputing(self, offload: bool = False) -> Memory:
         """The same under gradient checkpointing."""
-        critic = replace(self.critic, checkpointing=True) if self.critic else None
-        return replace(self, policy=replace(self.policy, checkpointing=True), critic=critic, may_recompute=False)
+        policy = replace(self.policy, checkpointing=True, offloaded=offload)
+        critic = replace(self.critic, checkpointing=True, offloaded=offload) if self.critic else None
+        return replace(self, policy=policy, critic=critic, may_recompute=False, may_offload=False)
+
+    def fallbacks(self) -> Iterator[Memory]:
+        """Itself, and what the plan may make of it where nothing fits, the fastest first."""
+        yield self
+        if self.may_recompute:
+            yield self.recomputing()
+        if self.may_offload:
+            yield self.recomputing(offload=True)
 
     def plan(self, rows: int, decoded: int, *, steps_in_parts: bool) -> MemoryPlan:
         """With micro-batches of `rows` rows, and `decoded` sequences a decode batch.
@@ -245,7 +262,8 @@ class Memory:
         layer = self._of_layer(network, call)
         if not network.checkpointing:
             return shape.layers * layer
-        return shape.layers * call.tokens * numbers.residual * shape.hidden + layer
+        inputs = 2 if network.offloaded else shape.layers
+        return inputs * call.tokens * numbers.residual * shape.hidden + layer
 
     def _of_layer(self, network: Network, call: Call) -> int:
         shape, x, y = network.shape, self.numbers.residual, self.numbers.product
@@ -253,6 +271,7 @@ class Memory:
         of_token = shape.hidden * of_norms + y * (
             2 * shape.query_width + 4 * shape.inner + network.adapters // shape.layers
         )
+        of_token += 4 * network.widened // shape.layers
         of_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
         of_attention = of_pair * call.queries * call.keys + y * 2 * shape.query_width * call.keys
         return call.tokens * (of_token + 4 * shape.heads) + call.rows * of_attention
@@ -267,16 +286,17 @@ class Memory:
             return hidden + whole * (self.numbers.product + 4 * WHOLE)
         if self.policy.head == "compared":
             return hidden + 2 * min(whole, LOGITS) * (self.numbers.product + 4 * WHOLE)
-        return hidden + 4 * (whole if whole <= KEPT else 0) + 4 * BLOCKS * min(whole, self.block)
+        return hidden + 4 * (whole if whole <= KEPT else 0)
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
-        """Gradients on their way, in the layer whose backward pass needs most; under adapters its own outputs, too."""
-        shape = self.policy.shape
+        """What the head works with, or gradients on their way in the layer whose backward pass needs most."""
+        shape, head = self.policy.shape, self.policy.head
         tokens = max(call.tokens for call in self._calls(self.policy, rows))
-        wide = 4 + (3 if self.policy.adapters else 0)
-        of_layer = tokens * (wide * self.numbers.product * shape.inner + 3 * self.numbers.residual * shape.hidden)
-        full = self.policy.adapters == 0 and self.policy.head != "none" and steps_in_parts
-        return {"working memory": of_layer + (4 * shape.head if full else 0)}
+        of_layer = tokens * (4 * self.numbers.product * shape.inner + 3 * self.numbers.residual * shape.hidden)
+        logits = rows * self.lengths.texts * self.lengths.response * shape.vocabulary if head == "fused" else 0
+        of_head = 4 * BLOCKS * min(logits, self.block)
+        full = self.policy.adapters == 0 and head != "none" and steps_in_parts
+        return {"working memory": max(of_layer, of_head) + (4 * shape.head if full else 0)}
 
     def _cache(self, lengths: Lengths, rows: int) -> dict[str, int]:
         """Keys and values of a decode batch, and the logits of a step with what is made of them."""

@@ -57,7 +57,8 @@ class LanguageModel:
         shared_prompts: Compute the prompt of a group once in training too, where that is exact. The same numbers.
         rows_by_length: Run rows of like length together, with less padding. The same numbers.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
-            "auto" does where not even the smallest micro-batch would fit otherwise, if a memory plan cuts the step.
+            "offload" also keeps the inputs of layers in the host's memory, for long texts on a GPU. "auto" does
+            either where not even the smallest micro-batch would fit otherwise, if a memory plan cuts the step.
         init_kwargs: Further arguments of `from_pretrained`, config overrides included.
         chat_template: A Jinja chat template, inline or as a file, in place of the tokenizer's; or a model (a folder or
             a hub id) whose template, EOS token and added tokens are taken: the embeddings get rows for them.
@@ -80,7 +81,7 @@ class LanguageModel:
         quantization: Literal["nf4", "int8"] | None = None,
         disable_dropout: bool = False,
         lm_head_fp32: bool = False,
-        gradient_checkpointing: bool | Literal["auto"] = "auto",
+        gradient_checkpointing: bool | Literal["auto", "offload"] = "auto",
         fused_head: bool = True,
         shared_prompts: bool = True,
         rows_by_length: bool = True,
@@ -144,6 +145,11 @@ class LanguageModel:
             raise ConfigError(f"model.dtype={self.dtype!r} is unknown: allowed is {', '.join(_DTYPES)}.{near}")
         if self.quantization not in (None, "nf4", "int8"):
             raise ConfigError(f"model.quantization={self.quantization!r} is unknown: allowed is nf4, int8, null.")
+        if self.gradient_checkpointing not in (True, False, "auto", "offload"):
+            raise ConfigError(
+                f"model.gradient_checkpointing={self.gradient_checkpointing!r} is unknown: allowed is true, false, "
+                "auto, offload."
+            )
         for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
             raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
         if self.lora is not None and self.adapter is not None:
@@ -164,6 +170,11 @@ class LanguageModel:
                 f"model.revision={self.revision!r} may point to other code tomorrow. Read the code, and set "
                 "model.revision to the 40 hexadecimal digits of the commit that you read."
             )
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed without a plan that says so."""
+        return self.gradient_checkpointing in (True, "offload")
 
     @property
     def is_local(self) -> bool:
@@ -264,6 +275,7 @@ class LanguageModel:
             BackendError: the model cannot be reached, or a package is missing.
         """
         from lit_rl.models.policy import loading
+        from lit_rl.models.policy.checkpointing import recompute_activations
 
         loading.check_causal(self.name, self.config)
         assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
@@ -277,8 +289,8 @@ class LanguageModel:
             policy = self.lora.apply(base, new_tokens=self.new_tokens)
         elif self.adapter is not None:
             policy = loading.continue_adapter(base, self.adapter)
-        if self.gradient_checkpointing is True:
-            loading.recompute_activations(base)
+        if self.recomputes:
+            recompute_activations(base, offload=self.gradient_checkpointing == "offload")
         return policy.train()
 
     def load_base(self) -> PreTrainedModel:

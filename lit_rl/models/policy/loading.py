@@ -111,21 +111,6 @@ def drops_out(module: nn.Module) -> bool:
     )
 
 
-def recompute_activations(module: nn.Module, *, on: bool = True) -> None:
-    """Switch gradient checkpointing (1604.06174) of every transformer in a module on or off.
-
-    Not the reentrant kind: it would give a LoRA policy no gradient, as the embedding that feeds its layers is frozen.
-    """
-    from transformers import PreTrainedModel
-
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel) and part.supports_gradient_checkpointing:
-            if on:
-                part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            elif part.is_gradient_checkpointing:
-                part.gradient_checkpointing_disable()
-
-
 def disable_dropout(module: nn.Module) -> None:
     """Set every dropout probability to 0: modules of dropout, and the numbers that attention layers keep."""
     for part in module.modules():

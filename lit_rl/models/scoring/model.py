@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub
+from lit_rl.models.policy.checkpointing import recompute_activations
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import (
     check_causal,
     continue_adapter,
     disable_dropout,
     quantization_config,
-    recompute_activations,
 )
 
 if TYPE_CHECKING:
@@ -99,8 +99,8 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)])
     elif model.adapter is not None:
         scorer = continue_adapter(base, model.adapter)
-    if model.gradient_checkpointing is True:
-        recompute_activations(base)
+    if model.recomputes:
+        recompute_activations(base, offload=model.gradient_checkpointing == "offload")
     return scorer.train()
 
 

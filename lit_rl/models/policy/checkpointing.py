@@ -1,0 +1,66 @@
+"""Gradient checkpointing (1604.06174): a layer keeps its input alone, and the backward pass computes the rest anew.
+
+With ``offload`` that input waits in the memory of the host. A layer's input is copied once each way, ``b s d`` numbers,
+while the layer itself computes ``12 b s d²`` and more: long texts hide the copy, short ones do not need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+def recompute_activations(module: nn.Module, *, on: bool = True, offload: bool = False) -> None:
+    """Switch gradient checkpointing of every transformer in a module on or off.
+
+    Not the reentrant kind: it would give a LoRA policy no gradient, as the embedding that feeds its layers is frozen.
+
+    Args:
+        module: A model, or what holds some.
+        on: Whether layers recompute.
+        offload: Whether what they keep is kept on the host.
+    """
+    from transformers import PreTrainedModel
+
+    for part in module.modules():
+        if not isinstance(part, PreTrainedModel) or not part.supports_gradient_checkpointing:
+            continue
+        if on:
+            part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            if offload:
+                part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
+        elif part.is_gradient_checkpointing:
+            part.gradient_checkpointing_disable()
+
+
+def offloaded_checkpoint(function: Any, *inputs: Any, **others: Any) -> Any:
+    """``torch.utils.checkpoint`` of a layer whose input waits on the host."""
+    with OnTheHost():
+        return checkpoint(function, *inputs, use_reentrant=False, **others)
+
+
+class OnTheHost(torch.autograd.graph.saved_tensors_hooks):
+    """Inside, what the backward pass of a checkpoint reads is kept in pinned memory of the host.
+
+    Only what carries a gradient is: masks and angles of positions are the same tensor in every layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, self.unpack)
+
+    def away(self, tensor: Tensor) -> bool:
+        """Whether a tensor is to be moved."""
+        return tensor.requires_grad and tensor.device.type != "cpu"
+
+    def pack(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
+        if not self.away(tensor):
+            return tensor.device, tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
+        return tensor.device, host.copy_(tensor.detach(), non_blocking=True)
+
+    def unpack(self, packed: tuple[torch.device, Tensor]) -> Tensor:
+        device, kept = packed
+        return kept.to(device, non_blocking=True)
