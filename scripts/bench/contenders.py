@@ -17,6 +17,7 @@ REFERENCE = "TRL, float32"
 """What the gate compares with: no reduced precision, no checkpointing. Also a candidate for the best tuning."""
 DEFAULT = "TRL, default"
 DEFAULT_ASLEEP = "TRL, default, waiting threads sleep"
+LIKE_OURS = "TRL, bf16 weights, whole batch, threads and memory as train.py's"
 DEFAULT_FLOAT32 = "TRL, default but float32"
 DEFAULT_FLOAT32_ASLEEP = "TRL, default but float32, waiting threads sleep"
 """Of a processor without units for bfloat16, where TRL's default takes a hundred times as long: nobody would wait."""
@@ -47,6 +48,8 @@ SLEEP = {"OMP_WAIT_POLICY": "PASSIVE"}
 wake later than threads that spin: TRL takes part with both."""
 BRIEF = SLEEP | {"GOMP_SPINCOUNT": "10000"}
 """They spin for a moment first: what `train.py` sets."""
+KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Memory that is freed stays with the process: what `train.py` makes glibc do once it runs."""
 
 
 def ours(name: str, *overrides: str, dtype: Literal["float32", "bfloat16"] = "float32", **more: Any) -> Contender:
@@ -113,9 +116,11 @@ class Peer:
     role: Literal["default", "tuned"] = "tuned"
     spin: bool = False
     """Threads that wait spin, as OpenMP has it by itself."""
+    like_ours: bool = False
+    """Threads and memory as `train.py` sets them."""
 
     def contender(self) -> Contender:
-        environment = {} if self.spin else SLEEP
+        environment = BRIEF | KEEP if self.like_ours else {} if self.spin else SLEEP
         return Contender(self.name, "peer", self.dtype, self._settings, role=self.role, environment=environment)
 
     def _settings(self, workload: Workload) -> Mapping[str, Any]:
@@ -139,6 +144,8 @@ PEERS = (
     Peer("TRL, float32, 8 rows at once", "float32", _FLOAT32),
     Peer("TRL, bf16 weights, whole batch", "bfloat16", _BF16_WEIGHTS, rows_at_once=0),
     Peer("TRL, bf16 weights, whole batch, waiting threads spin", "bfloat16", _BF16_WEIGHTS, rows_at_once=0, spin=True),
+    Peer(LIKE_OURS, "bfloat16", _BF16_WEIGHTS, rows_at_once=0, like_ours=True),
+    Peer("TRL, float32, threads and memory as train.py's", "float32", _FLOAT32, rows_at_once=0, like_ours=True),
     Peer("TRL, autocast, whole batch", "bfloat16", {"gradient_checkpointing": False}, rows_at_once=0),
     Peer("TRL, bf16 weights, 8 rows at once", "bfloat16", _BF16_WEIGHTS),
     Peer(

@@ -58,8 +58,9 @@ METHOD = f"""\
 - **TRL.** "default" is its config as it comes, which computes in bfloat16. Without units for that a step takes minutes,
   so on such a processor it is float32, and called so. "tuned" is the fastest of the other settings listed for each
   workload; where the default is the fastest of all, its ratio is the higher one. Threads of lit_rl that wait for each
-  other spin for a moment and then sleep (`train.py` sees to it); TRL is measured with sleeping and with spinning ones,
-  and the faster counts. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they count as a
+  other spin for a moment and then sleep, and its processes keep the memory that they free (`train.py` sees to both);
+  TRL is measured with sleeping threads, with spinning ones, and with threads and memory as `train.py` has them, and the
+  fastest counts. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they count as a
   tuning nevertheless.
 - **The limit.** Matrix rate and memory bandwidth are measured first. The bound of a step is what its least work takes
   at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU

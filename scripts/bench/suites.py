@@ -10,6 +10,7 @@ from bench.contenders import (
     DEFAULT_ASLEEP,
     DEFAULT_FLOAT32,
     DEFAULT_FLOAT32_ASLEEP,
+    LIKE_OURS,
     OURS,
     REFERENCE,
     VARIANTS,
@@ -54,6 +55,7 @@ FEW = (
     DEFAULT_ASLEEP,
     "TRL, bf16 weights, whole batch",
     "TRL, bf16 weights, whole batch, waiting threads spin",
+    LIKE_OURS,
     "TRL, autocast, whole batch",
 )
 """TRL as it comes, and the tunings that may be its fastest; `tuning` measures all of them."""
@@ -62,6 +64,7 @@ FLOAT32 = (
     DEFAULT_FLOAT32,
     DEFAULT_FLOAT32_ASLEEP,
     "TRL, float32, waiting threads spin",
+    "TRL, float32, threads and memory as train.py's",
     "TRL, float32, 8 rows at once",
 )
 """The same where nothing computes in bfloat16."""

@@ -176,3 +176,27 @@ def test_no_tokens_have_no_scores_and_a_gradient_of_zero(distribution):
     found = linear_logprobs(hidden[:0], weight, torch.zeros(0, dtype=torch.long), distribution)
     assert found.logprobs.shape == found.entropy.shape == (0,) and found.logprobs.dtype == hidden.dtype
     assert gradients(found.logprobs.sum(), weight)[0].abs().sum() == 0
+
+
+def test_under_a_master_the_gradient_of_the_head_is_not_rounded() -> None:
+    draw = torch.Generator().manual_seed(3)
+    hidden, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in ((64, 16), (40, 16)))
+    ids = torch.randint(0, 40, (64,), generator=draw)
+    found = {}
+    for kind in (torch.bfloat16, torch.float32):
+        head = weight.clone().requires_grad_()
+        head.grad_dtype = kind
+        linear_logprobs(hidden, head, ids).logprobs.sum().backward()
+        assert head.grad is not None and head.grad.dtype == kind
+        found[kind] = head.grad
+    assert torch.equal(found[torch.float32].bfloat16(), found[torch.bfloat16])
+    assert not torch.equal(found[torch.float32], found[torch.bfloat16].float())
+
+
+def test_a_second_backward_pass_computes_the_logits_anew() -> None:
+    draw = torch.Generator().manual_seed(4)
+    hidden, weight = (torch.randn(shape, generator=draw, requires_grad=True) for shape in ((9, 8), (30, 8)))
+    total = linear_logprobs(hidden, weight, torch.arange(9)).logprobs.square().sum()
+    first = torch.autograd.grad(total, [hidden, weight], retain_graph=True)
+    second = torch.autograd.grad(total, [hidden, weight])
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
