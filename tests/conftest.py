@@ -53,6 +53,16 @@ def commands_are_composed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def the_suites_own_process_gives_memory_back() -> Iterator[None]:
+    """What one test frees, another process needs: engines of many tests in one process would fill the machine."""
+    from lit_rl.cli import process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "keep_freed_memory", lambda: False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_logger_writes_into_a_closed_stream() -> None:
     """Hydra gives loggers the streams of the test that composes: what stays behind would spoil later messages."""

@@ -23,8 +23,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
     cache           2 y k L a token: prompts once a group, completions to their longest
 
 Under gradient checkpointing (1604.06174) a layer keeps its input alone, on the host where it is offloaded (but for the
-two on their way), and one layer at a time all of it. Lightning
-frees the gradients of a step after the forward pass of the next one, so they are there whenever anything else is.
+two on their way), and one layer at a time all of it. Lightning frees the gradients of a step after the forward pass of
+the next one, so they are there whenever anything else is.
 """
 
 from __future__ import annotations
