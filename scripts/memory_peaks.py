@@ -229,8 +229,8 @@ def main() -> None:
     elif args.plot:
         plot(args.plot)
     else:
-        print("| shape | method | trains | precision | planned, MiB | tensors, MiB | ratio | with holes, MiB |")
-        print("|---|---|---|---|---|---|---|---|")
+        columns = ("shape", "method", "trains", "precision", "planned, MiB", "tensors, MiB", "planned / tensors")
+        print(f"| {' | '.join([*columns, 'with holes, MiB'])} |\n|{'---|' * 8}")
         for case in cases(args.shapes):
             found, kept = measured(case), measured(case, returned=False)["measured"]
             ratio = found["planned"] / found["measured"]

@@ -25,7 +25,8 @@ class HFGenerator(InProcessGenerator):
     Args:
         batch_size: Sequences per decode batch; None decodes all at once. Bounds memory: samples do not depend on it.
         static_cache: Hold keys and values in a cache of the longest length from the first token on. On a GPU
-            transformers then compiles the decode step and replays it as a CUDA graph: one for each number of rows.
+            transformers then compiles the decode step to a CUDA graph, anew for other numbers of rows and for longer
+            texts than before.
     """
 
     def __init__(self, batch_size: int | None = None, static_cache: bool = False) -> None:

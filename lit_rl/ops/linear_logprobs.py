@@ -247,7 +247,7 @@ class _Sums:
 
 
 def _type_of_gradient(weight: Tensor) -> torch.dtype:
-    """Float32 for a bfloat16 weight that has a float32 master: what a sum is rounded to, the master never gets back."""
+    """Float32 for a bfloat16 weight with a float32 master: sums over blocks are not rounded, nor converted later."""
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 

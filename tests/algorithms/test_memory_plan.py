@@ -19,7 +19,7 @@ from lit_rl.algorithms.preflight.footprint import policy_network
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
 from lit_rl.errors import ConfigError
-from lit_rl.models import LanguageModel
+from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.shape import ModelShape
@@ -223,6 +223,15 @@ def test_the_room_is_bounded_by_the_container(tmp_path):
 def test_every_family_takes_the_key(algorithm):
     extra = {"reward": len} if algorithm is GRPO else {}
     assert algorithm("tiny", micro_batch_size=4, **extra).micro_batch_size == 4
+
+
+def test_float32_adapters_read_wide_numbers_beside_narrow_weights_only():
+    described = LanguageModel("tiny", lora=Lora(r=2, targets=["q_proj", "down_proj"]))
+    wide = {
+        precision: policy_network(described, SHAPE, Numbers.of(precision, 8), "fused").widened
+        for precision in ("32-true", "bf16-mixed", "bf16-true")
+    }
+    assert wide == {"32-true": 0, "bf16-mixed": 0, "bf16-true": SHAPE.layers * (SHAPE.hidden + SHAPE.inner)}
 
 
 def test_the_page_of_hardware_has_the_plans_of_now(root):

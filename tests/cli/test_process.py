@@ -25,9 +25,13 @@ print(resident() - before)
 @pytest.mark.parametrize(
     ("setting", "variables", "kept"),
     [
-        ("process.prepare()", {}, True),
+        ("process._has_gpu = lambda: False; process.prepare()", {}, True),
         ("", {}, False),
-        ("process.prepare()", {"MALLOC_ARENA_MAX": "2"}, False),  # the user's settings stay
+        (
+            "process._has_gpu = lambda: False; process.prepare()",
+            {"MALLOC_ARENA_MAX": "2"},
+            False,
+        ),  # the user's settings stay
         ("process._has_gpu = lambda: True; process.prepare()", {}, False),
     ],
 )

@@ -178,7 +178,8 @@ def test_no_tokens_have_no_scores_and_a_gradient_of_zero(distribution):
     assert gradients(found.logprobs.sum(), weight)[0].abs().sum() == 0
 
 
-def test_under_a_master_the_gradient_of_the_head_is_not_rounded() -> None:
+def test_under_a_master_the_gradient_of_the_head_is_summed_unrounded(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_rows", lambda *_: 8)  # eight blocks of tokens
     draw = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in ((64, 16), (40, 16)))
     ids = torch.randint(0, 40, (64,), generator=draw)
@@ -193,10 +194,13 @@ def test_under_a_master_the_gradient_of_the_head_is_not_rounded() -> None:
     assert not torch.equal(found[torch.float32], found[torch.bfloat16].float())
 
 
-def test_a_second_backward_pass_computes_the_logits_anew() -> None:
+def test_logits_are_let_go_with_the_backward_pass_and_a_second_one_computes_them_anew() -> None:
     draw = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randn(shape, generator=draw, requires_grad=True) for shape in ((9, 8), (30, 8)))
-    total = linear_logprobs(hidden, weight, torch.arange(9)).logprobs.square().sum()
+    logprobs = linear_logprobs(hidden, weight, torch.arange(9)).logprobs
+    total, node = logprobs.square().sum(), logprobs.grad_fn
+    assert node.kept
     first = torch.autograd.grad(total, [hidden, weight], retain_graph=True)
+    assert not node.kept, "logits that are not needed again stay until the loss is let go"
     second = torch.autograd.grad(total, [hidden, weight])
     assert all(torch.equal(a, b) for a, b in zip(first, second))

@@ -190,7 +190,7 @@ class PolicyModule(L.LightningModule):
             ConfigError: nothing fits, or the user's cut does not divide the step.
         """
         trainer: Any = self.trainer
-        if self.model.gradient_checkpointing == "offload" and trainer.strategy.root_device.type == "cpu":
+        if self.model.gradient_checkpointing == "offload" and trainer.strategy.root_device.type != "cuda":
             raise ConfigError(
                 "model.gradient_checkpointing=offload moves activations from a GPU to the host, and this run has no "
                 "GPU. Set it to true."

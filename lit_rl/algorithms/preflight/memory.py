@@ -16,7 +16,7 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
                     and narrow where y < 4
-    logits          none: what is below `KEPT` (lit_rl.ops.linear_logprobs)
+    logits          none, but those of a pass below `KEPT` (lit_rl.ops.linear_logprobs)
     working memory  the larger of: blocks of logits; gradients of one layer's activations, 4 y m + 3 x d a token. And
                     those of the head's weight, x v d
     allocator       a share of what comes and goes: holes between tensors
@@ -54,8 +54,8 @@ WHOLE = 5
 exponentials, the gradients of two of them."""
 
 HOLES = 0.1
-"""Share of the tensors that come and go which an allocator holds beside them and cannot use. glibc may hold far more
-(docs/hardware.md)."""
+"""Share of the tensors that come and go which an allocator holds beside them and cannot use. What glibc holds beyond it
+is left free by `lit_rl.algorithms.preflight.room`."""
 
 
 @dataclass(frozen=True)

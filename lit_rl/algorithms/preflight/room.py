@@ -12,6 +12,9 @@ from lit_rl.algorithms.preflight.memory import GIB
 KEPT_FREE = 0.1
 """Share of the memory that no plan gives out: for kernels' workspaces, holes between tensors, and other processes."""
 
+KEPT_FREE_ON_A_CPU = 0.4
+"""The same of main memory, where the C library holds more: up to 1.8 times what tensors take (docs/hardware.md)."""
+
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -33,7 +36,7 @@ def room(device: torch.device, *, gigabytes: float | None = None, processes: int
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return int(free * (1 - KEPT_FREE))
     available = available_memory() if device.type == "cpu" else None
-    return None if available is None else int(available * (1 - KEPT_FREE) / processes)
+    return None if available is None else int(available * (1 - KEPT_FREE_ON_A_CPU) / processes)
 
 
 def room_of(gigabytes: float) -> int:
