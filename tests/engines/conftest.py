@@ -15,6 +15,10 @@ MISSING = importlib.util.find_spec("vllm") is None
 # Read when vLLM is imported. One thread: two cores, and a server beside the tests.
 os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
 
+# glibc's own default. With any such variable processes give freed memory back (`lit_rl.cli.process`):
+# the engines of two workers nearly fill the machine.
+os.environ.setdefault("MALLOC_ARENA_TEST", "8")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
