@@ -21,7 +21,7 @@ import lit_rl.models
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy import checkpointing
-from lit_rl.models.policy.checkpointing import OnTheHost, recompute_activations
+from lit_rl.models.policy.checkpointing import OnTheHost, set_checkpointing
 from lit_rl.models.policy.forward import token_logits
 from lit_rl.models.policy.loading import Float32Head
 from lit_rl.models.policy.tokenizer import load_tokenizer
@@ -307,7 +307,7 @@ def test_checkpoints_on_the_host_keep_only_the_inputs_of_layers_there(make_model
     assert moved == [(1, 5, config.hidden_size)] * config.num_hidden_layers
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
-    recompute_activations(policy, on=False)
+    set_checkpointing(policy, False)
     token_logits(policy, completions).sum().backward()
     assert len(moved) == config.num_hidden_layers
 

@@ -36,7 +36,7 @@ from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
-from lit_rl.models.policy.checkpointing import recompute_activations
+from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
@@ -263,8 +263,9 @@ class PolicyModule(L.LightningModule):
     def _recompute_as_cut(self) -> None:
         """Gradient checkpointing is on where the model's description says so, or where the plan chose it."""
         if self.model.gradient_checkpointing == "auto" and self.cut is not None:
+            how = "offload" if self.cut.offload else self.cut.recompute
             for name in ("policy", *self.trained_beside):
-                recompute_activations(getattr(self, name), on=self.cut.recompute, offload=self.cut.offload)
+                set_checkpointing(getattr(self, name), how)
 
     def load_policy(self) -> nn.Module:
         """What is trained, made from the description: a language model, unless a method trains another head."""

@@ -48,7 +48,7 @@ def frozen_bytes(model: LanguageModel) -> int:
 
 def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, head: Head) -> Network:
     """The policy as it is trained."""
-    how: dict[str, bool] = {"checkpointing": model.recomputes, "offloaded": model.gradient_checkpointing == "offload"}
+    how: dict[str, bool] = {"checkpointing": bool(model.checkpointing), "offloaded": model.checkpointing == "offload"}
     how["eager"] = model.attn_implementation == "eager"
     if model.lora is None and model.adapter is None:
         held = numbers.weight * shape.parameters

@@ -7,34 +7,33 @@ square. The host needs room for the inputs of all layers of a micro-batch, pinne
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def recompute_activations(module: nn.Module, *, on: bool = True, offload: bool = False) -> None:
+def set_checkpointing(module: nn.Module, how: bool | Literal["offload"]) -> None:
     """Switch gradient checkpointing of every transformer in a module on or off.
 
     Not the reentrant kind: it would give a LoRA policy no gradient, as the embedding that feeds its layers is frozen.
 
     Args:
         module: A model, or what holds some.
-        on: Whether layers recompute.
-        offload: Whether what they keep is kept on the host.
+        how: Off, on, or on with what layers keep on the host.
     """
     from transformers import PreTrainedModel
 
     for part in module.modules():
         if not isinstance(part, PreTrainedModel) or not part.supports_gradient_checkpointing:
             continue
-        if on:
+        if how:
             part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            if offload:
-                part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
         elif part.is_gradient_checkpointing:
             part.gradient_checkpointing_disable()
+        if how == "offload":
+            part._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=offloaded_checkpoint)
 
 
 def offloaded_checkpoint(function: Any, *inputs: Any, **others: Any) -> Any:

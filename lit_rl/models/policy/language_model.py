@@ -172,9 +172,10 @@ class LanguageModel:
             )
 
     @property
-    def recomputes(self) -> bool:
-        """Whether activations are recomputed without a plan that says so."""
-        return self.gradient_checkpointing in (True, "offload")
+    def checkpointing(self) -> bool | Literal["offload"]:
+        """Gradient checkpointing as the description has it; off where it is left to a memory plan."""
+        how = self.gradient_checkpointing
+        return "offload" if how == "offload" else how is True
 
     @property
     def is_local(self) -> bool:
@@ -275,7 +276,7 @@ class LanguageModel:
             BackendError: the model cannot be reached, or a package is missing.
         """
         from lit_rl.models.policy import loading
-        from lit_rl.models.policy.checkpointing import recompute_activations
+        from lit_rl.models.policy.checkpointing import set_checkpointing
 
         loading.check_causal(self.name, self.config)
         assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
@@ -289,8 +290,7 @@ class LanguageModel:
             policy = self.lora.apply(base, new_tokens=self.new_tokens)
         elif self.adapter is not None:
             policy = loading.continue_adapter(base, self.adapter)
-        if self.recomputes:
-            recompute_activations(base, offload=self.gradient_checkpointing == "offload")
+        set_checkpointing(base, self.checkpointing)
         return policy.train()
 
     def load_base(self) -> PreTrainedModel:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub
-from lit_rl.models.policy.checkpointing import recompute_activations
+from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import (
     check_causal,
@@ -99,8 +99,7 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)])
     elif model.adapter is not None:
         scorer = continue_adapter(base, model.adapter)
-    if model.recomputes:
-        recompute_activations(base, offload=model.gradient_checkpointing == "offload")
+    set_checkpointing(base, model.checkpointing)
     return scorer.train()
 
 
