@@ -82,8 +82,10 @@ def _generator(name: str, settings: str, seed: int, size: int) -> Any:
         raise ConfigError(f"data.task.name={name!r} is no generator of reasoning-gym.{did_you_mean(name, DATASETS)}")
     try:
         with _own_random_numbers(f"{seed}"):
-            return reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
-    except (TypeError, AssertionError, ValueError) as error:
+            generator = reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
+            generator[0]  # some settings are refused only here, by whatever they break
+            return generator
+    except Exception as error:
         allowed = ", ".join(sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"}))
         raise ConfigError(
             f"data.task.settings={settings} does not suit reasoning-gym's {name!r} ({error}). Its settings: {allowed}."

@@ -81,6 +81,7 @@ TARGETS = {
     "AdditionText": "lit_rl.data.tasks.AdditionText",
     "AdditionPairs": "lit_rl.data.tasks.AdditionPairs",
     "LargestText": "lit_rl.data.tasks.LargestText",
+    "ReasoningGymText": "lit_rl.data.tasks.ReasoningGymText",
     "LargestPairs": "lit_rl.data.tasks.LargestPairs",
     "AdditionSteps": "lit_rl.data.tasks.AdditionSteps",
     "Largest": "lit_rl.data.tasks.Largest",

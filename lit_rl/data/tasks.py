@@ -251,3 +251,20 @@ class ReasoningGym(_HoldsOut):
     def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
         question = f"{entry['question']}\n{self.instruction}" if self.instruction else entry["question"]
         return {"prompt": [{"role": "user", "content": question}], "answer": entry["answer"], COLUMN: problem.text}
+
+
+class ReasoningGymText(ReasoningGym):
+    """The same problems with the generator's own answer, as a message of the assistant, in the column `completion`.
+
+    Raises:
+        ConfigError: as for `ReasoningGym`; or the generator scores answers and has none of its own.
+    """
+
+    def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
+        row = super()._row(problem, entry)
+        if row["answer"] is None:
+            raise ConfigError(
+                f"data.task.name={self.name!r}: this generator of reasoning-gym scores answers and has none of its own "
+                "to imitate. Take data=reasoning_gym and an algorithm that learns from rewards, or another generator."
+            )
+        return {**row, "completion": _reply(row["answer"])}

@@ -37,6 +37,7 @@ VALUES = {  # what has no default
     "generator/vllm_server": ["generator.urls=[http://127.0.0.1:8000]"],
     "model/local": ["model.name=tiny"],
     "experiment/smollm2_dpo": ["model.name=tiny"],
+    "experiment/smollm2_words": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
     "reward/function": ["reward.fn=lit_rl.rewards:contains"],
     "algo/advantage/gae": ["algo=ppo"],

@@ -9,7 +9,7 @@ import numpy
 import pytest
 from tiers import quick
 
-from lit_rl.data.tasks import ReasoningGym, Task
+from lit_rl.data.tasks import ReasoningGym, ReasoningGymText, Task
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.reasoning import COLUMN, Problem
 from lit_rl.rewards import ReasoningGymScore, Rewards
@@ -55,6 +55,10 @@ def test_rows_differ_and_none_is_held_out_and_learned():
         ({"name": "chain_sum", "settings": {"terms": 3}}, "Its settings:.*max_terms"),
         ({"name": "chain_sum", "settings": {"min_terms": -1}}, "does not suit"),
         (
+            {"name": "aiw", "settings": {"task_types": ["siblings"], "task_type_weights": [1.0]}},
+            "does not suit",  # which the generator finds at the first problem
+        ),
+        (
             {"name": "chain_sum", "settings": {"max_terms": 2, "max_digits": 1}, "train_rows": 900},
             r"made \d+ different problems",
         ),
@@ -64,6 +68,15 @@ def test_rows_differ_and_none_is_held_out_and_learned():
 def test_what_cannot_be_made_is_refused(arguments, words):
     with pytest.raises(ConfigError, match=words):
         ReasoningGym(**arguments).train()
+
+
+def test_texts_are_the_same_problems_with_the_generators_own_answer():
+    plain, texts = (kind("needle_haystack", train_rows=8, val_rows=2) for kind in (ReasoningGym, ReasoningGymText))
+    for row, text in zip(plain.train(), texts.train(), strict=True):
+        assert text == {**row, "completion": [{"role": "assistant", "content": row["answer"]}]}
+        assert row["answer"] in row["prompt"][0]["content"]
+    with pytest.raises(ConfigError, match="has none of its own.*data=reasoning_gym"):
+        ReasoningGymText("graph_color", train_rows=2, val_rows=0).train()
 
 
 def test_the_reward_is_the_generators_own_score():
