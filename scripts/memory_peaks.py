@@ -1,12 +1,13 @@
 """What steps need, as the memory plan says it and as it is measured: the table of docs/hardware.md, and its plot.
 
     python scripts/memory_peaks.py                        # the table of the small shapes: minutes
-    python scripts/memory_peaks.py --shapes 135m 0.5b     # of larger ones: 4 and 12 GB of memory, an hour
+    python scripts/memory_peaks.py --shapes 135m 0.5b     # of larger ones: 7 and 20 GB of memory, an hour
     python scripts/memory_peaks.py --plot FILE.svg        # peaks over 8 times as many completions a rollout
 
 Each case is a process of its own that trains two optimizer steps of a model with random weights on one thread. It does
-so twice, and counts from the end of the first time: what Python and the libraries take is not in the plan, and oneDNN
-keeps a kernel of every shape in bfloat16 (100 MB). The peak is that of the resident set (VmHWM, which Linux has).
+so twice, and counts beyond the end of the first time: what Python and the libraries take is not in the plan, and oneDNN
+keeps a kernel of every shape in bfloat16 (100 MB). The peak is that of the resident set (VmHWM, which Linux has) from
+the first step of the second time on.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench.workload import SHAPES
 
+from lit_rl.cli.process import keep_freed_memory
+
 MIB = 2**20
+RETURNED = 2**16
+"""Bytes from which glibc gives a freed tensor back to the system: nearly all are larger, and leave no holes."""
 PLOTTED = (8, 16, 32, 64)
 """Completions a rollout; a micro-batch has 8."""
 
@@ -68,17 +75,19 @@ RUNS = (
 def cases(shapes: list[str]) -> Iterator[Case]:
     """Every run for these shapes."""
     for shape, (method, lora, precision) in product(shapes, RUNS):
-        yield Case(shape, method, lora, precision, rows=16 if shape in ("135m", "0.5b") else 32)
+        yield Case(shape, method, lora, precision, rows={"135m": 16, "0.5b": 8}.get(shape, 32))
 
 
 def measured(case: Case, *, returned: bool = True) -> dict[str, float]:
     """MiB by the plan and by the process, of a case in a new process.
 
-    ``returned``: whether glibc gives freed tensors back to the system, so that the peak is what tensors take. By itself
-    it keeps them, and the holes that later ones do not fill.
+    Args:
+        case: What runs.
+        returned: Whether glibc gives freed tensors back to the system, so that the peak is what tensors take. Otherwise
+            the process keeps them, as ``train.py`` sets it to, and the holes that later tensors do not fill.
     """
-    command = [sys.executable, __file__, "--case", json.dumps(asdict(case))]
-    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(MIB)} if returned else {})
+    command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), *([] if returned else ["--keep-freed"])]
+    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(RETURNED)} if returned else {})
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
@@ -99,9 +108,15 @@ def measure(case: Case) -> dict[str, float]:
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         before = _memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
         planned = _fit(case, Path(folder))
         return {"planned": planned / MIB, "measured": (_memory("VmHWM") - before) / MIB}
+
+
+class _FromTheFirstStep(L.Callback):
+    """The peak of the process is that of its steps: files of float32 weights, read to be narrowed, do not count."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _memory(name: str) -> int:
@@ -112,8 +127,6 @@ def _memory(name: str) -> int:
 
 def _fit(case: Case, folder: Path) -> int:
     """Train two steps; returns the bytes of the plan."""
-    import lightning as L
-
     module, data = _built(case, folder)
     trainer = L.Trainer(
         max_steps=2,
@@ -123,6 +136,7 @@ def _fit(case: Case, folder: Path) -> int:
         precision=case.precision,  # pyright: ignore
         limit_val_batches=0,
         use_distributed_sampler=False,
+        callbacks=[_FromTheFirstStep()],
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     module.memory_gb = 1000.0
@@ -179,6 +193,8 @@ def _model(shape: str, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     target = folder / f"model_{shape}"
+    if target.is_dir():
+        return target
     if shape in ("135m", "0.5b"):
         make({"135m": "smollm2-135m", "0.5b": "qwen2.5-0.5b"}[shape], target)
         return target
@@ -222,15 +238,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["tiny", "7m"], choices=["tiny", "7m", "135m", "0.5b"])
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--case")
+    parser.add_argument("--case", help="of a process that measures: the case, as JSON")
+    parser.add_argument("--keep-freed", action="store_true", help="of a process that measures: keep freed memory")
     args = parser.parse_args()
+    if args.keep_freed:
+        keep_freed_memory()
     if args.case:
         print(json.dumps(measure(Case(**json.loads(args.case)))))
     elif args.plot:
         plot(args.plot)
     else:
         columns = ("shape", "method", "trains", "precision", "planned, MiB", "tensors, MiB", "planned / tensors")
-        print(f"| {' | '.join([*columns, 'with holes, MiB'])} |\n|{'---|' * 8}")
+        print(f"| {' | '.join([*columns, 'as train.py, MiB'])} |\n|{'---|' * 8}")
         for case in cases(args.shapes):
             found, kept = measured(case), measured(case, returned=False)["measured"]
             ratio = found["planned"] / found["measured"]

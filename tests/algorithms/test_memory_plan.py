@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from lit_rl.algorithms import DPO, GRPO
+from lit_rl.algorithms.preflight import memory as memory_module
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
 from lit_rl.algorithms.preflight.footprint import policy_network
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
@@ -23,6 +27,9 @@ from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.shape import ModelShape
+from lit_rl.ops import linear_logprobs as of_heads
+from lit_rl.ops import logprobs as of_logits
+from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.rollout import Completions, Sampling
 
 CONFIG = Qwen2Config(
@@ -60,7 +67,40 @@ def completions(prompts: int, group: int, p: int, t: int) -> Completions:
     )
 
 
-def kept_by_autograd(model: torch.nn.Module, rows: Completions, *, shared: bool, mixed: bool) -> int:
+class Live(TorchDispatchMode):
+    """Bytes of the tensors that operations inside it made: those that are there, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and operation.namespace == "aten" and not _is_view(operation):
+                self._add(tensor.untyped_storage())
+        return made
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address, size = storage._cdata, storage.nbytes()
+        if address in self._known:
+            return
+        self._known.add(address)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, address, size)
+
+    def _gone(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.now -= size
+
+
+def _is_view(operation) -> bool:
+    return any(value.alias_info is not None for value in operation._schema.returns)
+
+
+def kept_by_autograd(model: torch.nn.Module, rows: Completions, *, shared: bool, precision: str) -> int:
     """Bytes that a forward pass keeps for its backward pass, parameters left out."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, torch.Tensor] = {}
@@ -72,36 +112,54 @@ def kept_by_autograd(model: torch.nn.Module, rows: Completions, *, shared: bool,
         return tensor
 
     keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with keep, torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+    with keep, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
         score(model, rows, Sampling(), options=ForwardOptions(True, shared, False))
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("rank", [0, 8], ids=["full", "lora"])
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_planned_activations_are_what_autograd_keeps(shared, rank, mixed):
+def test_planned_activations_are_what_autograd_keeps(shared, rank, precision):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG).train()
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
     if rank:
         model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=shared, mixed=mixed)
-    adapters = rank * sum(linear.count for linear in SHAPE.linears)
+    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=shared, precision=precision)
+    numbers = Numbers.of(precision, 8)
+    described = LanguageModel("tiny", lora=Lora(r=rank) if rank else None)
     plan = memory(
-        policy=Network(SHAPE, 1, 1, adapters=adapters),
-        numbers=Numbers.of("bf16-mixed" if mixed else "32-true", 8),
+        policy=policy_network(described, SHAPE, numbers, "fused"),
+        numbers=numbers,
         lengths=Lengths(64, 64, group=4, shares=shared),
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
-def test_eager_attention_is_planned_with_the_weights_of_all_pairs(mixed):
+@pytest.mark.parametrize("tokens", [50, 64, 96, 128, 200, 700])
+def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens):
+    """Of less than a block of logits to more than are kept: a block here is of 64 tokens, and four blocks are kept."""
+    vocabulary, block = 1024, 2**16
+    monkeypatch.setattr(of_logits, "block_numbers", lambda *_: block)
+    for module in (of_heads, memory_module):
+        monkeypatch.setattr(module, "KEPT", 4 * block)
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    weight, ids = torch.randn(vocabulary, 8, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
+    with Live() as live:
+        scores = of_heads.linear_logprobs(hidden, weight, ids, Distribution(entropy=True))
+        scores.logprobs.sum().backward()
+    planned = 4 * memory(block=block)._of_head(tokens * vocabulary)
+    assert 0.75 * planned < live.peak - 4 * weight.numel() < 1.02 * planned
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_eager_attention_is_planned_with_the_weights_of_all_pairs(precision):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager").train()
-    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, mixed=mixed)
+    kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, precision=precision)
     described = LanguageModel("tiny", attn_implementation="eager")
-    numbers = Numbers.of("bf16-mixed" if mixed else "32-true", 8)
+    numbers = Numbers.of(precision, 8)
     plan = memory(
         policy=policy_network(described, SHAPE, numbers, "fused"), numbers=numbers, lengths=Lengths(64, 64, group=4)
     ).plan(8, 8, steps_in_parts=False)
@@ -243,7 +301,7 @@ def test_the_page_of_hardware_has_the_plans_of_now(root):
 def test_the_plan_is_near_what_a_process_takes(root):
     case = '{"shape": "7m", "method": "grpo", "rows": 16}'
     command = [sys.executable, root / "scripts" / "memory_peaks.py", "--case", case]
-    returned = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # so that no freed tensor stays in the peak
+    returned = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)}  # so that no freed tensor stays in the peak
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=returned)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["planned"] == pytest.approx(found["measured"], rel=0.15)
+    assert found["planned"] == pytest.approx(found["measured"], rel=0.1)

@@ -26,14 +26,11 @@ print(resident() - before)
     ("setting", "variables", "kept"),
     [
         ("process._has_gpu = lambda: False; process.prepare()", {}, True),
-        ("", {}, False),
-        (
-            "process._has_gpu = lambda: False; process.prepare()",
-            {"MALLOC_ARENA_MAX": "2"},
-            False,
-        ),  # the user's settings stay
+        ("process._has_gpu = lambda: False; process.prepare()", {"MALLOC_ARENA_MAX": "2"}, False),
         ("process._has_gpu = lambda: True; process.prepare()", {}, False),
+        ("", {}, False),
     ],
+    ids=["a command line", "settings of the user's", "a GPU", "imported alone"],
 )
 def test_freed_memory_stays_with_the_process(setting: str, variables: dict[str, str], kept: bool) -> None:
     code = FREED.format(setting=setting)

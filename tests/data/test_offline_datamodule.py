@@ -262,6 +262,9 @@ def test_packed_rows_hold_every_token_of_the_texts():
     assert len(packed.corpus.train) < len(plain.corpus.train) / 3
     assert packed.report["train"]["packed_rows"] == len(packed.corpus.train)
     assert packed.longest_text <= 32
+    for data in (plain, packed):
+        rows = {**data.corpus.val, "train": data.corpus.train}.values()
+        assert data.most_learned == max(examples.totals([i]).tokens for examples in rows for i in range(len(examples)))
     rows = [0, 1]
     batch = packed.corpus.train.batch(rows, rows, packed.corpus.train.totals(rows), step=0, slot=0)
     assert isinstance(batch, TextBatch) and batch.tokens.segment is not None

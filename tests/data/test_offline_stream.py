@@ -346,7 +346,7 @@ def test_a_validation_set_of_its_own_is_read_whole(folder):
     )
     data.prepare(TOKENIZER)
     assert data.loss_names == [""] and len(data.corpus.val[""]) == 7 and data.report["val"]["overlap"] == 0
-    assert data.longest_text == 1024  # what may come, not what did
+    assert data.longest_text == data.most_learned == 1024  # what may come, not what did
 
 
 def test_a_source_without_a_row_in_a_window_is_refused(folder):

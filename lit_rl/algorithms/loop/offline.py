@@ -137,7 +137,8 @@ class OfflineModule(PolicyModule, ABC):
 
     def lengths(self) -> Lengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return Lengths(0, data.longest_text, texts=2 if self.learns_from == "pairs" else 1)
+        longest, learned = data.longest_text, data.most_learned
+        return Lengths(longest - learned, learned, texts=2 if self.learns_from == "pairs" else 1)
 
     def resume_cut(self, cut: Cut) -> None:
         super().resume_cut(cut)

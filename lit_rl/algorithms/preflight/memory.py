@@ -11,14 +11,15 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                       y (2 q + 2 k') + 4 h    queries, attention's output, keys and values, log-sum-exp of h heads
                       4 y m                   gate, silu(gate), up, their product
                       y r a                   adapters of rank r on a linear layers, which are float32: 4 bytes of each
-                                              number that they read, too, where weights are narrow without autocast
+                                              number that they read where weights are narrow without autocast, and
+                                              then neither the norms' outputs nor the product above
                     and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
                     and narrow where y < 4
-    logits          none, but those of a pass below `KEPT` (lit_rl.ops.linear_logprobs)
-    working memory  the larger of: blocks of logits; gradients of one layer's activations, 4 y m + 3 x d a token. And
-                    those of the head's weight, x v d
+    logits          none; the hidden states that they are made of, and their gradient
+    working memory  the larger of: blocks of logits, and all of them in a pass with few (lit_rl.ops.linear_logprobs);
+                    gradients of one layer's activations, 4 y m + 3 x d a token. And those of the head's weight, x v d
     allocator       a share of what comes and goes: holes between tensors
     cache           2 y k L a token: prompts once a group, completions to their longest
 
@@ -247,15 +248,16 @@ class Memory:
 
     def _activations(self, rows: int) -> dict[str, int]:
         """What the backward pass reads, of the policy and of a critic that learns in the same step."""
-        kept = 0
-        for network in filter(None, (self.policy, self.critic)):
-            calls = self._calls(network, rows)
-            kept += sum(self._of_call(network, call) for call in calls)
-            copies = 1 if network.adapters == 0 else len(calls)  # autocast remembers copies of what is trained
-            if network.narrow or (network.adapters and network.checkpointing):
-                copies = 0
-            kept += copies * self.numbers.cast * network.shape.multiplied
+        kept = sum(self._kept(network, rows) for network in filter(None, (self.policy, self.critic)))
         return {"activations": kept, "logits": self._logits(rows)}
+
+    def _kept(self, network: Network, rows: int) -> int:
+        calls = self._calls(network, rows)
+        copies = 1 if network.adapters == 0 else len(calls)  # autocast remembers copies of what is trained
+        if network.narrow or (network.adapters and network.checkpointing):
+            copies = 0
+        of_calls = sum(self._of_call(network, call) for call in calls)
+        return of_calls + copies * self.numbers.cast * network.shape.multiplied
 
     def _of_call(self, network: Network, call: Call) -> int:
         shape, numbers = network.shape, self.numbers
@@ -267,10 +269,10 @@ class Memory:
 
     def _of_layer(self, network: Network, call: Call) -> int:
         shape, x, y = network.shape, self.numbers.residual, self.numbers.product
-        of_norms = 2 * x * (1 if network.adapters else 2) + y * self.numbers.copies
-        of_token = shape.hidden * of_norms + y * (
-            2 * shape.query_width + 4 * shape.inner + network.adapters // shape.layers
-        )
+        # What adapters keep a wide copy of, nothing keeps narrow: the outputs of norms, and the product of the MLP.
+        of_norms = 2 * x * (1 if network.adapters else 2) + (0 if network.widened else y * self.numbers.copies)
+        of_mlp = (3 if network.widened else 4) * y * shape.inner
+        of_token = shape.hidden * of_norms + of_mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
         of_token += 4 * network.widened // shape.layers
         of_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
         of_attention = of_pair * call.queries * call.keys + y * 2 * shape.query_width * call.keys
@@ -286,7 +288,7 @@ class Memory:
             return hidden + whole * (self.numbers.product + 4 * WHOLE)
         if self.policy.head == "compared":
             return hidden + 2 * min(whole, LOGITS) * (self.numbers.product + 4 * WHOLE)
-        return hidden + 4 * (whole if whole <= KEPT else 0)
+        return hidden
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
         """What the head works with, or gradients on their way in the layer whose backward pass needs most."""
@@ -294,9 +296,19 @@ class Memory:
         tokens = max(call.tokens for call in self._calls(self.policy, rows))
         of_layer = tokens * (4 * self.numbers.product * shape.inner + 3 * self.numbers.residual * shape.hidden)
         logits = rows * self.lengths.texts * self.lengths.response * shape.vocabulary if head == "fused" else 0
-        of_head = 4 * BLOCKS * min(logits, self.block)
+        kept = logits if logits <= KEPT else 0
+        critic = self._kept(self.critic, rows) if self.critic else 0  # runs after the policy's head, and back before it
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
-        return {"working memory": max(of_layer, of_head) + (4 * shape.head if full else 0)}
+        most = max(of_layer, of_layer + 4 * kept if critic else 0, 4 * self._of_head(logits) - critic)
+        return {"working memory": most + (4 * shape.head if full else 0)}
+
+    def _of_head(self, logits: int) -> int:
+        """Numbers that a fused head holds at most, of so many logits. Kept blocks add up; the last may be smaller."""
+        if logits > KEPT:
+            return BLOCKS * self.block
+        full, last = logits - logits % self.block, logits % self.block
+        forward = max(full + (BLOCKS - 1) * min(full, self.block), logits + (BLOCKS - 1) * last)
+        return max(forward, logits + (BLOCKS - 2) * min(logits, self.block))
 
     def _cache(self, lengths: Lengths, rows: int) -> dict[str, int]:
         """Keys and values of a decode batch, and the logits of a step with what is made of them."""

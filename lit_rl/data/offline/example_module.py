@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from lit_rl.data.loader import EvalLoader
 from lit_rl.data.offline import streaming
 from lit_rl.data.offline.corpus import ExampleCorpus, read_example_corpus
 from lit_rl.data.offline.example import Kind
+from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.loader import ExampleEvalLoader, ExampleLoader
 from lit_rl.data.offline.read import ExampleOptions
 from lit_rl.data.offline.stream import Windows
@@ -169,8 +171,16 @@ class ExampleDataModule(SourcedDataModule):
     @property
     def longest_text(self) -> int:
         """Tokens of the longest row of any set; of a stream, whose rows are not known yet, the limit `max_length`."""
-        train = self._sets.train.longest if self._windows is None else self.options.max_length or 0
-        return max(train, *(examples.longest for examples in self._sets.val.values()), 0)
+        return self._most(lambda examples: examples.longest)
+
+    @property
+    def most_learned(self) -> int:
+        """Learned tokens of the row that has most of them, of any set; of a stream the limit `max_length`."""
+        return self._most(lambda examples: examples.most_learned)
+
+    def _most(self, count: Callable[[ExampleSet], int]) -> int:
+        train = count(self._sets.train) if self._windows is None else self.options.max_length or 0
+        return max(train, *map(count, self._sets.val.values()), 0)
 
     @property
     def longest_val_prompt(self) -> int:

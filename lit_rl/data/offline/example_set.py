@@ -64,6 +64,12 @@ class ExampleSet:
             for row in range(len(self))
         )
 
+    @property
+    def most_learned(self) -> int:
+        """Tokens that are learned, of the row that has most of them; of a row with several texts those of one."""
+        counts = [[sum(text.learned) for text in self._pieces(row)] for row in range(len(self))]
+        return max(sum(texts) if self.packs else max(texts) for texts in counts)
+
     def totals(self, rows: Sequence[int], shares: int = 1) -> Totals:
         """What an optimizer step of these rows counts."""
         texts = [self._pieces(row) for row in rows]
