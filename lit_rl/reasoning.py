@@ -83,12 +83,15 @@ def _generator(name: str, settings: str, seed: int, size: int) -> Any:
     try:
         with _own_random_numbers(f"{seed}"):
             generator = reasoning_gym.create_dataset(name, seed=seed, size=size, **json.loads(settings))
-            generator[0]  # some settings are refused only here, by whatever they break
+            generator[0]  # some generators read their settings only when they make a problem
             return generator
+    except (ImportError, OSError):
+        raise
     except Exception as error:
         allowed = ", ".join(sorted(set(DATASETS[name][1].__dataclass_fields__) - {"seed", "size"}))
         raise ConfigError(
-            f"data.task.settings={settings} does not suit reasoning-gym's {name!r} ({error}). Its settings: {allowed}."
+            f"data.task.settings={settings} does not suit reasoning-gym's {name!r} "
+            f"({type(error).__name__}: {error}). Its settings: {allowed}."
         ) from error
 
 

@@ -109,9 +109,9 @@ class GKD(OfflinePolicyModule):
         if stage == "fit":
             self.teacher.check_differs()
             if self.rewrites:
-                data: Any = self.trainer.datamodule  # pyright: ignore
-                longest = longest_prompt(data.options, data.corpus.train.examples)
-                fits_context(self.model, "sampling", longest, self.sampling.max_new_tokens, "data.max_length")
+                fits_context(
+                    self.model, "sampling", self._longest_prompt(), self.sampling.max_new_tokens, "data.max_length"
+                )
 
     def refuse_leaks(self) -> None:
         super().refuse_leaks()
@@ -124,6 +124,21 @@ class GKD(OfflinePolicyModule):
     def rewrites(self) -> bool:
         """Whether completions of the data are replaced in some steps."""
         return self.on_policy_fraction > 0 or self.teacher_completions
+
+    def longest_text(self) -> int:
+        return max(super().longest_text(), self._longest_prompt() + self._new_tokens)
+
+    def most_scored(self) -> int:
+        return max(super().most_scored(), self._new_tokens)
+
+    @property
+    def _new_tokens(self) -> int:
+        """Tokens of a completion that is written anew, at most."""
+        return self.sampling.max_new_tokens if self.rewrites else 0
+
+    def _longest_prompt(self) -> int:
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        return longest_prompt(data.options, data.corpus.train.examples) if self.rewrites else 0
 
     def reads_all_rows(self) -> Iterator[AllRows]:
         yield from super().reads_all_rows()

@@ -48,6 +48,9 @@ class ORPO(OfflinePolicyModule):
         in_range("algo.beta", beta, low=0, open_low=True)
         self.beta = beta
 
+    def most_scored(self) -> int:
+        return self.longest_text()  # the likelihood of a chosen text is that of its prompt, too
+
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         read, totals = _all_of_chosen(batch), batch.totals
         scores, mask = self.text_scores(read, stats=True), batch.tokens.learned

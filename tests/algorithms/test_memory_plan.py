@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
-from lit_rl.algorithms import DPO, GRPO
+from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, SFT
 from lit_rl.algorithms.preflight import memory as memory_module
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
 from lit_rl.algorithms.preflight.footprint import policy_network
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score
@@ -137,20 +139,47 @@ def test_planned_activations_are_what_autograd_keeps(shared, rank, precision):
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
 
 
-@pytest.mark.parametrize("tokens", [50, 64, 96, 128, 200, 700])
-def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens):
-    """Of less than a block of logits to more than are kept: a block here is of 64 tokens, and four blocks are kept."""
-    vocabulary, block = 1024, 2**16
+@pytest.mark.parametrize("block", [2**14, 2**16, 2**20], ids=["small", "larger", "above what is kept"])
+@pytest.mark.parametrize("tokens", [3, 50, 64, 96, 200, 300, 700])
+def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens, block):
+    """Blocks of all tokens and of some, of all of the vocabulary's slices and a narrow last one; kept, and not."""
+    vocabulary = 1000
     monkeypatch.setattr(of_logits, "block_numbers", lambda *_: block)
     for module in (of_heads, memory_module):
-        monkeypatch.setattr(module, "KEPT", 4 * block)
-    hidden = torch.randn(tokens, 8, requires_grad=True)
-    weight, ids = torch.randn(vocabulary, 8, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
+        monkeypatch.setattr(module, "KEPT", 2**18)
+        monkeypatch.setattr(module, "COLUMNS", 256)
+    hidden = torch.randn(tokens, 1, requires_grad=True)
+    weight, ids = torch.randn(vocabulary, 1, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
     with Live() as live:
-        scores = of_heads.linear_logprobs(hidden, weight, ids, Distribution(entropy=True))
-        scores.logprobs.sum().backward()
-    planned = 4 * memory(block=block)._of_head(tokens * vocabulary)
-    assert 0.75 * planned < live.peak - 4 * weight.numel() < 1.02 * planned
+        of_heads.linear_logprobs(hidden, weight, ids, Distribution(entropy=True)).logprobs.sum().backward()
+    shape = replace(SHAPE, vocabulary=vocabulary)
+    planned = 4 * memory(policy=Network(shape, 1, 1), block=block)._of_head(tokens)
+    assert 0.75 * planned < live.peak < 1.02 * planned + 100 * (tokens + vocabulary)  # numbers a token, and a gradient
+
+
+PAIRS = [{"prompt": f"{n}+30=", "chosen": f"{n + 30}", "rejected": f"{n + 3000}"} for n in range(10, 20)]
+TEXTS = [{"prompt": f"{n}+30=", "completion": f"{n + 30}"} for n in range(10, 20)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "planned"),
+    [
+        (lambda: DPO("tiny"), Lengths(6, 5, texts=2)),  # "3010" and the end, of the rejected reply
+        (lambda: ORPO("tiny"), Lengths(0, 11, texts=2)),  # the prompt's tokens are scored, too
+        (lambda: DPO(LanguageModel("tiny", fused_head=False)), Lengths(0, 11, texts=2)),
+        (lambda: SFT("tiny"), Lengths(6, 3)),
+        (lambda: GKD("tiny", teacher="tiny", sampling=Sampling(max_new_tokens=7)), Lengths(6, 7)),
+        (lambda: GKD("tiny", teacher="tiny", on_policy_fraction=0.0), Lengths(6, 3)),
+    ],
+    ids=["dpo", "orpo", "logits", "sft", "gkd", "gkd of the data"],
+)
+def test_a_plan_has_the_tokens_that_a_step_scores(monkeypatch, algorithm, planned):
+    module = algorithm()
+    kind = PreferenceDataModule if planned.texts == 2 else SupervisedDataModule
+    data = kind(rows=PAIRS if planned.texts == 2 else TEXTS, batch_size=2, val_fraction=0.0)
+    data.prepare(module.tokenizer)
+    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data))
+    assert module.lengths() == planned
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -136,9 +136,18 @@ class OfflineModule(PolicyModule, ABC):
             self.plan = replace(plan, accumulate=accumulate, why=why)
 
     def lengths(self) -> Lengths:
+        longest, scored = self.longest_text(), self.most_scored()
+        return Lengths(longest - scored, scored, texts=2 if self.learns_from == "pairs" else 1)
+
+    def longest_text(self) -> int:
+        """Tokens of the longest text that a step reads."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        longest, learned = data.longest_text, data.most_learned
-        return Lengths(longest - learned, learned, texts=2 if self.learns_from == "pairs" else 1)
+        return data.longest_text
+
+    def most_scored(self) -> int:
+        """Tokens of a text whose log-probs a step computes, at most. Without a fused head rows have one width."""
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        return data.most_learned if self.model.forward_options.fused_head else self.longest_text()
 
     def resume_cut(self, cut: Cut) -> None:
         super().resume_cut(cut)

@@ -10,16 +10,19 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                       y d c                   output of each norm, c = 2; under autocast for each product anew, 5
                       y (2 q + 2 k') + 4 h    queries, attention's output, keys and values, log-sum-exp of h heads
                       4 y m                   gate, silu(gate), up, their product
-                      y r a                   adapters of rank r on a linear layers, which are float32: 4 bytes of each
-                                              number that they read where weights are narrow without autocast, and
-                                              then neither the norms' outputs nor the product above
+                      y r a                   adapters of rank r on a linear layers. Beside narrow weights without
+                                              autocast they keep a float32 copy of what they read: then the norms'
+                                              outputs and the MLP's product are not kept in y bytes
                     and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
                     and narrow where y < 4
     logits          none; the hidden states that they are made of, and their gradient
     working memory  the larger of: blocks of logits, and all of them in a pass with few (lit_rl.ops.linear_logprobs);
-                    gradients of one layer's activations, 4 y m + 3 x d a token. And those of the head's weight, x v d
+                    gradients of one layer's activations, 4 y m + 3 x d a token. And those of the head's weight, x v d.
+                    A critic of its own runs after the policy's head and back before it: its activations are there
+                    beside the kept logits, and not beside the head's other blocks. Rows of like length run in several
+                    passes, of which each may keep its logits; they are counted as one
     allocator       a share of what comes and goes: holes between tensors
     cache           2 y k L a token: prompts once a group, completions to their longest
 
@@ -32,12 +35,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 from lit_rl.models.policy.disagreement import LOGITS
 from lit_rl.models.policy.shape import ModelShape
 from lit_rl.models.policy.shared_prefix import WORTH
-from lit_rl.ops.linear_logprobs import KEPT
+from lit_rl.ops.linear_logprobs import COLUMNS, KEPT
 
 GIB = 2**30
 
@@ -269,7 +273,8 @@ class Memory:
 
     def _of_layer(self, network: Network, call: Call) -> int:
         shape, x, y = network.shape, self.numbers.residual, self.numbers.product
-        # What adapters keep a wide copy of, nothing keeps narrow: the outputs of norms, and the product of the MLP.
+        # A frozen layer keeps no input, and adapters keep a wide copy of it: no narrow one of norms' outputs and the
+        # MLP's product is left.
         of_norms = 2 * x * (1 if network.adapters else 2) + (0 if network.widened else y * self.numbers.copies)
         of_mlp = (3 if network.widened else 4) * y * shape.inner
         of_token = shape.hidden * of_norms + of_mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
@@ -292,23 +297,36 @@ class Memory:
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
         """What the head works with, or gradients on their way in the layer whose backward pass needs most."""
-        shape, head = self.policy.shape, self.policy.head
-        tokens = max(call.tokens for call in self._calls(self.policy, rows))
-        of_layer = tokens * (4 * self.numbers.product * shape.inner + 3 * self.numbers.residual * shape.hidden)
-        logits = rows * self.lengths.texts * self.lengths.response * shape.vocabulary if head == "fused" else 0
-        kept = logits if logits <= KEPT else 0
-        critic = self._kept(self.critic, rows) if self.critic else 0  # runs after the policy's head, and back before it
+        head, tokens = self.policy.head, rows * self.lengths.texts * self.lengths.response
+        most = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
+        of_head = 4 * self._of_head(tokens) if head == "fused" else 0
+        if self.critic is not None:  # it runs after the policy's head, and back before it
+            of_head -= self._kept(self.critic, rows)
+            most += 4 * self._kept_logits(tokens) if head == "fused" else 0
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
-        most = max(of_layer, of_layer + 4 * kept if critic else 0, 4 * self._of_head(logits) - critic)
-        return {"working memory": most + (4 * shape.head if full else 0)}
+        return {"working memory": max(most, of_head) + (4 * self.policy.shape.head if full else 0)}
 
-    def _of_head(self, logits: int) -> int:
-        """Numbers that a fused head holds at most, of so many logits. Kept blocks add up; the last may be smaller."""
-        if logits > KEPT:
-            return BLOCKS * self.block
-        full, last = logits - logits % self.block, logits % self.block
-        forward = max(full + (BLOCKS - 1) * min(full, self.block), logits + (BLOCKS - 1) * last)
-        return max(forward, logits + (BLOCKS - 2) * min(logits, self.block))
+    def _gradients(self, network: Network, rows: int) -> int:
+        """Of the activations of a layer, on their way."""
+        of_token = 4 * self.numbers.product * network.shape.inner + 3 * self.numbers.residual * network.shape.hidden
+        return max(call.tokens for call in self._calls(network, rows)) * of_token
+
+    def _kept_logits(self, tokens: int) -> int:
+        """Numbers, where a fused head keeps the logits of so many tokens."""
+        whole = tokens * self.policy.shape.vocabulary
+        return whole if whole <= KEPT else 0
+
+    def _of_head(self, tokens: int) -> int:
+        """Numbers that a fused head holds at most: a few of one block, and the blocks that are kept so far."""
+        vocabulary = self.policy.shape.vocabulary
+        columns = min(COLUMNS, vocabulary)
+        rows = max(1, min(tokens, self.block // columns))
+        if (kept := self._kept_logits(tokens)) == 0:
+            return BLOCKS * rows * columns
+        widths = [min(columns, vocabulary - start) for start in range(0, vocabulary, columns)]
+        blocks = [min(rows, tokens - start) * width for width in widths for start in range(0, tokens, rows)]
+        forward = max(held + (BLOCKS - 1) * block for held, block in zip(accumulate(blocks), blocks, strict=True))
+        return max(forward, kept + (BLOCKS - 2) * max(blocks))
 
     def _cache(self, lengths: Lengths, rows: int) -> dict[str, int]:
         """Keys and values of a decode batch, and the logits of a step with what is made of them."""

@@ -64,7 +64,7 @@ class ExampleSet:
             for row in range(len(self))
         )
 
-    @property
+    @functools.cached_property
     def most_learned(self) -> int:
         """Tokens that are learned, of the row that has most of them; of a row with several texts those of one."""
         counts = [[sum(text.learned) for text in self._pieces(row)] for row in range(len(self))]

@@ -175,7 +175,7 @@ class LanguageModel:
     def checkpointing(self) -> bool | Literal["offload"]:
         """Gradient checkpointing as the description has it; off where it is left to a memory plan."""
         how = self.gradient_checkpointing
-        return "offload" if how == "offload" else how not in (False, "auto")
+        return False if how == "auto" else how  # pyright: ignore
 
     @property
     def is_local(self) -> bool:
