@@ -31,8 +31,11 @@ def page() -> str:
         folder = Path(__file__).parents[1] / "conf"
     hydra = [path for path in folder.iterdir() if path.name != "lightning"]  # whole configs, of LightningCLI
     rows, parts = [], []
-    for group in sorted(path for path in hydra if path.is_dir()):
-        rows += _row(group.name, _choices(group))
+    groups = sorted(path for path in hydra if path.is_dir())
+    alone = [group.name for group in groups if _choices(group) == ["default"]]  # keys to set, and nothing to choose
+    for group in groups:
+        if group.name not in alone:
+            rows += _row(group.name, _choices(group))
         places = sorted(path for path in group.rglob("*") if path.is_dir())
         parts += [f"{place.relative_to(folder).as_posix()}: {', '.join(_choices(place))}" for place in places]
     return (
@@ -45,7 +48,7 @@ def page() -> str:
         "lit-rl serve model=qwen0.5b; lit-rl doctor generator=vllm (vLLM's server; does an engine hold the policy?)\n"
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
-        + "\n".join(rows)
+        + "\n".join(rows + _row(", ".join(alone), ["default"]))
         + "\n\nGroups inside a group:\n"
         + textwrap.fill(" · ".join(parts), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         + "\n\nKeys that matter:\n"
