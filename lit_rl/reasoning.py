@@ -76,7 +76,7 @@ def _generator(name: str, settings: str, seed: int, size: int) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise BackendError(
-            "data=reasoning_gym needs the package reasoning-gym: pip install 'lit-rl[reasoning]'."
+            "Problems of reasoning-gym need the package reasoning-gym: pip install 'lit-rl[reasoning]'."
         ) from error
     if name not in DATASETS:
         raise ConfigError(f"data.task.name={name!r} is no generator of reasoning-gym.{did_you_mean(name, DATASETS)}")

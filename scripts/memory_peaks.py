@@ -16,7 +16,6 @@ import argparse
 import ctypes
 import gc
 import json
-import os
 import random
 import re
 import subprocess
@@ -39,6 +38,8 @@ from lit_rl.cli.process import keep_freed_memory
 MIB = 2**20
 RETURNED = 2**16
 """Bytes from which glibc gives a freed tensor back to the system: nearly all are larger, and leave no holes."""
+M_MMAP_THRESHOLD = -3
+"""Of mallopt(3)."""
 PLOTTED = (8, 16, 32, 64)
 """Completions a rollout; a micro-batch has 8."""
 
@@ -87,8 +88,7 @@ def measured(case: Case, *, returned: bool = True) -> dict[str, float]:
             the process keeps them, as ``train.py`` sets it to, and the holes that later tensors do not fill.
     """
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), *([] if returned else ["--keep-freed"])]
-    environment = os.environ | ({"MALLOC_MMAP_THRESHOLD_": str(RETURNED)} if returned else {})
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
@@ -243,6 +243,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.keep_freed:
         keep_freed_memory()
+    elif args.case:
+        ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, RETURNED)
     if args.case:
         print(json.dumps(measure(Case(**json.loads(args.case)))))
     elif args.plot:

@@ -109,9 +109,8 @@ class GKD(OfflinePolicyModule):
         if stage == "fit":
             self.teacher.check_differs()
             if self.rewrites:
-                fits_context(
-                    self.model, "sampling", self._longest_prompt(), self.sampling.max_new_tokens, "data.max_length"
-                )
+                longest, new_tokens = self._longest_prompt(), self.sampling.max_new_tokens
+                fits_context(self.model, "sampling", longest, new_tokens, "data.max_length")
 
     def refuse_leaks(self) -> None:
         super().refuse_leaks()
@@ -126,19 +125,17 @@ class GKD(OfflinePolicyModule):
         return self.on_policy_fraction > 0 or self.teacher_completions
 
     def longest_text(self) -> int:
-        return max(super().longest_text(), self._longest_prompt() + self._new_tokens)
+        longest = super().longest_text()
+        return max(longest, self._longest_prompt() + self.sampling.max_new_tokens) if self.rewrites else longest
 
     def most_scored(self) -> int:
-        return max(super().most_scored(), self._new_tokens)
-
-    @property
-    def _new_tokens(self) -> int:
-        """Tokens of a completion that is written anew, at most."""
-        return self.sampling.max_new_tokens if self.rewrites else 0
+        scored = super().most_scored()
+        return max(scored, self.sampling.max_new_tokens) if self.rewrites else scored
 
     def _longest_prompt(self) -> int:
+        """Tokens of the longest prompt that a completion is written for."""
         data: Any = self.trainer.datamodule  # pyright: ignore
-        return longest_prompt(data.options, data.corpus.train.examples) if self.rewrites else 0
+        return longest_prompt(data.options, data.corpus.train.examples)
 
     def reads_all_rows(self) -> Iterator[AllRows]:
         yield from super().reads_all_rows()

@@ -11,8 +11,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                       y (2 q + 2 k') + 4 h    queries, attention's output, keys and values, log-sum-exp of h heads
                       4 y m                   gate, silu(gate), up, their product
                       y r a                   adapters of rank r on a linear layers. Beside narrow weights without
-                                              autocast they keep a float32 copy of what they read: then the norms'
-                                              outputs and the MLP's product are not kept in y bytes
+                                              autocast they keep a float32 copy of what they read, in place of the
+                                              norms' outputs and the MLP's product
                     and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
@@ -256,6 +256,7 @@ class Memory:
         return {"activations": kept, "logits": self._logits(rows)}
 
     def _kept(self, network: Network, rows: int) -> int:
+        """Bytes of the activations of a network."""
         calls = self._calls(network, rows)
         copies = 1 if network.adapters == 0 else len(calls)  # autocast remembers copies of what is trained
         if network.narrow or (network.adapters and network.checkpointing):
@@ -297,14 +298,15 @@ class Memory:
 
     def _working(self, rows: int, steps_in_parts: bool) -> dict[str, int]:
         """What the head works with, or gradients on their way in the layer whose backward pass needs most."""
-        head, tokens = self.policy.head, rows * self.lengths.texts * self.lengths.response
-        most = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
-        of_head = 4 * self._of_head(tokens) if head == "fused" else 0
+        head, of_head, logits = self.policy.head, 0, 0
+        if head == "fused":
+            tokens = rows * self.lengths.texts * self.lengths.response
+            of_head, logits = 4 * self._of_head(tokens), 4 * self._kept_logits(tokens)
+        of_layer = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
         if self.critic is not None:  # it runs after the policy's head, and back before it
-            of_head -= self._kept(self.critic, rows)
-            most += 4 * self._kept_logits(tokens) if head == "fused" else 0
+            of_head, of_layer = of_head - self._kept(self.critic, rows), of_layer + logits
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
-        return {"working memory": max(most, of_head) + (4 * self.policy.shape.head if full else 0)}
+        return {"working memory": max(of_layer, of_head) + (4 * self.policy.shape.head if full else 0)}
 
     def _gradients(self, network: Network, rows: int) -> int:
         """Of the activations of a layer, on their way."""
