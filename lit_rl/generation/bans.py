@@ -70,10 +70,6 @@ class Bans:
             assert self._last is not None
             self._last[rows] = torch.cat([self._last[rows][:, 1:], tokens[:, None]], 1)
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with the given rows only."""
-        self._last = None if self._last is None else self._last[rows]
-
     def _biases(self, logits: Tensor) -> Tensor:
         if self._bias is None:
             bias, size = self._sampling.logit_bias, logits.shape[-1]

@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError, GenerationError, NumericError, in_range
-from lit_rl.generation.batches import DecodeBatch, Decoded, assemble, decode_batches
+from lit_rl.generation.batches import Decoded, assemble
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.rollout import Completions, Prompts, Sampling
@@ -175,19 +175,21 @@ class InProcessGenerator(Generator):
         device = next(self._policy.parameters()).device
         decoded = []
         with rollout_mode(self._policy):
-            for batch in decode_batches(prompts, self.rows_a_batch, device):
-                part = self._decode(self._policy, batch, prompts, sampling)
+            for rows, part in self._decode(self._policy, prompts, sampling, device):
                 if not part.logprobs.isfinite().all():
                     raise NumericError(
                         f"The policy gave NaN or infinite logits while generating (policy version {self._version}): "
                         "its weights diverged. Lower optimizer.lr or set trainer.gradient_clip_val; with 16-bit "
                         "weights, try model.dtype=float32."
                     )
-                decoded.append((batch.rows, part))
+                decoded.append((rows, part))
         return assemble(prompts, decoded, version=self._version, device=device)
 
     @abstractmethod
-    def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded: ...
+    def _decode(
+        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
+    ) -> Iterator[tuple[Tensor, Decoded]]:
+        """Decode every row, at most `rows_a_batch` at a time: parts of them, each with its numbers, long on the CPU."""
 
 
 def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module, *, structured: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -51,24 +52,52 @@ def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, T
     return ids, torch.arange(width) >= width - lengths[:, None]
 
 
-def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
-    """Cut the rows into batches of at most ``batch_size``: whole groups, or slices of one group larger than that.
+class Waiting:
+    """Rows that are still to be decoded, as batches of no more than there are places for.
 
-    Prompts of similar length stand together, the longest first: little padding, and a lack of memory shows at once.
+    A batch has whole groups, or a slice of one group larger than all places. Prompts of similar length stand together,
+    the longest first: little padding, and a lack of memory shows at once.
+
+    Args:
+        prompts: What is asked for.
+        places: Rows that may be decoded at a time, 1 or more; None: all.
+        device: Where the batches go.
     """
-    group, n = prompts.group_size, len(prompts)
-    keys = noise.row_keys(prompts.keys, group)
-    per_batch = n if batch_size is None else max(batch_size // group, 1)
-    slices = 1 if batch_size is None else math.ceil(group / batch_size)
-    repeats = math.ceil(group / slices)
-    order = list(range(n)) if per_batch >= n else sorted(range(n), key=lambda i: -len(prompts.token_ids[i]))
-    for start in range(0, n, per_batch):
-        chosen = order[start : start + per_batch]
+
+    def __init__(self, prompts: Prompts, places: int | None, device: torch.device) -> None:
+        group, n = prompts.group_size, len(prompts)
+        self._prompts, self._device = prompts, device
+        self._keys = noise.row_keys(prompts.keys, group)
+        self._slice = group if places is None else math.ceil(group / math.ceil(group / places))
+        together = places is None or places >= n * group
+        order = range(n) if together else sorted(range(n), key=lambda i: -len(prompts.token_ids[i]))
+        self._groups = deque((i, first) for i in order for first in range(0, group, self._slice))
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def take(self, places: int | None) -> DecodeBatch | None:
+        """The next rows, as many as there are places for; None where the next group, or slice of one, has none."""
+        prompts, group = self._prompts, self._prompts.group_size
+        count = len(self._groups) if places is None else min(places // self._slice, len(self._groups))
+        if self._slice < group:
+            count = min(count, 1)
+        if count == 0:
+            return None
+        taken = [self._groups.popleft() for _ in range(count)]
+        chosen, first = [i for i, _ in taken], taken[0][1]
         ids, mask = left_pad([prompts.token_ids[i] for i in chosen], prompts.pad_id)
-        for first in range(0, group, repeats):
-            samples = torch.arange(first, min(first + repeats, group))
-            rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
-            yield DecodeBatch(ids.to(device), mask.to(device), len(samples), keys[rows].to(device), rows)
+        samples = torch.arange(first, min(first + self._slice, group))
+        rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
+        device = self._device
+        return DecodeBatch(ids.to(device), mask.to(device), len(samples), self._keys[rows].to(device), rows)
+
+
+def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
+    """All rows in batches of at most ``batch_size``, as `Waiting` makes them."""
+    waiting = Waiting(prompts, batch_size, device)
+    while batch := waiting.take(batch_size):
+        yield batch
 
 
 def assemble(

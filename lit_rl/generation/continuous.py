@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.generation.base import InProcessGenerator
-from lit_rl.generation.batches import DecodeBatch, Decoded
+from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
 from lit_rl.generation.continuous_draws import Draws
 from lit_rl.rollout import Prompts, Sampling
 
@@ -35,19 +35,18 @@ class HFContinuousGenerator(InProcessGenerator):
     def __init__(self, batch_size: int | None = None) -> None:
         super().__init__(batch_size)
 
-    @property
-    def rows_a_batch(self) -> None:
-        return None  # the engine, which fills the places that become free, has to see every row
-
-    def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
+    def _decode(
+        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
+    ) -> Iterator[tuple[Tensor, Decoded]]:
         model = _model(policy)
+        (batch,) = decode_batches(prompts, None, device)  # the engine, which fills the places, has to see every row
         with torch.inference_mode(False), _undisturbed(model, batch.keys.device):  # tensors that a thread writes into
-            forks = _forks(batch, self.batch_size)
+            forks = _forks(batch, self.rows_a_batch)
             draws = Draws(batch, prompts, sampling, forks)
             try:
                 manager = model.init_continuous_batching(
                     generation_config=_generation_config(sampling, batch.repeats if forks else 1),
-                    continuous_batching_config=_engine_config(model, batch, sampling, self.batch_size, forks),
+                    continuous_batching_config=_engine_config(model, batch, sampling, self.rows_a_batch, forks),
                 )
                 manager.logit_processor = draws
                 manager.warmup()  # makes the cache
@@ -59,7 +58,7 @@ class HFContinuousGenerator(InProcessGenerator):
                 ) from error
             requests = (batch.prompt_ids, batch.prompt_mask) if forks else batch.repeated()
             _run(manager, requests, sampling, draws)
-            return draws.decoded()
+        yield batch.rows, draws.decoded()
 
 
 def _run(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampling, draws: Draws) -> None:

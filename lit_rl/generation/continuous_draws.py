@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lit_rl.generation.batches import DecodeBatch, Decoded
-from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.generation.responses import Responses
+from lit_rl.generation.transforms import TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 
 
@@ -25,17 +26,13 @@ class Draws:
     tensors_required = 0
 
     def __init__(self, batch: DecodeBatch, prompts: Prompts, sampling: Sampling, forks: bool) -> None:
-        device, shape = batch.keys.device, (len(batch.keys), sampling.max_new_tokens)
+        device = batch.keys.device
         self._sampler = TokenSampler.of(batch, prompts, sampling)
-        self._ends = EndDetector(prompts, sampling, device)
+        self._responses = Responses(prompts, sampling, len(batch.keys), device)
+        self._device, self._longest = device, sampling.max_new_tokens
         self._rows = _row_names(batch, forks)
         self._requests: list[str] = []
         self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-        self._ids = torch.full(shape, -1, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(shape, device=device)
-        self._kept_logmass = None if sampling.truncation.off else torch.zeros(shape, device=device)
-        self._lengths = torch.zeros(shape[0], dtype=torch.long, device=device)
-        self._ended = torch.zeros(shape[0], dtype=torch.bool, device=device)
         self.end: Callable[[str], None] | None = None
         """Tells the engine that a request has ended."""
 
@@ -49,7 +46,7 @@ class Draws:
         """Take note of whose logits the next call gets, in order. Called in the engine's thread."""
         self._requests = [request.state.request_id for request in requests_in_batch if request.has_new_token]
         # Autocast is a matter of the thread, and its cache of weights, which training would find, is everyone's.
-        kind = self._ids.device.type
+        kind = self._device.type
         torch.set_autocast_cache_enabled(False)
         torch.set_autocast_enabled(kind, self._autocast[0])
         torch.set_autocast_dtype(kind, self._autocast[1])
@@ -61,44 +58,23 @@ class Draws:
         if not self._requests:
             return forced
         rows = torch.tensor([self._rows[name] for name in self._requests], device=scores.device)
-        position = self._lengths[rows]
-        drawn = self._sampler(scores[: len(rows)], position, rows)
-        self._ids[rows, position] = drawn.tokens
-        self._logprobs[rows, position] = drawn.logprobs
-        if self._kept_logmass is not None:
-            assert drawn.kept_logmass is not None
-            self._kept_logmass[rows, position] = drawn.kept_logmass
-        self._lengths[rows] = position + 1
-        self._ended[rows] = ended = self._ends(
-            self._tail(rows, position), position, torch.ones_like(rows, dtype=torch.bool)
-        )
-        full = position + 1 == self._ids.shape[1]  # those the engine ends by itself
-        for request, is_over in zip(self._requests, (ended & ~full).tolist()):
-            if is_over:
+        drawn = self._sampler(scores[: len(rows)], self._responses.lengths[rows], rows)
+        self._responses.add(rows, drawn)
+        early = self._responses.ended[rows] & (self._responses.lengths[rows] < self._longest)
+        for request, is_over in zip(self._requests, early.tolist()):
+            if is_over:  # those that are as long as they may be the engine ends by itself
                 assert self.end is not None
                 self.end(request)
         forced[: len(rows)].scatter_(1, drawn.tokens[:, None], 0.0)
         return forced
 
-    def _tail(self, rows: Tensor, position: Tensor) -> Tensor:
-        """The newest tokens of each row, ``(n, w)``, -1 before the first."""
-        columns = position[:, None] + torch.arange(1 - self._ends.window, 1, device=rows.device)
-        return self._ids[rows[:, None], columns.clamp(min=0)].masked_fill(columns < 0, -1)
-
     @property
     def complete(self) -> bool:
         """Whether every row ended or is as long as it may be."""
-        return bool((self._ended | (self._lengths == self._ids.shape[1])).all())
+        return self._responses.complete
 
     def decoded(self) -> Decoded:
-        length = int(self._lengths.max())
-        return Decoded(
-            ids=self._ids[:, :length],
-            mask=torch.arange(length, device=self._ids.device) < self._lengths[:, None],
-            logprobs=self._logprobs[:, :length],
-            ended=self._ended,
-            kept_logmass=None if self._kept_logmass is None else self._kept_logmass[:, :length],
-        )
+        return self._responses.decoded()
 
 
 def _row_names(batch: DecodeBatch, forks: bool) -> dict[str, int]:

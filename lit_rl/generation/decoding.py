@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
@@ -16,49 +17,110 @@ class DecodingSteps:
     """Prefills the prompts once a group, repeats their cache for its rows, and lets it grow by a token a step.
 
     It asks no more of a model than a cache of keys and values, so it decodes with any kind of attention. ``logits`` are
-    float32 ``(b, v)``: of the next token of every row.
+    float32 ``(b, v)``: of the next token of every row. The tokens of a row stand together at the end of its columns.
+
+    Args:
+        policy: The model.
+        batch: The rows to begin with.
+        max_new_tokens: No row is given more tokens than this, but for rows that are over and not dropped yet.
     """
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
+        self._model = policy
         self._forward: Callable[..., Any] = policy
         self._named = forward_parameters(policy)
         self._cache = empty_cache(policy, self._named)
+        self._max_new_tokens = max_new_tokens
+        self._joined = False
         mask = batch.prompt_mask
+        self._last_position = mask.shape[1] + max_new_tokens - 1
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
         named = {"logits_to_keep": 1} if "logits_to_keep" in self._named else {}
         logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named)
         self.logits = logits.repeat_interleave(batch.repeats, 0)
         self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)
-        self._share_out(mask, batch.repeats, max_new_tokens)
+        self._share_out(mask, batch.repeats)
 
     def advance(self, tokens: Tensor) -> None:
         """Give every row its next token, long ``(b,)``."""
         self.logits = self._step(tokens[:, None])
-        self._next_position = self._next_position + 1
+        # Rows that are over stay until they are dropped, and must not leave the model's context.
+        self._next_position = (self._next_position + 1).clamp_(max=self._last_position)
 
     def keep(self, kept: Tensor) -> None:
-        """Go on with the given rows only, long ``(b,)``, ascending."""
-        self._cache.batch_select_indices(kept)
+        """Go on with the given rows only, long ``(b,)``, ascending, one or more."""
         self._next_position = self._next_position[kept]
-        self._mask = self._mask[kept]
+        self._keep_cache(kept)
 
-    def _share_out(self, prompt_mask: Tensor, repeats: int, max_new_tokens: int) -> None:
+    def join(self, others: Self) -> None:
+        """Go on with the rows of both, these first. The others are of the same model, and used up.
+
+        Only where all layers keep all of a text, as `joinable` says.
+        """
+        self._joined = True
+        self.logits = torch.cat([self.logits, others.logits])
+        self._next_position = torch.cat([self._next_position, others._next_position])
+        self._last_position = max(self._last_position, others._last_position)
+        self._join_cache(others)
+
+    @property
+    def joinable(self) -> bool:
+        """Whether the rows of another one can be joined: every layer of a model of transformers keeps all of a text."""
+        from transformers import PreTrainedModel
+        from transformers.cache_utils import DynamicLayer
+
+        model = base_model(self._model)
+        return isinstance(model, PreTrainedModel) and all(type(layer) is DynamicLayer for layer in self._cache.layers)
+
+    @property
+    def full(self) -> bool:
+        """Whether rows that are over have to be dropped now: the columns before all others go with them."""
+        return self._joined and self._length > self._last_position
+
+    # ------------------------------------------------------------------ the cache
+
+    def _share_out(self, prompt_mask: Tensor, repeats: int) -> None:
         """Make of the prompts' cache one of the rows."""
         if repeats > 1:
             self._cache.batch_repeat_interleave(repeats)
         self._length = prompt_mask.shape[1]
+        self._mask = self._with_room(prompt_mask.repeat_interleave(repeats, 0))
+
+    def _with_room(self, mask: Tensor) -> Tensor:
         # True for every token to come: what a finished row writes is attended by that row alone, and thrown away.
-        mask = nn.functional.pad(prompt_mask, (0, max_new_tokens), value=True)
-        self._mask = mask.repeat_interleave(repeats, 0)
+        return nn.functional.pad(mask, (0, self._max_new_tokens), value=True)
 
     def _step(self, ids: Tensor) -> Tensor:
         self._length += 1
         return self._run(ids, self._next_position, attention_mask=self._mask[:, : self._length])
 
+    def _keep_cache(self, kept: Tensor) -> None:
+        self._cache.batch_select_indices(kept)
+        self._mask = self._mask[kept]
+        if self._joined and (unused := int(self._mask.any(0).int().argmax())):
+            for layer in self._cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
+            self._length, self._mask = self._length - unused, self._with_room(self._mask[:, unused : self._length])
+
+    def _join_cache(self, others: Self) -> None:
+        length = max(self._length, others._length)
+        masks = [part._mask[:, : part._length] for part in (self, others)]
+        self._mask = self._with_room(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
+        for mine, theirs in zip(self._cache.layers, others._cache.layers, strict=True):
+            mine.keys = joined(mine.keys, theirs.keys)
+            mine.values = joined(mine.values, theirs.values)
+        self._length = length
+
     def _run(self, ids: Tensor, positions: Tensor, **inputs: Any) -> Tensor:
         if "position_ids" in self._named:
             inputs["position_ids"] = positions
         return self._forward(input_ids=ids, past_key_values=self._cache, use_cache=True, **inputs).logits[:, -1].float()
+
+
+def joined(one: Tensor, other: Tensor) -> Tensor:
+    """Keys or values `(b, k, t, d)` of rows of both, the shorter ones padded on the left."""
+    length = max(one.shape[2], other.shape[2])
+    return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[2], 0)) for part in (one, other)])
 
 
 def base_model(policy: nn.Module) -> nn.Module:

@@ -28,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_rl.errors import GenerationError
+from lit_rl.generation.decoding import joined
 
 IMPLEMENTATION = "lit_rl_grouped"
 """What a model's config calls this attention while it decodes."""
@@ -80,14 +81,46 @@ class GroupedLayer(CacheLayerMixin):
         self.own = self.keys[:, :, : self._length], self.values[:, :, : self._length]
         return self.own
 
-    def keep(self, rows: Tensor, prompts: Tensor | None) -> None:
-        """Go on with these rows, and with these prompts unless None, which is all."""
+    @property
+    def own_length(self) -> int:
+        """Columns of the rows' own tokens."""
+        return self._length
+
+    def keep(self, rows: Tensor, prompts: Tensor | None, unused: tuple[int, int]) -> None:
+        """Go on with these rows, and with these prompts unless None, which is all.
+
+        ``unused``: how many columns of the prompts, and of the rows' own, are padding in all that stay.
+        """
+        of_prompts, of_rows = unused
         if prompts is not None:
-            self.prompt_keys, self.prompt_values = self.prompt_keys[prompts], self.prompt_values[prompts]
+            self.prompt_keys = self.prompt_keys[prompts, :, of_prompts:]
+            self.prompt_values = self.prompt_values[prompts, :, of_prompts:]
         if self.own is not None:
             assert self.keys is not None
-            room = self.keys.shape[2]
-            self.keys, self.values = (_with_room(states[rows], room) for states in self.own)
+            keys, values = self.own
+            self._own(keys[rows, :, of_rows:], values[rows, :, of_rows:], room=self.keys.shape[2])
+
+    def join(self, others: GroupedLayer, rows: tuple[int, int]) -> None:
+        """Go on with the prompts and rows of both, these first; whatever is shorter is padded on the left.
+
+        ``rows``: how many there are of each.
+        """
+        own = [layer.own or layer.no_tokens(count) for layer, count in zip((self, others), rows)]
+        self.prompt_keys = joined(self.prompt_keys, others.prompt_keys)
+        self.prompt_values = joined(self.prompt_values, others.prompt_values)
+        keys, values = (joined(*both) for both in zip(*own))
+        self._own(keys, values, room=min(max(2 * keys.shape[2], _ROOM), self._max_new_tokens))
+        self.is_initialized = True
+
+    def no_tokens(self, rows: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of as many rows without any token of their own."""
+        keys, values = (states[:1, :, :0].expand(rows, -1, -1, -1) for states in (self.prompt_keys, self.prompt_values))
+        return keys, values
+
+    def _own(self, keys: Tensor, values: Tensor, room: int) -> None:
+        self._length = keys.shape[2]
+        self.keys, self.values = _with_room(keys, room), _with_room(values, room)
+        self.own = self.keys[:, :, : self._length], self.values[:, :, : self._length]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -124,20 +157,78 @@ class GroupedCache(Cache):
         self._table = len(prompt_mask), repeats
         self._place: Tensor | None = None
         self._padding = None if bool(prompt_mask.all()) else ~prompt_mask[:, None, None]
+        # Where the own tokens of each row begin, `(b,)`. None: all in the first column.
+        self._begin: Tensor | None = None
+        self._before: Tensor | None = None
+
+    @property
+    def own_length(self) -> int:
+        """Columns of the rows' own tokens."""
+        layers: list[Any] = self.layers
+        return layers[0].own_length
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Go on with the given rows only, long ``(b,)``, ascending."""
-        alive, prompt_of, rows = self._prompt_of[indices].unique_consecutive(return_inverse=True, return_counts=True)
+        alive, prompt_of = self._prompt_of[indices].unique_consecutive(return_inverse=True)
         prompts = alive if len(alive) < self._table[0] else None
+        unused = self._unused(indices, prompts)
         layers: list[Any] = self.layers
         for layer in layers:
-            layer.keep(indices, prompts)
+            layer.keep(indices, prompts, unused)
         if prompts is not None and self._padding is not None:
-            self._padding = self._padding[prompts]
-        self._prompt_of = prompt_of
-        self._table = len(alive), int(rows.max())
-        rank = torch.arange(len(indices), device=indices.device) - (rows.cumsum(0) - rows)[prompt_of]
+            self._padding = self._padding[prompts, :, :, unused[0] :]
+        if self._begin is not None:
+            self._begin = self._begin[indices] - unused[1]
+        self._seat(prompt_of)
+
+    def join(self, others: GroupedCache) -> None:
+        """Go on with the prompts and rows of both, these first."""
+        rows = len(self._prompt_of), len(others._prompt_of)
+        begins, paddings = [], []
+        for part, count in zip((self, others), rows):
+            begin = self._prompt_of.new_zeros(count) if part._begin is None else part._begin
+            begins.append(begin + max(self.own_length, others.own_length) - part.own_length)
+            paddings.append(part._whole_padding())
+        width = max(padding.shape[-1] for padding in paddings)
+        padding = torch.cat([nn.functional.pad(p, (width - p.shape[-1], 0), value=True) for p in paddings])
+        self._begin, self._before = torch.cat(begins), None
+        prompt_of = torch.cat([self._prompt_of, others._prompt_of + self._table[0]])
+        for mine, theirs in zip(self.layers, others.layers, strict=True):
+            mine.join(theirs, rows)  # type: ignore[attr-defined]
+        self._padding = padding if bool(padding.any()) else None
+        self._seat(prompt_of)
+
+    def _seat(self, prompt_of: Tensor) -> None:
+        """Give every row a place in the table of prompts by places."""
+        self._prompt_of, rows = prompt_of, prompt_of.bincount()
+        self._table = len(rows), int(rows.max())
+        rank = torch.arange(len(prompt_of), device=prompt_of.device) - (rows.cumsum(0) - rows)[prompt_of]
         self._place = prompt_of * self._table[1] + rank
+
+    def _whole_padding(self) -> Tensor:
+        """Bool `(n, 1, 1, p)`: where the prompts are padding."""
+        if self._padding is not None:
+            return self._padding
+        layer: Any = self.layers[0]
+        keys = layer.prompt_keys
+        return torch.zeros(len(keys), 1, 1, keys.shape[2], dtype=torch.bool, device=keys.device)
+
+    def _unused(self, rows: Tensor, prompts: Tensor | None) -> tuple[int, int]:
+        """Columns of the prompts, and of the rows' own, that are padding in all of these. Without a join, as it was."""
+        if self._begin is None:
+            return 0, 0
+        of_prompts = 0
+        if prompts is not None and self._padding is not None:
+            of_prompts = int((~self._padding[prompts]).any(0).flatten().int().argmax())
+        return of_prompts, int(self._begin[rows].min())
+
+    def _hidden(self, length: int) -> Tensor:
+        """Bool `(b, 1, 1, t)`: the columns before the own tokens of each row."""
+        assert self._begin is not None
+        if self._before is None or self._before.shape != (len(self._begin), 1, 1, length):
+            columns = torch.arange(length, device=self._begin.device)
+            self._before = (columns < self._begin[:, None])[:, None, None]
+        return self._before
 
     def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
         """Attention of one query a row over its prompt and its own tokens.
@@ -158,7 +249,10 @@ class GroupedCache(Cache):
         of_prompt = torch.matmul(self._by_prompt(query), layer.prompt_keys.mT)
         if self._padding is not None:
             of_prompt = of_prompt.masked_fill(self._padding, -torch.inf)
-        scores = torch.cat([self._by_row(of_prompt, b), torch.matmul(query, keys.mT)], -1)
+        of_own = torch.matmul(query, keys.mT)
+        if self._begin is not None:
+            of_own = of_own.masked_fill(self._hidden(keys.shape[2]), -torch.inf)
+        scores = torch.cat([self._by_row(of_prompt, b), of_own], -1)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(values.dtype)
         p = of_prompt.shape[-1]

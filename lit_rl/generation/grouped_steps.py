@@ -30,21 +30,31 @@ class GroupedSteps(DecodingSteps):
 
     kind: type[GroupedCache] = GroupedCache
 
-    def _share_out(self, prompt_mask: Tensor, repeats: int, max_new_tokens: int) -> None:
+    @property
+    def joinable(self) -> bool:
+        return True
+
+    @property
+    def full(self) -> bool:
+        return self._joined and self._cache.own_length >= self._max_new_tokens
+
+    def _share_out(self, prompt_mask: Tensor, repeats: int) -> None:
         length = prompt_mask.shape[1]
         layers: list[Any] = self._cache.layers
         whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
-        if not whole or not _plain(self._cache, length + max_new_tokens):
+        if not whole or not _plain(self._cache, length + self._max_new_tokens):
             raise NotGrouped("the layers of its cache do not hold the whole text")
-        self._cache = self.kind(self._cache, prompt_mask, repeats, max_new_tokens)
+        self._cache = self.kind(self._cache, prompt_mask, repeats, self._max_new_tokens)
 
     def _step(self, ids: Tensor) -> Tensor:
         with _grouped_attention(self._forward):
             return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
 
-    def keep(self, kept: Tensor) -> None:
+    def _keep_cache(self, kept: Tensor) -> None:
         self._cache.batch_select_indices(kept)
-        self._next_position = self._next_position[kept]
+
+    def _join_cache(self, others: DecodingSteps) -> None:
+        self._cache.join(others._cache)
 
 
 class _ProvingSteps(GroupedSteps):

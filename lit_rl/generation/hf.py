@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
-from lit_rl.generation.batches import DecodeBatch, Decoded
+from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 
@@ -33,7 +33,13 @@ class HFGenerator(InProcessGenerator):
         super().__init__(batch_size)
         self.static_cache = static_cache
 
-    def _decode(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
+    def _decode(
+        self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
+    ) -> Iterator[tuple[Tensor, Decoded]]:
+        for batch in decode_batches(prompts, self.rows_a_batch, device):
+            yield batch.rows, self._decode_batch(policy, batch, prompts, sampling)
+
+    def _decode_batch(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         model: Any = policy
         if not hasattr(model, "generate"):
             raise ConfigError(f"generator=hf needs a model with a generate method; {type(policy).__name__} has none.")

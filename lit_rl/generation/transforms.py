@@ -179,12 +179,6 @@ class TokenSampler:
         mass = None if self._truncation.off else kept_logmass(scaled, kept)
         return Drawn(*draw(kept, noise.uniform(keys, position)), mass)
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with the given rows only."""
-        self.keys = self.keys[rows]
-        self._seen = None if self._seen is None else self._seen[rows]
-        self._bans.keep(rows)
-
     def _history(self, logits: Tensor) -> Tensor:
         if self._seen is None:
             ids, mask = self._prompt

@@ -45,10 +45,10 @@ class Drawn(L.Callback):
             self.rollouts.append((batch.rollout, self.now, pl_module.scored.completions))
 
 
-def module_of(algorithm: Any = GRPO, **settings: Any) -> Any:
+def module_of(algorithm: Any = GRPO, reward: Any = exact_match, **settings: Any) -> Any:
     return algorithm(
         "tiny",
-        exact_match,
+        reward,
         **{
             "group_size": 4,
             "sampling": Sampling(max_new_tokens=5),
@@ -172,21 +172,29 @@ def test_an_epoch_that_is_cut_is_followed_by_the_next(tmp_path):
     assert [(number, c.version) for number, _, c in drawn.rollouts] == [(0, 0), (1, 0), (4, 1), (5, 2), (8, 3)]
 
 
-def test_drawing_goes_on_while_the_policy_learns(tmp_path):
-    """The second rollout is not drawn until the first is learned from; one after the other, neither would end."""
-    learning = threading.Event()
+@pytest.mark.parametrize("meanwhile", ["rewards", "learning"])
+def test_drawing_goes_on_while_the_policy_is_scored_and_learns(tmp_path, meanwhile):
+    """The second rollout is not drawn until the first is scored, or learned from; in turn, neither would end."""
+    happened = threading.Event()
+
+    def scored(completions: list[str]) -> list[float]:
+        if meanwhile == "rewards":
+            happened.set()
+        return [float(len(text)) for text in completions]
 
     class Waits(CopiedPolicyGenerator):
         def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
             if threading.current_thread() is not threading.main_thread():
-                assert learning.wait(60), "nothing was learned meanwhile"
+                assert happened.wait(60), f"no {meanwhile} meanwhile"
             return super().generate(prompts, sampling)
 
     class Learned(L.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            learning.set()
+            happened.set()
 
-    drawn, _ = fitted(tmp_path, module_of(generator=Waits(lag=1)), callbacks=[Learned()], max_steps=2)
+    learned = [Learned()] if meanwhile == "learning" else []
+    module = module_of(reward=scored, generator=Waits(lag=1))
+    drawn, _ = fitted(tmp_path, module, callbacks=learned, max_steps=2)
     assert len(drawn.rollouts) == 2
 
 

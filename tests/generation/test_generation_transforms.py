@@ -142,14 +142,13 @@ def test_seen_tokens_are_those_of_prompt_and_response_but_not_padding() -> None:
     assert [int(draw(logits, position)[0]) for position in range(3)] == [0, 4, 0]
 
 
-def test_kept_rows_keep_their_history_and_noise() -> None:
+def test_rows_that_go_on_keep_their_history_and_noise() -> None:
     sampling = Sampling(repetition_penalty=1.8)
     logits = random_logits(5, rows=6)
     whole, part = (sampler(sampling, [[i, i + 1] for i in range(6)], [[1, 1]] * 6) for _ in range(2))
     rows = torch.tensor([1, 4])
     whole(logits, 0), part(logits, 0)
-    part.keep(rows)
-    ours, theirs = part(logits[rows], 1), whole(logits, 1)
+    ours, theirs = part(logits[rows], 1, rows), whole(logits, 1)
     assert torch.equal(ours.tokens, theirs.tokens[rows])
     assert torch.equal(ours.logprobs, theirs.logprobs[rows])
 

@@ -292,3 +292,69 @@ def test_a_prompt_is_held_once_and_goes_with_its_last_row() -> None:
     steps.keep(torch.tensor([0, 1, 13]))
     assert layer.prompt_keys.shape[0] == 2, "of the prompts of rows 0 to 3 and 12 to 15"
     assert layer.keys.shape[0] == 3
+
+
+# ---------------------------------------------------------------------------------------------------- rows that join
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [DecodingSteps, GroupedSteps])
+def test_rows_that_join_later_get_the_logits_that_they_get_alone(policy: nn.Module, kind: type[DecodingSteps]) -> None:
+    """Three batches, with shorter and longer prompts than those before; some rows leave before each joins."""
+    if hasattr(policy.config, "num_local_experts"):
+        pytest.skip("transformers' experts have no float64")
+    policy.double()
+    new_tokens, seen = 12, head_outputs(policy)
+    batches = [next(decode_batches(ask(rows), None, torch.device("cpu"))) for rows in ((1, 4), (0,), (2, 3))]
+
+    def token(row: int, step: int) -> int:
+        return (row * 7 + step * 5) % (VOCAB - 2) + 2
+
+    alone: dict[tuple[int, int], Tensor] = {}
+    for number, batch in enumerate(batches):
+        steps, rows = kind(policy, batch, new_tokens), [10 * number + i for i in range(len(batch.rows))]
+        if not steps.joinable:
+            pytest.skip("a layer of its cache may drop tokens, so nothing joins")
+        for step in range(new_tokens):
+            steps.advance(torch.tensor([token(row, step) for row in rows]))
+            alone |= {(row, step): logits for row, logits in zip(rows, seen[-1])}
+
+    steps, rows, begun = kind(policy, batches[0], new_tokens), list(range(6)), dict.fromkeys(range(6), 0)
+    first_columns = []
+    for clock in range(20):
+        steps.advance(torch.tensor([token(row, clock - begun[row]) for row in rows]))
+        for row, logits in zip(rows, seen[-1], strict=True):
+            torch.testing.assert_close(logits, alone[row, clock - begun[row]], rtol=0, atol=1e-12)
+        first_columns.append(len(rows))
+        if leaving := {3: {0, 2, 5}, 7: {10, 12, 1}, 11: {3, 4}, 15: {11}, 19: set(range(30))}.get(clock):
+            kept = [i for i, row in enumerate(rows) if row not in leaving]
+            rows = [rows[i] for i in kept]
+            steps.keep(torch.tensor(kept, dtype=torch.long)) if kept else None
+        if number := {3: 1, 7: 2}.get(clock):
+            fresh = [10 * number + i for i in range(len(batches[number].rows))]
+            steps.join(kind(policy, batches[number], new_tokens))
+            rows, begun = rows + fresh, begun | dict.fromkeys(fresh, clock + 1)
+    assert first_columns[4] == 6 and first_columns[8] == 9
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_waiting_groups_take_the_places_of_rows_that_end(grouped: bool) -> None:
+    """Never more rows than places, and never more columns than the longest row could have: memory is bounded."""
+    policy, seen = GROUPED["qwen2"](), []
+    generator = NativeGenerator(batch_size=6, grouped_cache=grouped)
+    usual = GroupedSteps if grouped else DecodingSteps
+
+    class Watched(usual):  # type: ignore[misc, valid-type]
+        def advance(self, tokens: Tensor) -> None:
+            super().advance(tokens)
+            columns = self._cache.own_length if grouped else self._length - 8  # of the longest prompt
+            seen.append((len(tokens), columns, self.full))
+
+    generator._kind = lambda policy, length: Watched  # type: ignore[method-assign]
+    asked = {"rows": list(range(20)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
+    out = drawn(generator, policy, Sampling(max_new_tokens=9), **asked)
+    assert responses(out) == responses(drawn(HFGenerator(), policy, Sampling(max_new_tokens=9), **asked))
+    rows, columns, full = zip(*seen)
+    assert max(rows) == 6 and max(columns) == 9 and any(full), "the case needs columns that have to be dropped"
+    one_after_another = sum(int(out.lengths[i : i + 6].max()) for i in range(0, 40, 6))
+    assert len(seen) < 0.85 * one_after_another
