@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from lit_rl.constraints import LogitBias, Structured
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.transforms import Truncation
+from lit_rl.turns import Responder
 
 Message = dict[str, Any]
 """One chat message: at least ``role`` and ``content``."""
@@ -169,6 +170,12 @@ class Prompts:
     """Token ids to text, special tokens kept. Needed only where ``Sampling.stop`` is set."""
     encode: Callable[[str], Sequence[int]] | None = None
     """Text to token ids, without special tokens around it. Needed only where ``Sampling.bad_words`` is set."""
+    responder: Responder | None = None
+    """What answers each turn of a row. None: a row is over with its first turn."""
+
+    def longest_response(self, sampling: Sampling) -> int:
+        """Tokens that a row may have, what it hears between its turns included."""
+        return sampling.max_new_tokens if self.responder is None else self.responder.max_tokens
 
     def __len__(self) -> int:
         return len(self.token_ids)

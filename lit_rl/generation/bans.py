@@ -55,11 +55,9 @@ class Bans:
         """The logits ``(n, v)`` of these rows' next tokens; ``position`` is that of all of them, or long ``(n,)``."""
         if self._sampling.logit_bias:
             logits = logits + self._biases(logits)
-        early = position < self._sampling.min_new_tokens
-        if isinstance(early, Tensor):
-            logits = ban(logits, early[:, None] & self._masks(logits)[0])
-        elif early:
-            logits = ban(logits, self._masks(logits)[0])
+        if self._sampling.min_new_tokens:
+            early = torch.as_tensor(position < self._sampling.min_new_tokens, device=logits.device)
+            logits = ban(logits, early.reshape(-1, 1) & self._masks(logits)[0])
         if self._words:
             logits = ban(logits, self._masks(logits)[1])
         return ban(logits, self._completed(logits, rows)) if self._window else logits
@@ -69,6 +67,11 @@ class Bans:
         if self._window:
             assert self._last is not None
             self._last[rows] = torch.cat([self._last[rows][:, 1:], tokens[:, None]], 1)
+
+    def next_turn(self, row: int) -> None:
+        """No bad word goes on behind what the row has said before."""
+        if self._last is not None:
+            self._last[row] = -1
 
     def _biases(self, logits: Tensor) -> Tensor:
         if self._bias is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -228,6 +229,12 @@ def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module, *, st
         )
     context = context_length(policy)
     longest = max(map(len, prompts.token_ids))
+    if prompts.responder is not None and longest + prompts.responder.max_tokens > (context or math.inf):
+        most = prompts.responder.max_tokens
+        raise ConfigError(
+            f"The longest prompt ({longest} tokens) plus env.max_tokens={most} is {longest + most} tokens, but the "
+            f"model's context holds {context}. Lower env.max_tokens, or bound the prompts: data.max_prompt_tokens."
+        )
     if context is not None and longest + sampling.max_new_tokens > context:
         raise ConfigError(
             f"The longest prompt ({longest} tokens) plus sampling.max_new_tokens={sampling.max_new_tokens} is "

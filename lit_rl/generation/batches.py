@@ -27,6 +27,8 @@ class DecodeBatch:
     """Int64 ``(n * repeats,)``: the noise key of each row."""
     rows: Tensor
     """Long ``(n * repeats,)``, on the CPU: where each row stands in the completions."""
+    begun: Tensor | None = None
+    """Long ``(n * repeats,)``: tokens of each response that stand in the prompt here already. None: none."""
 
     def repeated(self) -> tuple[Tensor, Tensor]:
         """Prompt ids and mask of every row, both ``(n * repeats, p)``."""
@@ -42,6 +44,8 @@ class Decoded:
     logprobs: Tensor
     ended: Tensor
     kept_logmass: Tensor | None
+    attended: Tensor | None = None
+    turn: Tensor | None = None
 
 
 def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -109,8 +113,10 @@ def assemble(
     )
     shape = (len(ids), max(part.ids.shape[1] for _, part in decoded))
 
-    def joined(name: str, fill: float) -> Tensor:
-        parts = [(rows.to(device), getattr(part, name).masked_fill(~part.mask, fill)) for rows, part in decoded]
+    def joined(name: str, fill: float, within: str = "mask") -> Tensor:
+        parts = [
+            (rows.to(device), getattr(part, name).masked_fill(~getattr(part, within), fill)) for rows, part in decoded
+        ]
         whole = torch.full(shape, fill, dtype=parts[0][1].dtype, device=device)
         for rows, values in parts:
             whole[rows, : values.shape[1]] = values
@@ -119,14 +125,17 @@ def assemble(
     ended = torch.zeros(shape[0], dtype=torch.bool, device=device)
     for rows, part in decoded:
         ended[rows.to(device)] = part.ended
+    turns = decoded[0][1].attended is not None
     return Completions(
         prompt_ids=ids,
         prompt_mask=mask,
-        response_ids=joined("ids", prompts.pad_id),
+        response_ids=joined("ids", prompts.pad_id, "attended" if turns else "mask"),
         response_mask=joined("mask", False),
         sampler_logprobs=joined("logprobs", 0.0),
         ended=ended,
         group_id=torch.arange(len(prompts), device=device).repeat_interleave(prompts.group_size),
         version=version,
+        attended=joined("attended", False, "attended") if turns else None,
         kept_logmass=None if decoded[0][1].kept_logmass is None else joined("kept_logmass", 0.0),
+        turn=joined("turn", 0, "attended") if turns else None,
     )

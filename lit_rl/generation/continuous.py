@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lit_rl.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
 from lit_rl.generation.continuous_draws import Draws
+from lit_rl.generation.turn_by_turn import TurnByTurn
 from lit_rl.rollout import Prompts, Sampling
 
 
@@ -38,8 +40,15 @@ class HFContinuousGenerator(InProcessGenerator):
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
     ) -> Iterator[tuple[Tensor, Decoded]]:
-        model = _model(policy)
+        decode = partial(self._decode_batch, _model(policy))
+        if prompts.responder is not None:
+            rows = torch.arange(len(prompts) * prompts.group_size)
+            yield rows, TurnByTurn(decode, prompts, sampling, None, device).run()
+            return
         (batch,) = decode_batches(prompts, None, device)  # the engine, which fills the places, has to see every row
+        yield batch.rows, decode(batch, prompts, sampling)
+
+    def _decode_batch(self, model: Any, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         with torch.inference_mode(False), _undisturbed(model, batch.keys.device):  # tensors that a thread writes into
             forks = _forks(batch, self.rows_a_batch)
             draws = Draws(batch, prompts, sampling, forks)
@@ -58,7 +67,7 @@ class HFContinuousGenerator(InProcessGenerator):
                 ) from error
             requests = (batch.prompt_ids, batch.prompt_mask) if forks else batch.repeated()
             _run(manager, requests, sampling, draws)
-        yield batch.rows, draws.decoded()
+        return draws.decoded()
 
 
 def _run(manager: Any, requests: tuple[Tensor, Tensor], sampling: Sampling, draws: Draws) -> None:

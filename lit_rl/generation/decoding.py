@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.batches import DecodeBatch
+from lit_rl.generation.batches import DecodeBatch, left_pad
 
 
 class DecodingSteps:
@@ -22,7 +23,8 @@ class DecodingSteps:
     Args:
         policy: The model.
         batch: The rows to begin with.
-        max_new_tokens: No row is given more tokens than this, but for rows that are over and not dropped yet.
+        max_new_tokens: No row has more tokens than this beside its prompt, but for what is given to rows that are over
+            and not dropped yet.
     """
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
@@ -30,16 +32,16 @@ class DecodingSteps:
         self._forward: Callable[..., Any] = policy
         self._named = forward_parameters(policy)
         self._cache = empty_cache(policy, self._named)
+        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in self._named else {}
         self._max_new_tokens = max_new_tokens
         self._joined = False
         mask = batch.prompt_mask
         self._last_position = mask.shape[1] + max_new_tokens - 1
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        named = {"logits_to_keep": 1} if "logits_to_keep" in self._named else {}
-        logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named)
+        logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **self._last_only)
         self.logits = logits.repeat_interleave(batch.repeats, 0)
         self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)
-        self._share_out(mask, batch.repeats)
+        self._share_out(batch)
 
     def advance(self, tokens: Tensor) -> None:
         """Give every row its next token, long ``(b,)``."""
@@ -52,10 +54,34 @@ class DecodingSteps:
         self._next_position = self._next_position[kept]
         self._keep_cache(kept)
 
+    def split(self, rows: Tensor) -> Self:
+        """The given rows by themselves, long ``(b,)``, ascending, one or more; all rows stay here too."""
+        part = copy.copy(self)
+        part._cache = copy.copy(self._cache)
+        part._cache.layers = [copy.copy(layer) for layer in self._cache.layers]
+        part.logits = self.logits[rows]
+        part.keep(rows)
+        return part
+
+    def feed(self, chunks: Sequence[Sequence[int]], positions: Tensor, stale: Tensor) -> None:
+        """Give every row several tokens at once. Only where `joinable` says so.
+
+        Args:
+            chunks: The tokens of each row, 1 or more.
+            positions: Long ``(b,)``: of the first of them in the text.
+            stale: Long ``(b,)``: how many of the newest tokens of each row are taken back first.
+        """
+        ids, mask = (part.to(positions.device) for part in left_pad(chunks, 0))
+        places = (positions[:, None] + mask.cumsum(1) - 1).clamp_(min=0)
+        self.logits = self._read(ids, mask, places, stale)
+        self._next_position = places[:, -1:] + 1
+        self._joined = True
+        self._close(holes=stale + (~mask).sum(1), after=mask.sum(1))
+
     def join(self, others: Self) -> None:
         """Go on with the rows of both, these first. The others are of the same model, and used up.
 
-        Only where all layers keep all of a text, as `joinable` says.
+        Only where `joinable` says so.
         """
         self._joined = True
         self.logits = torch.cat([self.logits, others.logits])
@@ -65,12 +91,8 @@ class DecodingSteps:
 
     @property
     def joinable(self) -> bool:
-        """Whether the rows of another one can be joined: every layer of a model of transformers keeps all of a text."""
-        from transformers import PreTrainedModel
-        from transformers.cache_utils import DynamicLayer
-
-        model = base_model(self._model)
-        return isinstance(model, PreTrainedModel) and all(type(layer) is DynamicLayer for layer in self._cache.layers)
+        """Whether the rows of another one can be joined, and rows be fed."""
+        return keeps_all(self._model, self._cache)
 
     @property
     def full(self) -> bool:
@@ -79,12 +101,12 @@ class DecodingSteps:
 
     # ------------------------------------------------------------------ the cache
 
-    def _share_out(self, prompt_mask: Tensor, repeats: int) -> None:
+    def _share_out(self, batch: DecodeBatch) -> None:
         """Make of the prompts' cache one of the rows."""
-        if repeats > 1:
-            self._cache.batch_repeat_interleave(repeats)
-        self._length = prompt_mask.shape[1]
-        self._mask = self._with_room(prompt_mask.repeat_interleave(repeats, 0))
+        if batch.repeats > 1:
+            self._cache.batch_repeat_interleave(batch.repeats)
+        self._length = batch.prompt_mask.shape[1]
+        self._mask = self._with_room(batch.prompt_mask.repeat_interleave(batch.repeats, 0))
 
     def _with_room(self, mask: Tensor) -> Tensor:
         # True for every token to come: what a finished row writes is attended by that row alone, and thrown away.
@@ -94,10 +116,33 @@ class DecodingSteps:
         self._length += 1
         return self._run(ids, self._next_position, attention_mask=self._mask[:, : self._length])
 
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, stale: Tensor) -> Tensor:
+        """Logits after the last of these tokens, long ``(b, c)``, which are there where ``mask`` says."""
+        read = self._mask[:, : self._length] & (columns_from_the_end(self._length, mask.device) >= stale[:, None])
+        whole = torch.cat([read, mask], 1)
+        logits = self._run(ids, positions, attention_mask=whole, **self._last_only)
+        self._length, self._mask = whole.shape[1], self._with_room(whole)
+        return logits
+
+    def _close(self, holes: Tensor, after: Tensor) -> None:
+        """Move what stands before a hole of each row up to what comes after it, ``(b,)`` columns each."""
+        index = moved_up(self._length, holes, after)
+        for layer in self._cache.layers:
+            layer.keys, layer.values = at_columns(layer.keys, index), at_columns(layer.values, index)
+        there = torch.arange(self._length, device=holes.device) >= holes[:, None]
+        self._mask = self._with_room(self._mask[:, : self._length].gather(1, index) & there)
+        self._drop_unused()
+
     def _keep_cache(self, kept: Tensor) -> None:
         self._cache.batch_select_indices(kept)
         self._mask = self._mask[kept]
-        if self._joined and (unused := int(self._mask.any(0).int().argmax())):
+        if self._joined:
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """Drop the columns before the first token of any row."""
+        unused = int(self._mask.any(0).int().argmax())
+        if unused:
             for layer in self._cache.layers:
                 layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
             self._length, self._mask = self._length - unused, self._with_room(self._mask[:, unused : self._length])
@@ -115,6 +160,35 @@ class DecodingSteps:
         if "position_ids" in self._named:
             inputs["position_ids"] = positions
         return self._forward(input_ids=ids, past_key_values=self._cache, use_cache=True, **inputs).logits[:, -1].float()
+
+
+def keeps_all(policy: nn.Module, cache: Any) -> bool:
+    """Whether it is a model of transformers, and every layer of its cache keeps all of a text."""
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import DynamicLayer
+
+    kinds = {type(layer) for layer in cache.layers}
+    return isinstance(base_model(policy), PreTrainedModel) and kinds == {DynamicLayer}
+
+
+def columns_from_the_end(length: int, device: torch.device) -> Tensor:
+    """Long ``(length,)``: 0 for the last column."""
+    return torch.arange(length - 1, -1, -1, device=device)
+
+
+def moved_up(length: int, holes: Tensor, after: Tensor) -> Tensor:
+    """Long ``(b, length)``: where to read each column so that no hole is left before the last ``after`` columns.
+
+    ``holes`` and ``after`` are ``(b,)``. What the first ``holes`` columns read is padding from then on.
+    """
+    columns = torch.arange(length, device=holes.device)
+    shift = holes[:, None] * (columns < length - after[:, None])
+    return (columns - shift).clamp_(min=0)
+
+
+def at_columns(states: Tensor, index: Tensor) -> Tensor:
+    """Keys or values `(b, k, t, d)`, read at columns `(b, t)`."""
+    return states.gather(2, index[:, None, :, None].expand_as(states))
 
 
 def joined(one: Tensor, other: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ the cached keys would not do raises `NotGrouped`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_rl.errors import GenerationError
-from lit_rl.generation.decoding import joined
+from lit_rl.generation.decoding import at_columns, joined, moved_up
 
 IMPLEMENTATION = "lit_rl_grouped"
 """What a model's config calls this attention while it decodes."""
@@ -72,12 +74,14 @@ class GroupedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        if self._length == self.keys.shape[2]:
-            room = min(2 * self._length, self._max_new_tokens)
+        length = self._length + key_states.shape[2]
+        if length > self.keys.shape[2]:
+            # Beyond the most that a row may have only while there are holes, which are closed at once.
+            room = max(min(2 * self._length, self._max_new_tokens), length)
             self.keys, self.values = (_with_room(states, room) for states in (self.keys, self.values))
-        self.keys[:, :, self._length : self._length + 1] = key_states
-        self.values[:, :, self._length : self._length + 1] = value_states
-        self._length += 1
+        self.keys[:, :, self._length : length] = key_states
+        self.values[:, :, self._length : length] = value_states
+        self._length = length
         self.own = self.keys[:, :, : self._length], self.values[:, :, : self._length]
         return self.own
 
@@ -100,14 +104,20 @@ class GroupedLayer(CacheLayerMixin):
             keys, values = self.own
             self._own(keys[rows, :, of_rows:], values[rows, :, of_rows:], room=self.keys.shape[2])
 
-    def join(self, others: GroupedLayer, rows: tuple[int, int]) -> None:
-        """Go on with the prompts and rows of both, these first; whatever is shorter is padded on the left.
+    def close(self, index: Tensor, unused: int) -> None:
+        """Read the rows' own tokens at other columns, long ``(b, t)``, and drop the first ``unused`` ones."""
+        assert self.own is not None
+        keys, values = (at_columns(states, index)[:, :, unused:] for states in self.own)
+        self._own(keys, values, room=max(min(2 * keys.shape[2], self._max_new_tokens), keys.shape[2]))
+
+    def join(self, others: GroupedLayer, rows: tuple[int, int], prompts: Tensor) -> None:
+        """Go on with the rows of both, these first, and with those prompts of the others; padded on the left.
 
         ``rows``: how many there are of each.
         """
         own = [layer.own or layer.no_tokens(count) for layer, count in zip((self, others), rows)]
-        self.prompt_keys = joined(self.prompt_keys, others.prompt_keys)
-        self.prompt_values = joined(self.prompt_values, others.prompt_values)
+        self.prompt_keys = joined(self.prompt_keys, others.prompt_keys[prompts])
+        self.prompt_values = joined(self.prompt_values, others.prompt_values[prompts])
         keys, values = (joined(*both) for both in zip(*own))
         self._own(keys, values, room=min(max(2 * keys.shape[2], _ROOM), self._max_new_tokens))
         self.is_initialized = True
@@ -148,9 +158,12 @@ class GroupedCache(Cache):
         prompt_mask: Bool ``(n, p)``.
         repeats: Rows of each prompt, which are neighbours.
         max_new_tokens: A row's own tokens are no more than this many.
+        names: Of the prompts: equal names are equal keys and values.
     """
 
-    def __init__(self, prompts: Any, prompt_mask: Tensor, repeats: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, prompts: Any, prompt_mask: Tensor, repeats: int, max_new_tokens: int, names: Sequence[int]
+    ) -> None:
         super().__init__([GroupedLayer(layer.keys, layer.values, max_new_tokens) for layer in prompts.layers])
         self._prompt_of = torch.arange(len(prompt_mask), device=prompt_mask.device).repeat_interleave(repeats)
         # Queries stand in a table of prompts by places. Row i has place i of it until rows are dropped.
@@ -160,6 +173,9 @@ class GroupedCache(Cache):
         # Where the own tokens of each row begin, `(b,)`. None: all in the first column.
         self._begin: Tensor | None = None
         self._before: Tensor | None = None
+        # What each query of a chunk may see of the rows' own columns, `(b, c, t)`; None while rows get a token each.
+        self._seen: Tensor | None = None
+        self._names = list(names)
 
     @property
     def own_length(self) -> int:
@@ -169,40 +185,78 @@ class GroupedCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Go on with the given rows only, long ``(b,)``, ascending."""
-        alive, prompt_of = self._prompt_of[indices].unique_consecutive(return_inverse=True)
+        alive, prompt_of = self._prompt_of[indices].unique(return_inverse=True)
         prompts = alive if len(alive) < self._table[0] else None
         unused = self._unused(indices, prompts)
         layers: list[Any] = self.layers
         for layer in layers:
             layer.keep(indices, prompts, unused)
-        if prompts is not None and self._padding is not None:
-            self._padding = self._padding[prompts, :, :, unused[0] :]
+        if prompts is not None:
+            self._names = [self._names[i] for i in prompts.tolist()]
+            if self._padding is not None:
+                self._padding = self._padding[prompts, :, :, unused[0] :]
         if self._begin is not None:
-            self._begin = self._begin[indices] - unused[1]
+            self._begin_at(self._begin[indices] - unused[1])
         self._seat(prompt_of)
 
     def join(self, others: GroupedCache) -> None:
-        """Go on with the prompts and rows of both, these first."""
-        rows = len(self._prompt_of), len(others._prompt_of)
-        begins, paddings = [], []
-        for part, count in zip((self, others), rows):
-            begin = self._prompt_of.new_zeros(count) if part._begin is None else part._begin
-            begins.append(begin + max(self.own_length, others.own_length) - part.own_length)
-            paddings.append(part._whole_padding())
-        width = max(padding.shape[-1] for padding in paddings)
-        padding = torch.cat([nn.functional.pad(p, (width - p.shape[-1], 0), value=True) for p in paddings])
-        self._begin, self._before = torch.cat(begins), None
-        prompt_of = torch.cat([self._prompt_of, others._prompt_of + self._table[0]])
+        """Go on with the rows of both, these first. A prompt that both have is held once."""
+        rows, device = (len(self._prompt_of), len(others._prompt_of)), self._prompt_of.device
+        length = max(self.own_length, others.own_length)
+        self._begin_at(torch.cat([part._begins() + length - part.own_length for part in (self, others)]))
+        new = [i for i, name in enumerate(others._names) if name not in self._names]
+        self._names += [others._names[i] for i in new]
+        number = torch.tensor([self._names.index(name) for name in others._names], device=device)
+        padding = [self._whole_padding(), others._whole_padding()[new]]
+        width = max(part.shape[-1] for part in padding)
+        whole = torch.cat([nn.functional.pad(part, (width - part.shape[-1], 0), value=True) for part in padding])
         for mine, theirs in zip(self.layers, others.layers, strict=True):
-            mine.join(theirs, rows)  # type: ignore[attr-defined]
-        self._padding = padding if bool(padding.any()) else None
-        self._seat(prompt_of)
+            mine.join(theirs, rows, torch.tensor(new, dtype=torch.long, device=device))  # type: ignore[attr-defined]
+        self._padding = whole if bool(whole.any()) else None
+        self._seat(torch.cat([self._prompt_of, number[others._prompt_of]]))
+
+    @contextmanager
+    def reading(self, mask: Tensor, stale: Tensor) -> Iterator[None]:
+        """While rows read a chunk, whose tokens are there where ``mask`` ``(b, c)`` says, and whose newest ``stale``
+        ``(b,)`` tokens before it are not to be seen."""
+        length, width = self.own_length, mask.shape[1]
+        columns = torch.arange(length, device=mask.device)
+        before = (columns >= self._begins()[:, None]) & (columns < length - stale[:, None])
+        causal = torch.ones(width, width, dtype=torch.bool, device=mask.device).tril()
+        of_chunk = mask[:, None] & causal
+        self._seen = torch.cat([before[:, None].expand(-1, width, -1), of_chunk], -1)
+        try:
+            yield
+        finally:
+            self._seen = None
+
+    def close(self, holes: Tensor, after: Tensor) -> None:
+        """Move what stands before a hole of each row up to what comes after it, ``(b,)`` columns each."""
+        index, begin = moved_up(self.own_length, holes, after), self._begins() + holes
+        unused = int(begin.min())
+        layers: list[Any] = self.layers
+        for layer in layers:
+            layer.close(index, unused)
+        self._begin_at(begin - unused)
+
+    def _begin_at(self, begin: Tensor) -> None:
+        self._begin, self._before = begin, None
+
+    def _begins(self) -> Tensor:
+        return torch.zeros_like(self._prompt_of) if self._begin is None else self._begin
+
+    @property
+    def chunk(self) -> int | None:
+        """How many tokens every row reads now; None where it is one."""
+        return None if self._seen is None else self._seen.shape[1]
 
     def _seat(self, prompt_of: Tensor) -> None:
         """Give every row a place in the table of prompts by places."""
-        self._prompt_of, rows = prompt_of, prompt_of.bincount()
+        self._prompt_of, rows = prompt_of, prompt_of.bincount(minlength=len(self._names))
         self._table = len(rows), int(rows.max())
-        rank = torch.arange(len(prompt_of), device=prompt_of.device) - (rows.cumsum(0) - rows)[prompt_of]
+        order = prompt_of.argsort(stable=True)
+        sorted_rank = torch.arange(len(prompt_of), device=prompt_of.device) - (rows.cumsum(0) - rows)[prompt_of[order]]
+        rank = torch.empty_like(order).index_copy_(0, order, sorted_rank)
         self._place = prompt_of * self._table[1] + rank
 
     def _whole_padding(self) -> Tensor:
@@ -231,33 +285,36 @@ class GroupedCache(Cache):
         return self._before
 
     def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
-        """Attention of one query a row over its prompt and its own tokens.
+        """Attention of the queries of a row, of which there is one but in a chunk, over its prompt and its own tokens.
 
         Args:
             module: Whose attention it is.
             layer: The keys and values.
-            query: ``(b, k r, 1, d)``.
+            query: ``(b, k r, c, d)``.
             scaling: What scores are multiplied by.
 
         Returns:
-            ``(b, k r, 1, e)``.
+            ``(b, k r, c, e)``.
         """
         assert layer.own is not None
         keys, values = layer.own
-        b, heads, _, d = query.shape
-        query = query.reshape(b, keys.shape[1], heads // keys.shape[1], d) * scaling
+        b, heads, c, d = query.shape
+        query = query.reshape(b, keys.shape[1], heads // keys.shape[1] * c, d) * scaling
         of_prompt = torch.matmul(self._by_prompt(query), layer.prompt_keys.mT)
         if self._padding is not None:
             of_prompt = of_prompt.masked_fill(self._padding, -torch.inf)
         of_own = torch.matmul(query, keys.mT)
-        if self._begin is not None:
+        if self._seen is not None:
+            hidden = ~self._seen.repeat(1, heads // keys.shape[1], 1)[:, None]
+            of_own = of_own.masked_fill(hidden, -torch.inf)
+        elif self._begin is not None:
             of_own = of_own.masked_fill(self._hidden(keys.shape[2]), -torch.inf)
         scores = torch.cat([self._by_row(of_prompt, b), of_own], -1)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(values.dtype)
         p = of_prompt.shape[-1]
         drawn = torch.matmul(self._by_prompt(weights[..., :p]), layer.prompt_values)
-        return (self._by_row(drawn, b) + torch.matmul(weights[..., p:], values)).reshape(b, heads, 1, -1)
+        return (self._by_row(drawn, b) + torch.matmul(weights[..., p:], values)).reshape(b, heads, c, -1)
 
     def _by_prompt(self, x: Tensor) -> Tensor:
         """`(b, k, r, w)` to `(n, k, m r, w)`."""
@@ -282,13 +339,22 @@ class ProvingCache(GroupedCache):
     the logits of the plain way to the last bits, whatever its weights' type.
     """
 
+    def _whole_mask(self, own: int, queries: int) -> Tensor:
+        """Bool `(b, 1, c, p + t)`: what each query sees of its prompt and of its own tokens."""
+        of_prompt = ~self._whole_padding()[self._prompt_of]
+        rows = len(self._prompt_of)
+        if self._seen is not None:
+            of_own = self._seen[:, None]
+        else:
+            of_own = (torch.arange(own, device=of_prompt.device) >= self._begins()[:, None])[:, None, None]
+        return torch.cat([of_prompt.expand(rows, 1, queries, -1), of_own], -1)
+
     def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
         assert layer.own is not None
         shared = layer.prompt_keys, layer.prompt_values
         keys, values = (torch.cat([part[self._prompt_of], own], 2) for part, own in zip(shared, layer.own))
-        mask = None
-        if self._padding is not None:
-            mask = torch.nn.functional.pad(~self._padding, (0, layer.own[0].shape[2]), value=True)[self._prompt_of]
+        seen = self._whole_mask(layer.own[0].shape[2], query.shape[2])
+        mask = None if bool(seen.all()) else seen
         with torch.autocast(query.device.type, enabled=False):
             ours = super().attend(module, _in_float64(layer), query.double(), scaling)
             theirs = _plain(module, query.double(), keys.double(), values.double(), mask, scaling)
@@ -332,7 +398,8 @@ def attention(
         raise NotGrouped("it attends to other keys or values than those of its cache")
     if attention_mask is not None or others.get("position_bias") is not None:
         raise NotGrouped("it masks or biases single tokens")
-    if query.shape[2] != 1 or query.shape[1] % key.shape[1] or others.get("dropout"):
+    chunk = 1 if grouped_cache.chunk is None else grouped_cache.chunk
+    if query.shape[2] != chunk or query.shape[1] % key.shape[1] or others.get("dropout"):
         raise NotGrouped("it asks with several tokens a row, drops some out, or has uneven heads")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return grouped_cache.attend(module, layer, query, scale).transpose(1, 2), None
@@ -341,10 +408,18 @@ def attention(
 def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
     """In the place of transformers' own mask for ``sdpa``, which is asked whether the step needs one.
 
-    It needs none where the newest token sees all that came before: no window or chunk ends before it, nothing custom.
+    It needs none where every token sees all that came before it: no window ends before the first, nothing custom.
     """
-    if sdpa_mask(attention_mask=attention_mask, **asked) is not None:
-        raise NotGrouped("the newest token does not see all that came before it")
+    mask = sdpa_mask(attention_mask=attention_mask, **asked)
+    if mask is not None and not _causal(mask):
+        raise NotGrouped("a token does not see all that came before it")
+
+
+def _causal(mask: Tensor) -> bool:
+    """Whether each of the last tokens sees all before it, and itself, and nothing else: `(b, 1, c, t)`."""
+    c, t = mask.shape[-2:]
+    plain = torch.ones(c, t, dtype=torch.bool, device=mask.device).tril(t - c)
+    return mask.dtype == torch.bool and c > 1 and bool((mask == plain).all())
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)

@@ -38,17 +38,25 @@ class GroupedSteps(DecodingSteps):
     def full(self) -> bool:
         return self._joined and self._cache.own_length >= self._max_new_tokens
 
-    def _share_out(self, prompt_mask: Tensor, repeats: int) -> None:
-        length = prompt_mask.shape[1]
+    def _share_out(self, batch: DecodeBatch) -> None:
+        length = batch.prompt_mask.shape[1]
         layers: list[Any] = self._cache.layers
         whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
         if not whole or not _plain(self._cache, length + self._max_new_tokens):
             raise NotGrouped("the layers of its cache do not hold the whole text")
-        self._cache = self.kind(self._cache, prompt_mask, repeats, self._max_new_tokens)
+        names = batch.rows[:: batch.repeats].tolist()
+        self._cache = self.kind(self._cache, batch.prompt_mask, batch.repeats, self._max_new_tokens, names)
 
     def _step(self, ids: Tensor) -> Tensor:
         with _grouped_attention(self._forward):
             return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
+
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, stale: Tensor) -> Tensor:
+        with _grouped_attention(self._forward), self._cache.reading(mask, stale):
+            return self._run(ids, positions, attention_mask=None, grouped_cache=self._cache, **self._last_only)
+
+    def _close(self, holes: Tensor, after: Tensor) -> None:
+        self._cache.close(holes, after)
 
     def _keep_cache(self, kept: Tensor) -> None:
         self._cache.batch_select_indices(kept)
@@ -74,9 +82,9 @@ def fits(policy: nn.Module, length: int) -> bool:
 def proven(policy: nn.Module) -> bool:
     """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
     batch = _probe(policy)
-    plain = _decode(DecodingSteps(policy, batch, 3))
+    plain = _decode(DecodingSteps(policy, batch, 4))
     try:
-        grouped = _decode(_ProvingSteps(policy, batch, 3))
+        grouped = _decode(_ProvingSteps(policy, batch, 4))
     except Exception:  # whatever a model's own code makes of a cache that it was not written for
         return False
     return bool((grouped - plain).abs().max() <= _ALIKE * plain.std())
@@ -94,12 +102,16 @@ def _probe(policy: nn.Module) -> DecodeBatch:
 
 
 def _decode(steps: DecodingSteps) -> Tensor:
-    """Logits ``(2, 4, v)`` of two steps in which every row gets other tokens."""
-    logits = []
+    """Logits ``(3, 4, v)`` of two steps in which every row gets another token, and one in which it gets several."""
+    logits, size = [], steps.logits.shape[-1]
     for step in range(2):
-        steps.advance((torch.arange(4, device=steps.logits.device) * 5 + step + 2) % steps.logits.shape[-1])
+        steps.advance((torch.arange(4, device=steps.logits.device) * 5 + step + 2) % size)
         logits.append(steps.logits)
-    return torch.stack(logits)
+    positions = torch.tensor([7, 7, 5, 5], device=steps.logits.device)
+    steps.feed(
+        [[3 % size], [5 % size, 4 % size], [6 % size], [2 % size, 7 % size]], positions, torch.zeros_like(positions)
+    )
+    return torch.stack([*logits, steps.logits])
 
 
 def _plain(cache: Any, length: int) -> bool:

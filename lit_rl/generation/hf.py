@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
+from lit_rl.generation.turn_by_turn import TurnByTurn
 from lit_rl.rollout import Prompts, Sampling
 
 
@@ -36,8 +38,13 @@ class HFGenerator(InProcessGenerator):
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
     ) -> Iterator[tuple[Tensor, Decoded]]:
+        decode = partial(self._decode_batch, policy)
+        if prompts.responder is not None:
+            rows = torch.arange(len(prompts) * prompts.group_size)
+            yield rows, TurnByTurn(decode, prompts, sampling, self.rows_a_batch, device).run()
+            return
         for batch in decode_batches(prompts, self.rows_a_batch, device):
-            yield batch.rows, self._decode_batch(policy, batch, prompts, sampling)
+            yield batch.rows, decode(batch, prompts, sampling)
 
     def _decode_batch(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         model: Any = policy

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator
-from lit_rl.generation.batches import Decoded, Waiting, decode_batches
-from lit_rl.generation.decoding import DecodingSteps
-from lit_rl.generation.responses import Responses
-from lit_rl.generation.transforms import TokenSampler
+from lit_rl.generation.batches import Decoded, decode_batches
+from lit_rl.generation.decoding import DecodingSteps, base_model, empty_cache, forward_parameters, keeps_all
+from lit_rl.generation.native_loop import DecodeLoop
 from lit_rl.rollout import Prompts, Sampling
-
-_COMPACT_BELOW = 0.75
-"""Drop finished rows once this share of the rows still runs. A step rewrites the key-value cache anyway, so dropping a
-quarter pays back within a few steps, and happens only a few times a batch."""
 
 
 class NativeGenerator(InProcessGenerator):
@@ -49,31 +45,13 @@ class NativeGenerator(InProcessGenerator):
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
     ) -> Iterator[tuple[Tensor, Decoded]]:
         (whole,) = decode_batches(prompts, None, device)
-        sampler = TokenSampler.of(whole, prompts, sampling)
-        responses = Responses(prompts, sampling, len(whole.rows), device)
-        kind = self._kind(policy, whole.prompt_ids.shape[1] + sampling.max_new_tokens)
+        longest = prompts.longest_response(sampling)
+        kind = self._kind(policy, whole.prompt_ids.shape[1] + longest)
+        if prompts.responder is not None and kind is DecodingSteps:
+            _refuse_windows(policy)
         places = self.rows_a_batch or len(whole.rows)
-        waiting = Waiting(prompts, places, device)
-        while waiting:
-            batch = waiting.take(places)
-            assert batch is not None, "a group, or a slice of it, fits where no row runs"
-            steps, rows = kind(policy, batch, sampling.max_new_tokens), batch.rows.to(device)
-            while True:
-                drawn = sampler(steps.logits, responses.lengths[rows], rows)
-                running, tokens = responses.add(rows, drawn), drawn.tokens
-                left = int(running.sum())
-                if left == 0:
-                    break
-                thinned = left <= _COMPACT_BELOW * len(rows) or steps.full
-                if thinned:
-                    kept = running.nonzero().squeeze(-1)
-                    rows, tokens = rows[kept], tokens[kept]
-                    steps.keep(kept)
-                steps.advance(tokens)
-                if thinned and steps.joinable and (more := waiting.take(places - left)):
-                    steps.join(kind(policy, more, sampling.max_new_tokens))
-                    rows = torch.cat([rows, more.rows.to(device)])
-        yield whole.rows, responses.decoded()
+        loop = DecodeLoop(lambda batch: kind(policy, batch, longest), prompts, sampling, places, whole)
+        yield whole.rows, loop.run()
 
     def _kind(self, policy: nn.Module, length: int) -> type[DecodingSteps]:
         """The steps for texts of up to `length` tokens."""
@@ -83,6 +61,15 @@ class NativeGenerator(InProcessGenerator):
         if grouped and self._proven is None:
             self._proven = proven(policy)
         return GroupedSteps if grouped and self._proven else DecodingSteps
+
+
+def _refuse_windows(policy: nn.Module) -> None:
+    """A row that waits for an answer keeps its part of the cache, which must be whole then."""
+    if not keeps_all(policy, empty_cache(policy, forward_parameters(policy))):
+        raise ConfigError(
+            f"generator=native cannot hold conversations with {type(base_model(policy)).__name__}: layers of its cache "
+            "drop tokens (a window shorter than the text). Use generator=hf with it."
+        )
 
 
 def for_another_policy(generator: Generator) -> Generator:

@@ -149,6 +149,7 @@ class TokenSampler:
         self.keys = keys
         self._prompt = (prompt_ids, prompt_mask)
         self._seen: Tensor | None = None
+        self._begun: Tensor | None = None
         self._bans = Bans(sampling, eos_ids, bad_words, len(keys))
 
     @classmethod
@@ -156,22 +157,41 @@ class TokenSampler:
         """The one for a decode batch of these prompts."""
         ids, mask = batch.repeated()
         words = bad_word_ids(prompts, sampling)
-        return cls(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids, bad_words=words)
+        made = cls(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids, bad_words=words)
+        made._begun = batch.begun
+        return made
 
     def __call__(self, logits: Tensor, position: int | Tensor, rows: Tensor | None = None) -> Drawn:
         """The next tokens of all rows, or of those in ``rows``, long ``(n,)``, each at most once.
 
-        ``position`` is their place in the response, one for all or long ``(n,)``: 0, 1, 2, ... in turn for each row.
+        ``position`` is their place in the turn, one for all or long ``(n,)``: 0, 1, 2, ... one after another. The noise
+        goes by the place in the whole response.
         """
         sampling, these = self.sampling, slice(None) if rows is None else rows
         logits = self._bans(logits, position, these)
         if sampling.repetition_penalty != 1:
             logits = repetition_penalty(logits, self._history(logits)[these], sampling.repetition_penalty)
-        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self.keys[these], position)
+        column = position if self._begun is None else position + self._begun[these]
+        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self.keys[these], column)
         if self._seen is not None:
             self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = True
         self._bans.drew(drawn.tokens, these)
         return drawn
+
+    def next_turn(self, row: int, response_ids: Sequence[int]) -> None:
+        """A row says its next turn behind this response so far, of which all counts as seen, and begins no bad word.
+
+        What was drawn for the row since its last turn was over is forgotten.
+        """
+        if self._begun is None:
+            self._begun = torch.zeros(len(self.keys), dtype=torch.long, device=self.keys.device)
+        self._begun[row] = len(response_ids)
+        if self._seen is not None:
+            ids, mask = (part[row] for part in self._prompt)
+            self._seen[row] = False
+            self._seen[row, ids[mask]] = True
+            self._seen[row, list(response_ids)] = True
+        self._bans.next_turn(row)
 
     def _draw(self, logits: Tensor, keys: Tensor, position: int | Tensor) -> Drawn:
         scaled = temperature(logits, self.sampling.temperature)

@@ -1,0 +1,60 @@
+"""What a generator and the other side of a conversation tell each other: tokens, a turn at a time.
+
+One call of ``Generator.generate`` holds whole conversations. Whenever a row has finished a turn, the generator tells
+the responder (`Said`) and goes on with other rows; the responder answers when it can (`Heard`), in any order. What the
+policy said is never decoded and encoded again, and a generator knows of nothing but tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Said:
+    """A turn of the policy."""
+
+    row: int
+    """Of the completions."""
+    turn: int
+    """0, 1, 2, ... in the row."""
+    token_ids: list[int]
+    """What the policy sampled in this turn, the token that ended it included."""
+    ended: bool
+    """By EOS or a stop string; False where the turn was cut at its longest."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a row is answered."""
+
+    row: int
+    token_ids: Sequence[int] | None
+    """What the policy reads before its next turn, which may be nothing. None: the conversation is over."""
+    room: int = 0
+    """Tokens that the next turn may have at most, 1 or more; it is cut at ``sampling.max_new_tokens`` too."""
+    ended: bool = True
+    """Where it is over: whether it came to its end; False where a limit cut it."""
+
+
+class Responder(ABC):
+    """The other side of every row of one request."""
+
+    @property
+    @abstractmethod
+    def max_tokens(self) -> int:
+        """A row is never longer than this, what it hears included: ``sampling.max_new_tokens`` or more."""
+
+    @abstractmethod
+    def tell(self, said: Said) -> None:
+        """Begin to answer. Does not wait for it."""
+
+    @abstractmethod
+    def answers(self, *, wait: bool) -> list[Heard]:
+        """The answers that are there and were not given out yet, one for each turn that was told.
+
+        Args:
+            wait: Until there is one or more. Only where some turn has not been answered.
+        """

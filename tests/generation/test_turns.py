@@ -1,0 +1,224 @@
+"""Conversations: the part of the generator's contract that has turns, for every engine that runs on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from generation_cases import EOS, PAD, all_logits, ask, build
+from tiers import quick
+from torch import nn
+
+from lit_rl.errors import ConfigError
+from lit_rl.generation.continuous import HFContinuousGenerator
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.policy.forward import score
+from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.turns import Heard, Responder, Said
+
+ENGINES: dict[str, Callable[[], Any]] = {
+    "native": NativeGenerator,
+    "native-places": lambda: NativeGenerator(batch_size=4),
+    "native-plain": lambda: NativeGenerator(grouped_cache=False),
+    "native-plain-places": lambda: NativeGenerator(batch_size=4, grouped_cache=False),
+    "hf": HFGenerator,
+    "hf-places": lambda: HFGenerator(batch_size=4),
+    "hf_continuous": HFContinuousGenerator,
+    "hf_continuous-places": lambda: HFContinuousGenerator(batch_size=4),
+}
+MAX_TOKENS = 24
+SAMPLED = Sampling(max_new_tokens=6)
+
+_policies: dict[str, nn.Module] = {}
+
+
+def shared(kind: str) -> nn.Module:
+    return _policies.setdefault(kind, build(kind).eval())
+
+
+@pytest.fixture(params=quick(ENGINES, {"native", "native-plain-places", "hf"}))
+def engine(request: pytest.FixtureRequest) -> Any:
+    return ENGINES[request.param]()
+
+
+@pytest.fixture(params=quick(["qwen2", "llama", "gpt2"], {"qwen2"}))
+def policy(request: pytest.FixtureRequest) -> nn.Module:
+    return shared(request.param)
+
+
+class Scripted(Responder):
+    """Answers by what was said, and by nothing else; gives its answers late, and the last one first.
+
+    Args:
+        reply: The tokens that answer a turn; None ends the conversation.
+        max_tokens: As in `Responder`.
+        at_once: Answers given out together; 0 is all.
+    """
+
+    def __init__(
+        self, reply: Callable[[Said], Sequence[int] | None], max_tokens: int = MAX_TOKENS, at_once: int = 0
+    ) -> None:
+        self._reply, self._max_tokens, self._at_once = reply, max_tokens, at_once
+        self._waiting: list[Heard] = []
+        self._lengths: dict[int, int] = {}
+        self.told: dict[int, list[Said]] = {}
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    def tell(self, said: Said) -> None:
+        self.told.setdefault(said.row, []).append(said)
+        ids = self._reply(said)
+        length = self._lengths.get(said.row, 0) + len(said.token_ids) + len(ids or ())
+        room = self._max_tokens - length
+        if ids is None or room < 1:
+            self._waiting.append(Heard(said.row, None, ended=ids is None))
+            return
+        self._lengths[said.row] = length
+        self._waiting.append(Heard(said.row, ids, room))
+
+    def answers(self, *, wait: bool) -> list[Heard]:
+        if not wait and len(self._waiting) < 3:
+            return []
+        count = self._at_once or len(self._waiting)
+        given = self._waiting[::-1][:count]
+        self._waiting = self._waiting[::-1][count:][::-1]
+        assert given or not wait, "nobody is waiting"
+        return given
+
+
+def reply(said: Said) -> list[int] | None:
+    """Up to four tokens, sometimes none; some conversations are over after one, two or three turns."""
+    total = sum(said.token_ids) + said.turn
+    return None if total % 5 == 0 or said.turn == 3 else [2 + (total + 3 * i) % 30 for i in range(total % 5)]
+
+
+def talk(
+    engine: Any, policy: nn.Module, sampling: Sampling = SAMPLED, responder: Responder | None = None, **asked: Any
+) -> tuple[Completions, Prompts]:
+    prompts = dataclasses.replace(ask(**({"eos_ids": (EOS, 5, 9)} | asked)), responder=responder or Scripted(reply))
+    engine.sync(policy, 3)
+    return engine.generate(prompts, sampling), prompts
+
+
+def rows_of(out: Completions) -> list[tuple[list[int], list[bool], list[int], bool]]:
+    """Of each row: its tokens, which were sampled, in which turn, and whether it came to its end."""
+    assert out.attended is not None and out.turn is not None
+    return [
+        (out.response_ids[i][there].tolist(), out.response_mask[i][there].tolist(), out.turn[i][there].tolist(), ended)
+        for i, (there, ended) in enumerate(zip(out.attended, out.ended.tolist()))
+    ]
+
+
+def test_what_was_said_and_heard_stands_in_its_row(engine: Any, policy: nn.Module) -> None:
+    responder = Scripted(reply)
+    out, _ = talk(engine, policy, responder=responder)
+    assert out.attended is not None and out.turn is not None
+    turns = []
+    for row, (ids, sampled, turn, ended) in enumerate(rows_of(out)):
+        told = responder.told[row]
+        expected, mask, numbers = [], [], []
+        for said in told:
+            heard = [] if said is told[-1] else reply(said) or []
+            expected += [*said.token_ids, *heard]
+            mask += [True] * len(said.token_ids) + [False] * len(heard)
+            numbers += [said.turn] * (len(said.token_ids) + len(heard))
+        assert (ids, sampled, turn) == (expected, mask, numbers)
+        assert sampled[-1], "the last token is the policy's"
+        assert ended == (reply(told[-1]) is None)
+        assert all(said.ended == (said.token_ids[-1] in (EOS, 5, 9)) for said in told)
+        assert [said.turn for said in told] == list(range(len(told)))
+        turns.append(len(told))
+    assert set(turns) >= {1, 2, 3} and max(map(len, (row[0] for row in rows_of(out)))) > 15, "the case needs all kinds"
+    assert (out.attended.int().diff(dim=1) <= 0).all(), "padded on the right"
+    assert (out.response_mask <= out.attended).all()
+    assert (out.response_ids[~out.attended] == PAD).all()
+    assert (out.sampler_logprobs[~out.response_mask] == 0).all()
+
+
+CASES = {
+    "plain": SAMPLED,
+    "greedy": Sampling(max_new_tokens=6, temperature=0),
+    "truncated": Sampling(max_new_tokens=6, temperature=0.7, top_p=0.9, top_k=20, min_p=0.02),
+    "penalty": Sampling(max_new_tokens=6, repetition_penalty=1.3),
+    "stop": Sampling(max_new_tokens=6, min_new_tokens=3, stop=("f5", "1n")),
+    "bans": Sampling(max_new_tokens=6, bad_words=("f5", "b1n3", "l1"), logit_bias={4: 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_engines_agree_token_for_token(policy: nn.Module, name: str) -> None:
+    oracle, _ = talk(HFGenerator(), policy, CASES[name])
+    for engine in ENGINES.keys() - {"hf"}:
+        out, _ = talk(ENGINES[engine](), policy, CASES[name])
+        assert rows_of(out) == rows_of(oracle), engine
+        torch.testing.assert_close(out.sampler_logprobs, oracle.sampler_logprobs, atol=1e-4, rtol=0)
+        if oracle.kept_logmass is not None:
+            torch.testing.assert_close(out.kept_logmass, oracle.kept_logmass, atol=1e-4, rtol=0)
+
+
+def test_log_probs_are_those_of_the_whole_text(engine: Any, policy: nn.Module) -> None:
+    """Of an unpadded forward pass, and of the one that training scores with."""
+    out, prompts = talk(engine, policy)
+    scored = score(policy, out, SAMPLED).logprobs
+    torch.testing.assert_close(out.sampler_logprobs[out.response_mask], scored[out.response_mask], atol=1e-4, rtol=0)
+    for row, (ids, sampled, _, _) in enumerate(rows_of(out)):
+        logits = all_logits(policy, prompts.token_ids[row // 3], ids).log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(ids)[:, None])[:, 0] * torch.tensor(sampled)
+        torch.testing.assert_close(out.sampler_logprobs[row, : len(ids)], expected, atol=1e-4, rtol=0)
+
+
+def test_neither_batch_nor_order_of_answers_changes_a_sample(engine: Any, policy: nn.Module) -> None:
+    together = rows_of(talk(engine, policy)[0])
+    for at_once in (1, 4):
+        assert rows_of(talk(engine, policy, responder=Scripted(reply, at_once=at_once))[0]) == together
+    backwards = rows_of(talk(engine, policy, rows=[4, 3, 2, 1, 0])[0])
+    assert [backwards[3 * (4 - i) + sample] for i in range(5) for sample in range(3)] == together
+    for row in range(5):
+        assert rows_of(talk(engine, policy, rows=[row])[0]) == together[3 * row : 3 * row + 3]
+
+
+def test_a_response_that_is_split_by_an_empty_answer_is_the_same_response(engine: Any, policy: nn.Module) -> None:
+    go_on = Scripted(lambda said: None if said.ended else [], 12)
+    split, prompts = talk(engine, policy, Sampling(max_new_tokens=5), responder=go_on)
+    whole = engine.generate(dataclasses.replace(prompts, responder=None), Sampling(max_new_tokens=12))
+    assert torch.equal(split.response_ids, whole.response_ids)
+    assert torch.equal(split.response_mask, whole.response_mask)
+    assert torch.equal(split.ended, whole.ended)
+    torch.testing.assert_close(split.sampler_logprobs, whole.sampler_logprobs, atol=1e-4, rtol=0)
+    assert split.turn is not None and split.turn.max() == 2
+
+
+def test_conversations_of_one_turn_are_the_usual_completions(engine: Any, policy: nn.Module) -> None:
+    out, prompts = talk(engine, policy, responder=Scripted(lambda said: None))
+    usual = engine.generate(dataclasses.replace(prompts, responder=None), SAMPLED)
+    assert usual.attended is None and usual.turn is None
+    assert torch.equal(out.response_ids, usual.response_ids)
+    assert torch.equal(out.response_mask, usual.response_mask)
+    torch.testing.assert_close(out.sampler_logprobs, usual.sampler_logprobs, atol=1e-5, rtol=0)
+
+
+def test_a_text_beyond_the_context_is_refused(engine: Any) -> None:
+    with pytest.raises(ConfigError, match=r"env\.max_tokens=60 is 67 tokens, but the model's context holds 64"):
+        talk(engine, shared("qwen2"), responder=Scripted(reply, 60))
+
+
+def test_an_answer_without_room_is_refused(engine: Any) -> None:
+    class Long(Scripted):
+        def tell(self, said: Said) -> None:
+            self._waiting.append(Heard(said.row, [3] * 30, 1))
+
+    with pytest.raises(ValueError, match="heard 30 tokens"):
+        talk(engine, shared("qwen2"), responder=Long(reply))
+
+
+def test_native_refuses_windows_shorter_than_the_text() -> None:
+    with pytest.raises(ConfigError, match="generator=native cannot hold conversations.*generator=hf"):
+        talk(NativeGenerator(), shared("mistral"))
+    out, _ = talk(HFGenerator(), shared("mistral"))
+    assert out.turn is not None and out.turn.max() > 0
