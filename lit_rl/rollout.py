@@ -227,6 +227,11 @@ class Completions:
         """Long ``(b,)``: sampled tokens a row, EOS included."""
         return self.response_mask.sum(1)
 
+    @property
+    def read_lengths(self) -> Tensor:
+        """Long ``(b,)``: tokens a row that a model reads behind the prompt: what was heard between turns included."""
+        return self.lengths if self.attended is None else self.attended.sum(1)
+
 
 @dataclass(frozen=True)
 class Rollout:

@@ -65,8 +65,8 @@ MUTATIONS = [
         "mask",
         "what stands after the end of a response counts as response",
         "lit_rl/generation",
-        "mask=torch.arange(length, device=self._ids.device) < self.lengths[:, None]",
-        "mask=torch.ones_like(self._ids[:, :length], dtype=torch.bool)",
+        "mask=within if turns is None",
+        "mask=torch.ones_like(within) if turns is None",
         "tests/generation/test_contract.py::test_eos_stays_in_the_mask_and_every_eos_id_ends",
     ),
     Mutation(

@@ -46,6 +46,9 @@ class Generator(ABC):
     - Ends: every id of ``Prompts.eos_ids`` ends a response, and the EOS is part of it: kept in ``response_mask``. So is
       the token that completes a stop string.
     - ``Sampling`` is the whole setting. The model's own generation config has no say.
+    - Turns: where ``converses``, a row goes on with what ``Prompts.responder`` answers (``lit_rl.turns``), to the last
+      answer of the last row. The noise of a token goes by its column, what the row heard included; lengths and stop
+      strings are those of a turn. ``attended`` and ``turn`` are set, and log-probs are 0 where nothing was sampled.
     - ``sampler_logprobs``: the log of the distribution that was drawn from, after every transform, renormalised. For
       greedy, of the softmax at temperature 1 after repetition penalty.
     - ``kept_logmass``: where top-k, top-p or min-p is in force, ``log softmax(logits / temperature)`` of a token, after
@@ -66,6 +69,9 @@ class Generator(ABC):
     """Whether ``Completions.kept_logmass`` is there wherever truncation is in force. Without it, training with top-k,
     top-p or min-p is refused unless samples are weighted: nobody sees whether engine and training cut the same tokens
     off."""
+
+    converses: bool = False
+    """Whether ``generate`` tells ``Prompts.responder`` of each turn, and goes on with what it answers."""
 
     gap: Gap | None = None
     """What the probe of the last update saw; None where nothing was probed."""
@@ -146,6 +152,7 @@ class InProcessGenerator(Generator):
     """
 
     reports_kept_mass = True
+    converses = True
 
     def __init__(self, batch_size: int | None = None) -> None:
         if batch_size is not None:

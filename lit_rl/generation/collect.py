@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
+from lit_rl.turns import Responder
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Vocabulary:
         return Prompts(token_ids, keys, group_size, self.eos_ids, self.pad_id, self.decode, self.encode)
 
 
-def request(
+def request(  # noqa: PLR0913 (who is asked, for what, and how)
     generator: Generator,
     policy: nn.Module,
     batch: PromptBatch,
@@ -48,6 +50,7 @@ def request(
     vocabulary: Vocabulary,
     version: int,
     seed: int,
+    responder: Responder | None = None,
 ) -> Callable[[], Completions]:
     """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
 
@@ -63,13 +66,23 @@ def request(
         vocabulary: Of the tokenizer that the prompts are tokens of.
         version: The policy's, for the completions to say which it was.
         seed: Of the samples.
+        responder: Answers the turns of these very completions. None: each is over with its first turn.
+
+    Raises:
+        ConfigError: the generator cannot hold conversations.
     """
+    if responder is not None and not generator.converses:
+        raise ConfigError(
+            f"{type(generator).__name__} draws completions of one turn and would not hear what answers them. Use "
+            "generator=native or generator=hf."
+        )
     generator.sync(policy, version)
     keys = [
         int(prompt_key(seed, batch.rollout, row, occurrence))
         for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
     ]
-    return partial(generator.generate, vocabulary.prompts(batch.prompt_ids, keys, group_size), sampling)
+    prompts = replace(vocabulary.prompts(batch.prompt_ids, keys, group_size), responder=responder)
+    return partial(generator.generate, prompts, sampling)
 
 
 def response_ids(completions: Completions) -> list[list[int]]:

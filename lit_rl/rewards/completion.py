@@ -8,11 +8,14 @@ from lit_rl.errors import RewardError
 from lit_rl.rollout import Message
 
 Completion = str | Sequence[Message]
-"""What a reward function sees of one completion: text, or assistant messages where the prompt is a list of messages."""
+"""What a reward function sees of one completion: text, or messages where the prompt is a list of messages. Those of an
+episode are by the assistant, and what tools and environments answered it stands between them."""
 
 
 def text_of(completion: Completion) -> str:
-    """The text of a completion: itself, or the contents of its messages joined by newlines.
+    """The text of a completion: itself, or the contents of its assistant messages joined by newlines.
+
+    What others wrote between them earns no reward.
 
     Raises:
         RewardError: it is neither text nor messages with text (None counts as empty: a message that only calls a tool).
@@ -21,7 +24,11 @@ def text_of(completion: Completion) -> str:
         return completion
     if not isinstance(completion, list | tuple):
         raise RewardError(f"a completion is text or a list of messages, not {type(completion).__name__}.")
-    return "\n".join(_content(message) for message in completion)
+    return "\n".join(_content(message) for message in completion if _by_the_policy(message))
+
+
+def _by_the_policy(message: Message) -> bool:
+    return not isinstance(message, dict) or message.get("role", "assistant") == "assistant"
 
 
 def _content(message: Message) -> str:

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from generation_cases import EOS, PAD, all_logits, ask, build
+from generation_cases import EOS, PAD, all_logits, ask, build, spell, unspell
 from tiers import quick
 from torch import nn
 
 from lit_rl.errors import ConfigError
+from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models.policy.forward import score
-from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.turns import Heard, Responder, Said
 
 ENGINES: dict[str, Callable[[], Any]] = {
@@ -206,6 +208,20 @@ def test_conversations_of_one_turn_are_the_usual_completions(engine: Any, policy
 def test_a_text_beyond_the_context_is_refused(engine: Any) -> None:
     with pytest.raises(ConfigError, match=r"env\.max_tokens=60 is 67 tokens, but the model's context holds 64"):
         talk(engine, shared("qwen2"), responder=Scripted(reply, 60))
+
+
+def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:
+    batch = PromptBatch(["a"], [[3, 4]], {}, [0], [0])
+    vocabulary, policy = Vocabulary((EOS,), PAD, spell, unspell), shared("qwen2")
+
+    def asked(generator: Any) -> Callable[[], Completions]:
+        settings = {"sampling": SAMPLED, "group_size": 2, "vocabulary": vocabulary, "version": 0, "seed": 0}
+        return request(generator, policy, batch, **settings, responder=Scripted(reply))
+
+    assert asked(NativeGenerator())().turn is not None
+    deaf = VLLMServerGenerator(urls=["http://127.0.0.1:9"])
+    with pytest.raises(ConfigError, match="VLLMServerGenerator draws completions of one turn.*generator=native"):
+        asked(deaf)
 
 
 def test_an_answer_without_room_is_refused(engine: Any) -> None:

@@ -76,6 +76,8 @@ def test_text_of_every_kind_of_message():
     assert text_of([*message("a"), *message("b")]) == "a\nb"
     assert text_of(message([{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}])) == "ab"
     assert text_of([{"role": "assistant", "content": None, "tool_calls": []}]) == ""
+    episode = [*message("a"), {"role": "tool", "content": "the answer is b"}, {"role": "user", "content": "c"}]
+    assert text_of([*episode, *message("d")]) == "a\nd", "what others wrote earns nothing"
     for wrong in (3, None, {"content": "a"}, ["a"], message(3)):
         with pytest.raises(RewardError):
             text_of(wrong)  # pyright: ignore[reportArgumentType]

@@ -60,7 +60,7 @@ def rows_of_slots(
             by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
             backward passes as all others. None: all rows.
     """
-    group_id, lengths = rollout.completions.group_id, rollout.completions.lengths
+    group_id, lengths = rollout.completions.group_id, rollout.completions.read_lengths
     computed = lengths if teaching is None else lengths * teaching
     slots = [
         part
