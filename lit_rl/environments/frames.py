@@ -1,0 +1,205 @@
+"""What answers a turn, as tokens: rendered once in a small conversation, so that no history is ever tokenised again.
+
+The tokens of a conversation so far are those that the policy sampled. Rendering it anew could change them: templates
+drop thinking, strip blanks, and a text has other tokens than those it was decoded from. So only the answer is rendered,
+behind a skeleton of two messages:
+
+    [user, assistant(... alpha), answer(beta)]  ->  ... alpha ... <end of turn> ... beta ... <generation prompt>
+
+The first token between alpha and beta that ends a turn is where the policy's own turn ended: what comes after it is the
+answer's tokens. A turn that was cut gets that token first.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from lit_rl.data.checks import excerpt
+from lit_rl.data.templates import control_tokens
+from lit_rl.errors import ConfigError
+from lit_rl.rollout import Message
+
+Kind = Literal["tool", "user"]
+
+_ALPHA, _BETA = "qqalphaqq", "zzbetazz"
+"""Words that no template writes itself, and whose tokens stay apart from their neighbours'."""
+
+
+class Frames(ABC):
+    """How the messages that answer a turn become tokens."""
+
+    @abstractmethod
+    def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
+        """Token ids that stand between a turn of the policy and its next one.
+
+        Args:
+            messages: What answers the turn, one message or more, all tool messages or all of the user. Tool messages
+                hold ``name``, and may hold ``tool_call_id``.
+            closed: Whether the turn ended with one of the model's EOS tokens. What was cut, or ended by a stop string,
+                is closed here.
+        """
+
+
+class TextFrames(Frames):
+    """For prompts that are plain text: the text of the messages, as it stands. Control tokens in it are literal text.
+
+    Args:
+        tokenizer: Of the policy.
+        end_id: What closes a turn; None: nothing does.
+    """
+
+    def __init__(self, tokenizer: Any, end_id: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._end = [] if end_id is None else [end_id]
+
+    def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
+        text = "".join(message["content"] for message in messages)
+        return [*([] if closed else self._end), *_literal(self._tokenizer, text)]
+
+
+class ChatFrames(Frames):
+    """For prompts that are chat messages: the policy's chat template around each answer.
+
+    Args:
+        tokenizer: Of the policy, with its chat template.
+        eos_ids: Every token that ends a turn.
+        kinds: What will answer: tools, the user, or both. The template is tried with each.
+        tools: Schemas of the tools, which the prompts are rendered with too.
+        chat_template_kwargs: What the prompts are rendered with too.
+
+    Raises:
+        ConfigError: the template drops what was answered, or what the assistant said before; or no EOS token stands
+            between the two.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        eos_ids: Sequence[int],
+        kinds: Sequence[Kind] = ("tool", "user"),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
+        self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
+        self._control = control_tokens(tokenizer)
+        self._skeletons = {kind: self._tried(kind) for kind in kinds}
+        self._ends = {(kind, 1): self._ends_before(skeleton, 1) for kind, skeleton in self._skeletons.items()}
+
+    def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
+        kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
+        skeleton, count = self._skeletons[kind], len(messages)
+        if (kind, count) not in self._ends:
+            self._ends[kind, count] = self._ends_before(skeleton, count)
+        ids = self._rendered_ids(skeleton, messages)
+        ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
+        return ids[ends[self._ends[kind, count]] + closed :]
+
+    def _rendered_ids(self, skeleton: _Skeleton, messages: Sequence[Message]) -> list[int]:
+        texts = [message["content"] for message in messages]
+        if not any(token in text for text in texts for token in self._control):
+            return self._ids(self._rendered(skeleton, messages))
+        # A text that spells a control token would become it: it is tokenised apart from what the template writes.
+        marks = [f"{_BETA}{number}{_BETA}" for number in range(len(texts))]
+        text = self._rendered(skeleton, [{**message, "content": mark} for message, mark in zip(messages, marks)])
+        ids: list[int] = []
+        for mark, content in zip(marks, texts):
+            before, text = text.split(mark, 1)
+            written = json.dumps(content, ensure_ascii=False)[1:-1] if skeleton.escapes else content
+            ids += [*self._ids(before), *_literal(self._tokenizer, written)]
+        return [*ids, *self._ids(text)]
+
+    def _rendered(self, skeleton: _Skeleton, messages: Sequence[Message]) -> str:
+        answers = [_with_call(message, number) for number, message in enumerate(messages)]
+        conversation = [{"role": "user", "content": "dummy"}, skeleton.turn(answers), *answers]
+        settings = {"tokenize": False, "add_generation_prompt": True, **self._settings}
+        return str(self._tokenizer.apply_chat_template(conversation, **settings))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    # ------------------------------------------------------------------ the template is tried
+
+    def _tried(self, kind: Kind) -> _Skeleton:
+        """The first skeleton that the template renders whole."""
+        why = ""
+        for text_arguments in (False, True) if kind == "tool" else (False,):
+            skeleton = _Skeleton(kind, text_arguments)
+            try:
+                text = self._rendered(skeleton, _probes(kind, 1))
+            except Exception as error:  # a template is a program: whatever it raises, it cannot render this
+                why = why or f"it refuses them: {excerpt(str(error), 200)}"
+                continue
+            if _ALPHA not in text:
+                why = "it drops the calls of tools" if kind == "tool" else "it drops what the assistant said"
+            elif _BETA not in text[text.rindex(_ALPHA) :]:
+                why = f"it drops the messages of the {kind}"
+            else:
+                quoted = self._rendered(skeleton, [{**message, "content": f'{_BETA}"'} for message in _probes(kind, 1)])
+                return replace(skeleton, escapes=f'{_BETA}\\"' in quoted)
+        raise ConfigError(
+            f"The chat template cannot render the answers of the {kind} behind a turn of the assistant: {why}. Give "
+            "one that does with model.chat_template=FILE, or take another model."
+        )
+
+    def _ends_before(self, skeleton: _Skeleton, count: int) -> int:
+        """EOS tokens before the one that ends the assistant's turn, in a rendering of so many answers."""
+        text = self._rendered(skeleton, _probes(skeleton.kind, count))
+        alpha = text.rindex(_ALPHA) + len(_ALPHA)
+        beta = text.index(_BETA, alpha)
+        before, behind = (sum(token in self._eos_ids for token in self._ids(text[:end])) for end in (alpha, beta))
+        if behind == before:
+            ends = {token: self._tokenizer.convert_ids_to_tokens(token) for token in sorted(self._eos_ids)}
+            between = text[alpha - len(_ALPHA) : beta + len(_BETA)]
+            raise ConfigError(
+                f"No token that ends a turn stands in {between!r}, which the chat "
+                f"template writes; such tokens are {ends}. So nobody would know where the policy's turn ends: take the "
+                "template and the tokenizer of one model, or add the token to the model's generation config "
+                "(eos_token_id)."
+            )
+        return before
+
+
+@dataclass(frozen=True)
+class _Skeleton:
+    """How a template wants the turn that is answered."""
+
+    kind: Kind
+    text_arguments: bool = False
+    """Whether the arguments of a call are JSON text in place of a mapping."""
+    escapes: bool = False
+    """Whether the template writes an answer as the inside of a JSON string."""
+
+    def turn(self, answers: Sequence[Message]) -> Message:
+        """The assistant's, with a call for each answer of a tool."""
+        if self.kind == "user":
+            return {"role": "assistant", "content": _ALPHA}
+        calls = []
+        for number, answer in enumerate(answers):
+            arguments: Any = {"a": _ALPHA if number == len(answers) - 1 else "x"}
+            function = {
+                "name": answer["name"],
+                "arguments": json.dumps(arguments) if self.text_arguments else arguments,
+            }
+            calls.append({"type": "function", "id": answer["tool_call_id"], "function": function})
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _probes(kind: Kind, count: int) -> list[Message]:
+    return [{"role": kind, "name": "probe", "content": _BETA} for _ in range(count)]
+
+
+def _with_call(message: Message, number: int) -> Message:
+    """A tool's answer with the id of its call. Nine letters and digits, as Mistral's templates want them."""
+    return {"tool_call_id": f"call{number:05d}", **message} if message["role"] == "tool" else dict(message)
+
+
+def _literal(tokenizer: Any, text: str) -> list[int]:
+    """Tokens of a text in which control tokens are what they look like."""
+    settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    return list(tokenizer(text, **settings)["input_ids"]) if text else []
