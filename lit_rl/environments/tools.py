@@ -1,0 +1,168 @@
+"""Tools: Python functions that the policy calls between its turns, with checked arguments and one answer a call."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jsonschema import Draft202012Validator
+
+from lit_rl.data.checks import excerpt
+from lit_rl.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """What the policy asks for."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+    """What the answer refers to, where the template gives calls one."""
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """What the policy is answered."""
+
+    text: str
+    failed: bool = False
+    """Whether the call was wrong, or the tool raised: the text says what."""
+
+
+class Tool:
+    """One function that the policy may call.
+
+    Args:
+        function: With a type and a line in its docstring's ``Args:`` for every argument, as transformers'
+            ``get_json_schema`` reads them. It may be ``async def``. What it returns is answered as text, or as JSON.
+
+    Raises:
+        ConfigError: a type or a line of the docstring is missing; names the argument.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        self.function = function
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            self.schema: dict[str, Any] = get_json_schema(function)
+        except Exception as error:  # whatever the reader of docstrings makes of this one
+            raise ConfigError(
+                f"The tool {name!r} cannot be described to the policy: {error} Every argument takes a type, and a line "
+                "under `Args:` in the docstring, which begins with what the tool does."
+            ) from error
+        self.name: str = self.schema["function"]["name"]
+        self._validator = Draft202012Validator(_strict(self.schema["function"]["parameters"]))
+        self._told = False
+
+    def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments of a call; None: nothing."""
+        error = next(
+            iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
+        )
+        if error is None:
+            return _not_finite(arguments)
+        where = f" of {'.'.join(map(str, error.path))}" if error.path else ""
+        return f"{error.message}{where}"
+
+    async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """Call the function. An exception is told to the policy in a line, and logged with its traceback once.
+
+        Raises:
+            ConfigError: the function returned what is neither text nor JSON.
+        """
+        if wrong := self.wrong_with(arguments):
+            return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
+        try:
+            result = self.function(**arguments)
+            if inspect.isawaitable(result):
+                result = await result
+        except Exception as error:  # the tool's own: the policy has to live with it
+            if not self._told:
+                _log.warning("tool %r raised; it is answered, and not logged again:", self.name, exc_info=True)
+                self._told = True
+            return ToolAnswer(f"error: {self.name} raised {type(error).__name__}: {error}", failed=True)
+        return ToolAnswer(self._text(result))
+
+    def _text(self, result: Any) -> str:
+        if isinstance(result, str):
+            return result
+        try:
+            return json.dumps(result, ensure_ascii=False, allow_nan=True)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The tool {self.name!r} returned {excerpt(repr(result), 80)}, which is neither text nor JSON "
+                f"({error}). Return a str, a number, or lists and dicts of these."
+            ) from error
+
+
+class Toolbox:
+    """The tools of a conversation.
+
+    Args:
+        functions: See `Tool`.
+
+    Raises:
+        ConfigError: no function, two of one name, or one that cannot be described.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        if not functions:
+            raise ConfigError("env.tools is empty: name at least one function, or leave the environment out.")
+        self.tools: dict[str, Tool] = {}
+        for tool in map(Tool, functions):
+            if tool.name in self.tools:
+                raise ConfigError(
+                    f"Two tools are called {tool.name!r}, and the policy could not tell them apart: rename one."
+                )
+            self.tools[tool.name] = tool
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the chat template tells the policy of them."""
+        return [tool.schema for tool in self.tools.values()]
+
+    async def answer(self, call: ToolCall) -> ToolAnswer:
+        """One answer to one call, whatever the call is like.
+
+        Raises:
+            ConfigError: see `Tool.answer`.
+        """
+        tool = self.tools.get(call.name)
+        if tool is None:
+            known = ", ".join(self.tools)
+            return ToolAnswer(f"error: there is no tool {call.name!r}; there are {known}", failed=True)
+        return await tool.answer(call.arguments)
+
+
+def _strict(schema: Any) -> Any:
+    """The schema as JSON Schema means it: without arguments that nobody asked for, and null where it is allowed."""
+    if not isinstance(schema, dict):
+        return schema
+    strict = {key: _strict_part(key, value) for key, value in schema.items() if key != "nullable"}
+    if schema.get("type") == "object" and "properties" in schema:
+        strict.setdefault("additionalProperties", False)
+    return {"anyOf": [strict, {"type": "null"}]} if schema.get("nullable") else strict
+
+
+def _strict_part(key: str, value: Any) -> Any:
+    if key == "properties":
+        return {name: _strict(part) for name, part in value.items()}
+    return [_strict(part) for part in value] if isinstance(value, list) and key != "enum" else _strict(value)
+
+
+def _not_finite(value: Any, name: str = "") -> str | None:
+    """JSON has no NaN and no infinity, and Python reads them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{value} is no number of {name}" if name else f"{value} is no number"
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    return next((found for key, part in parts if (found := _not_finite(part, name or str(key)))), None)

@@ -1,0 +1,143 @@
+"""Tools: what is told of them, what is checked of a call, and that every call has one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox, ToolCall
+from lit_rl.errors import ConfigError
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply.
+
+    Args:
+        a: Left.
+        b: Right.
+    """
+    return a * b
+
+
+async def look_up(key: str, places: list[float] | None = None, order: Literal["up", "down"] = "up") -> dict[str, Any]:
+    """Look up.
+
+    Args:
+        key: What.
+        places: Where.
+        order: How.
+    """
+    await asyncio.sleep(0)
+    return {"key": key, "places": places, "order": order}
+
+
+def fail(why: str) -> str:
+    """Fail.
+
+    Args:
+        why: The reason.
+    """
+    raise RuntimeError(why)
+
+
+BOX = Toolbox([multiply, look_up, fail])
+
+
+def asked(name: str, **arguments: Any) -> ToolAnswer:
+    return asyncio.run(BOX.answer(ToolCall(name, arguments)))
+
+
+@given(st.integers(-(2**40), 2**40), st.integers(-(2**40), 2**40))
+def test_an_answer_is_what_the_function_returns(a: int, b: int) -> None:
+    assert asked("multiply", a=a, b=b) == ToolAnswer(str(a * b))
+
+
+def test_what_is_no_text_is_answered_as_json_and_async_functions_are_awaited() -> None:
+    found = json.loads(asked("look_up", key="ä", places=[1, 2.5]).text)
+    assert found == {"key": "ä", "places": [1, 2.5], "order": "up"}
+    assert json.loads(asked("look_up", key="x", places=None).text)["places"] is None
+    assert "ä" in asked("look_up", key="ä").text, "as it is written, not as an escape"
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown tool": ("divide", {"a": 1}, "no tool 'divide'; there are multiply, look_up, fail"),
+    "missing": ("multiply", {"a": 3}, "'b' is a required property"),
+    "too many": ("multiply", {"a": 3, "b": 4, "c": 5}, "'c' was unexpected"),
+    "a word for a number": ("multiply", {"a": "three", "b": 4}, "'three' is not of type 'integer' of a"),
+    "a fraction": ("multiply", {"a": 1.5, "b": 4}, "1.5 is not of type 'integer' of a"),
+    "truth for a number": ("multiply", {"a": True, "b": 4}, "True is not of type 'integer' of a"),
+    "null": ("multiply", {"a": None, "b": 4}, "None is not of type 'integer' of a"),
+    "nan": ("look_up", {"key": "x", "places": [math.nan]}, "nan is no number of places"),
+    "infinite": ("look_up", {"key": "x", "places": [math.inf]}, "inf is no number of places"),
+    "of a list": ("look_up", {"key": "x", "places": ["far"]}, "places"),
+    "another choice": ("look_up", {"key": "x", "order": "left"}, "'left' is not one of ['up', 'down'] of order"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_answered_with_what_is_wrong(name: str) -> None:
+    tool, arguments, words = WRONG[name]
+    answer = asked(tool, **arguments)
+    assert answer.failed and answer.text.startswith("error: ") and words in answer.text
+    assert "\n" not in answer.text
+
+
+def test_a_tool_that_raises_is_answered_in_a_line_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    tool = Tool(fail)
+    for _ in range(3):
+        answer = asyncio.run(tool.answer({"why": "no such place"}))
+        assert answer == ToolAnswer("error: fail raised RuntimeError: no such place", failed=True)
+    assert len(caplog.records) == 1 and caplog.records[0].exc_info is not None
+
+
+def test_what_cannot_be_answered_ends_the_run_and_names_the_tool() -> None:
+    def shapes(a: int) -> Any:
+        """Shapes.
+
+        Args:
+            a: A number.
+        """
+        return {a}
+
+    with pytest.raises(ConfigError, match=r"tool 'shapes' returned \{3\}, which is neither text nor JSON"):
+        asyncio.run(Tool(shapes).answer({"a": 3}))
+
+
+def test_tools_that_nothing_describes_are_refused_by_name() -> None:
+    def untyped(a, b: int) -> int:
+        """X.
+
+        Args:
+            a: left
+            b: right
+        """
+        return b
+
+    def undocumented(a: int, b: int) -> int:
+        """X.
+
+        Args:
+            a: left
+        """
+        return b
+
+    with pytest.raises(ConfigError, match="tool 'untyped' cannot be described.*Argument a is missing a type hint"):
+        Tool(untyped)
+    with pytest.raises(ConfigError, match="tool 'undocumented'.*no description for the argument 'b'"):
+        Tool(undocumented)
+    with pytest.raises(ConfigError, match="Two tools are called 'multiply'"):
+        Toolbox([multiply, multiply])
+    with pytest.raises(ConfigError, match=r"env\.tools is empty"):
+        Toolbox([])
+
+
+def test_the_policy_is_told_what_transformers_says_of_the_functions() -> None:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    assert BOX.schemas == [get_json_schema(function) for function in (multiply, look_up, fail)]
