@@ -1,0 +1,155 @@
+"""Parsers of calls: what real templates render is read back, and whatever a model writes is answered."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from test_frames import TOOL, tokenizer_of
+
+from lit_rl.environments.parsers import (
+    BadCall,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    ParsedTurn,
+    Parser,
+    RegexParser,
+)
+from lit_rl.environments.tools import ToolCall
+from lit_rl.errors import ConfigError
+
+MUL = {
+    "type": "function",
+    "function": {"name": "mul", "parameters": {"type": "object", "properties": {"a": {}, "b": {}}}},
+}
+PARSERS: dict[str, Parser] = {
+    "hermes": HermesParser(),
+    "llama3": Llama3Parser(),
+    "mistral": MistralParser(),
+    "regex": RegexParser(r"(?P<name>\w+)\((?P<arguments>[^)]*)\)", [MUL]),
+}
+values = st.one_of(
+    st.integers(-999, 999), st.booleans(), st.none(), st.text(max_size=8), st.lists(st.integers(), max_size=3)
+)
+arguments = st.dictionaries(st.sampled_from(["a", "b", "place", "ä"]), values, max_size=3)
+
+
+def rendered(name: str, calls: list[dict[str, Any]], content: str = "") -> str:
+    """The assistant's turn, as the family's own template writes it, without what ends it."""
+    tokenizer, ends = tokenizer_of(name)
+    asked = [{"role": "user", "content": "dummy"}]
+    turn = {"role": "assistant", "content": content}
+    turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]  # type: ignore[assignment]
+    settings = {"tokenize": False, "tools": [TOOL]}
+    before = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **settings)
+    whole = tokenizer.apply_chat_template([*asked, turn], **settings)
+    assert whole.startswith(before)
+    first = min(whole.find(text, len(before)) % (1 << 40) for text in map(tokenizer.decode, ([end] for end in ends)))
+    return whole[len(before) : first]
+
+
+@given(called=st.lists(arguments, min_size=1, max_size=3))
+@pytest.mark.parametrize("template", ["qwen2_5", "qwen3_instruct_2507"])
+def test_what_a_hermes_template_renders_is_read_back(template: str, called: list[dict[str, Any]]) -> None:
+    calls = [{"name": f"tool{i}", "arguments": each} for i, each in enumerate(called)]
+    turn = HermesParser().parse(rendered(template, calls, "I will look."))
+    assert turn == ParsedTurn("I will look.", tuple(ToolCall(call["name"], call["arguments"]) for call in calls))
+
+
+@given(each=arguments)
+@pytest.mark.parametrize("template", ["llama3_1", "llama3_2"])
+def test_what_a_llama_template_renders_is_read_back(template: str, each: dict[str, Any]) -> None:
+    turn = Llama3Parser().parse(rendered(template, [{"name": "calc", "arguments": each}]))
+    assert turn == ParsedTurn("", (ToolCall("calc", each),))
+
+
+@given(called=st.lists(arguments, min_size=1, max_size=3))
+def test_both_forms_of_mistral_are_read(called: list[dict[str, Any]]) -> None:
+    calls = [{"name": f"tool{i}", "arguments": each, "id": f"call0000{i}"} for i, each in enumerate(called)]
+    old = f"[TOOL_CALLS]{json.dumps(calls)}"
+    new = "".join(f"[TOOL_CALLS]{call['name']}[ARGS]{json.dumps(call['arguments'])}" for call in calls)
+    read = tuple(ToolCall(call["name"], call["arguments"], call["id"]) for call in calls)
+    assert MistralParser().parse(old).calls == read
+    assert MistralParser().parse(f"so {new}") == ParsedTurn("so", tuple(ToolCall(c.name, c.arguments) for c in read))
+
+
+@given(a=st.integers(), b=st.integers())
+def test_a_form_of_ones_own(a: int, b: int) -> None:
+    assert PARSERS["regex"].parse(f"so mul({a},{b}) it is").calls == (ToolCall("mul", {"a": a, "b": b}),)
+
+
+written = st.lists(
+    st.sampled_from([*'<>/{}[]()",: abmul|n\\', "<tool_call>", "</tool_call>", "<think>", "[TOOL_CALLS]", "[ARGS]"]),
+    max_size=30,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(text=written)
+@example(text="<tool_call>" + "[" * 100_000 + "</tool_call>")
+@example(text='{"name": ' + "[" * 100_000)
+@example(text="[TOOL_CALLS]" + "[" * 100_000)
+@example(text="mul(" + "[" * 100_000 + ")")
+def test_nothing_that_a_model_writes_raises(name: str, text: str) -> None:
+    for call in PARSERS[name].parse(text).calls:
+        assert isinstance(call, ToolCall | BadCall)
+
+
+BAD = {
+    "broken json": (
+        "hermes",
+        '<tool_call>\n{"name": "calc", "arguments": {"a": 3, "b": }}\n</tool_call>',
+        "is no JSON",
+    ),
+    "no name": ("hermes", '<tool_call>{"arguments": {"a": 3}}</tool_call>', "has no name"),
+    "unclosed": ("hermes", '<tool_call>\n{"name": "calc", "arguments": {"a": 3', "not closed by </tool_call>"),
+    "a list": ("hermes", "<tool_call>[1,2]</tool_call>", "a call is an object with name and arguments, not [1, 2]"),
+    "arguments are a list": ("hermes", '<tool_call>{"name": "x", "arguments": [1]}</tool_call>', "are no object: [1]"),
+    "arguments are words": (
+        "hermes",
+        '<tool_call>{"name": "x", "arguments": "a=3"}</tool_call>',
+        "arguments are no JSON",
+    ),
+    "cut": ("llama3", '{"name": "calc", "parameters": {"a": 3', "is no JSON"),
+    "no list": ("mistral", '[TOOL_CALLS][{"name": "a"', "are no JSON list"),
+    "cut arguments": ("mistral", '[TOOL_CALLS]calc[ARGS]{"a": ', "is no JSON"),
+    "words": ("regex", "mul(one,2)", "no JSON values"),
+    "too many": ("regex", "mul(1,2,3)", "mul takes 2 arguments, and 3 came"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_was_meant_as_a_call_is_told_from_text(name: str) -> None:
+    parser, text, words = BAD[name]
+    (call,) = PARSERS[parser].parse(text).calls
+    assert isinstance(call, BadCall) and words in call.why
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_text_is_no_call(name: str) -> None:
+    for text in ("The answer is 42.", '{"answer": 42}', "[1, 2]", ""):
+        assert PARSERS[name].parse(text) == ParsedTurn(text)
+
+
+def test_a_call_that_is_only_thought_of_is_none() -> None:
+    call = '<tool_call>{"name": "calc", "arguments": {}}</tool_call>'
+    assert HermesParser().parse(f"<think>{call}</think>\n\nhi") == ParsedTurn(f"<think>{call}</think>\n\nhi")
+    assert HermesParser().parse(f"<think>{call}").calls == ()
+    assert HermesParser().parse(f"<think>hm</think>{call}").calls == (ToolCall("calc", {}),)
+
+
+def test_arguments_that_are_json_text_are_read() -> None:
+    text = '<tool_call>{"name": "calc", "arguments": "{\\"a\\": 3}"}</tool_call>'
+    assert HermesParser().parse(text).calls == (ToolCall("calc", {"a": 3}),)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"), [("(", "no regular expression"), (r"(?P<name>\w+)", "no group arguments")]
+)
+def test_a_pattern_that_reads_nothing_is_refused(pattern: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=rf"env\.parser\.pattern.*{words}"):
+        RegexParser(pattern, [MUL])
