@@ -63,7 +63,7 @@ class Sampling:
         min_p: Keep tokens at least this share as likely as the likeliest, in [0, 1]. 0 is off.
         repetition_penalty: Divide (multiply, where negative) the logits of tokens seen in prompt or response, as in
             CTRL (1909.05858). 1 is off.
-        max_new_tokens: Longest response, in tokens, EOS included.
+        max_new_tokens: Longest response, or turn of a conversation, in tokens, EOS included.
         min_new_tokens: No EOS and no stop string before this many tokens.
         stop: Strings that end a response; the token that completes one is kept.
         bad_words: Strings that no response may contain as the tokens they have at its start or after a space: the last
@@ -197,7 +197,8 @@ class Completions:
     sampler_logprobs: Tensor = field(metadata=PER_RESPONSE_TOKEN)
     """Float32 ``(b, t)``: what the engine reports of the distribution it drew from, 0 outside ``response_mask``."""
     ended: Tensor = field(metadata=PER_ROW)
-    """Bool ``(b,)``: the response ended by EOS or a stop string; False where ``max_new_tokens`` cut it."""
+    """Bool ``(b,)``: the response ended by EOS or a stop string, or its conversation came to its end; False where
+    ``max_new_tokens``, or another limit, cut it."""
     group_id: Tensor = field(metadata=PER_ROW)
     """Long ``(b,)``: equal for completions of one prompt."""
     version: int = 0

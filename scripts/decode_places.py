@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
             tokens = int(generator.generate(prompts, Sampling(max_new_tokens=NEW_TOKENS)).lengths.sum())
             if turn:
                 seconds[name].append(time.perf_counter() - began)
-    table = Table(title=f"{shape}: {GROUP * PROMPTS} rows of {tokens} tokens, {PLACES} places")
+    table = Table(title=f"{shape}: {GROUP * PROMPTS} rows, {tokens} tokens in all, {PLACES} places")
     for column in ("", "seconds, median", "lowest", "highest"):
         table.add_column(column)
     for name, times in seconds.items():

@@ -239,8 +239,9 @@ def check_request(prompts: Prompts, sampling: Sampling, policy: nn.Module, *, st
     if prompts.responder is not None and longest + prompts.responder.max_tokens > (context or math.inf):
         most = prompts.responder.max_tokens
         raise ConfigError(
-            f"The longest prompt ({longest} tokens) plus env.max_tokens={most} is {longest + most} tokens, but the "
-            f"model's context holds {context}. Lower env.max_tokens, or bound the prompts: data.max_prompt_tokens."
+            f"The longest prompt ({longest} tokens) plus the {most} tokens that a conversation may have (max_tokens of "
+            f"the responder) is {longest + most} tokens, but the model's context holds {context}. Let it have fewer, "
+            "or bound the prompts: data.max_prompt_tokens."
         )
     if context is not None and longest + sampling.max_new_tokens > context:
         raise ConfigError(

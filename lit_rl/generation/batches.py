@@ -27,6 +27,8 @@ class DecodeBatch:
     """Int64 ``(n * repeats,)``: the noise key of each row."""
     rows: Tensor
     """Long ``(n * repeats,)``, on the CPU: where each row stands in the completions."""
+    numbers: Sequence[int]
+    """Of the ``n`` prompts among those of the request."""
     begun: Tensor | None = None
     """Long ``(n * repeats,)``: tokens of each response that stand in the prompt here already. None: none."""
 
@@ -86,7 +88,7 @@ class Waiting:
         count = len(self._groups) if places is None else min(places // self._slice, len(self._groups))
         if self._slice < group:
             count = min(count, 1)
-        if count == 0:
+        if count <= 0:
             return None
         taken = [self._groups.popleft() for _ in range(count)]
         chosen, first = [i for i, _ in taken], taken[0][1]
@@ -94,7 +96,8 @@ class Waiting:
         samples = torch.arange(first, min(first + self._slice, group))
         rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
         device = self._device
-        return DecodeBatch(ids.to(device), mask.to(device), len(samples), self._keys[rows].to(device), rows)
+        keys = self._keys[rows].to(device)
+        return DecodeBatch(ids.to(device), mask.to(device), len(samples), keys, rows, chosen)
 
 
 def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:

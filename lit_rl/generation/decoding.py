@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from lit_rl.errors import ConfigError
-from lit_rl.generation.batches import DecodeBatch, left_pad
+from lit_rl.generation.batches import DecodeBatch
 
 
 class DecodingSteps:
@@ -28,17 +29,16 @@ class DecodingSteps:
     """
 
     def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
-        self._model = policy
-        self._forward: Callable[..., Any] = policy
+        self._policy: Any = policy
         self._named = forward_parameters(policy)
         self._cache = empty_cache(policy, self._named)
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in self._named else {}
         self._max_new_tokens = max_new_tokens
         self._joined = False
         mask = batch.prompt_mask
         self._last_position = mask.shape[1] + max_new_tokens - 1
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **self._last_only)
+        named = {"logits_to_keep": 1} if "logits_to_keep" in self._named else {}
+        logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named)
         self.logits = logits.repeat_interleave(batch.repeats, 0)
         self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)
         self._share_out(batch)
@@ -71,12 +71,18 @@ class DecodingSteps:
             positions: Long ``(b,)``: of the first of them in the text.
             stale: Long ``(b,)``: how many of the newest tokens of each row are taken back first.
         """
-        ids, mask = (part.to(positions.device) for part in left_pad(chunks, 0))
-        places = (positions[:, None] + mask.cumsum(1) - 1).clamp_(min=0)
-        self.logits = self._read(ids, mask, places, stale)
-        self._next_position = places[:, -1:] + 1
         self._joined = True
-        self._close(holes=stale + (~mask).sum(1), after=mask.sum(1))
+        self._shift(stale)
+        # Padded on the right while they are read, so that no hole is in any text: some models count columns.
+        ids = pad_sequence([torch.tensor(chunk, device=positions.device) for chunk in chunks], batch_first=True)
+        lengths = torch.tensor([len(chunk) for chunk in chunks], device=positions.device)
+        columns = torch.arange(ids.shape[1], device=positions.device)
+        places = positions[:, None] + columns.minimum(lengths[:, None] - 1)
+        lasts, which = (lengths - 1).unique(return_inverse=True)
+        logits = self._read(ids, columns < lengths[:, None], places, lasts)
+        self.logits = logits[torch.arange(len(ids), device=logits.device), which].float()
+        self._next_position = (positions + lengths)[:, None]
+        self._shift(ids.shape[1] - lengths)
 
     def join(self, others: Self) -> None:
         """Go on with the rows of both, these first. The others are of the same model, and used up.
@@ -92,7 +98,12 @@ class DecodingSteps:
     @property
     def joinable(self) -> bool:
         """Whether the rows of another one can be joined, and rows be fed."""
-        return keeps_all(self._model, self._cache)
+        return keeps_all(self._policy, self._cache)
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that are held apart from the rows, once for all of theirs."""
+        return 0
 
     @property
     def full(self) -> bool:
@@ -116,22 +127,26 @@ class DecodingSteps:
         self._length += 1
         return self._run(ids, self._next_position, attention_mask=self._mask[:, : self._length])
 
-    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, stale: Tensor) -> Tensor:
-        """Logits after the last of these tokens, long ``(b, c)``, which are there where ``mask`` says."""
-        read = self._mask[:, : self._length] & (columns_from_the_end(self._length, mask.device) >= stale[:, None])
-        whole = torch.cat([read, mask], 1)
-        logits = self._run(ids, positions, attention_mask=whole, **self._last_only)
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor) -> Tensor:
+        """Logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)``, whose tokens are there where ``mask`` says."""
+        whole = torch.cat([self._mask[:, : self._length], mask], 1)
+        logits = self._logits(ids, positions, lasts, attention_mask=whole)
         self._length, self._mask = whole.shape[1], self._with_room(whole)
         return logits
 
-    def _close(self, holes: Tensor, after: Tensor) -> None:
-        """Move what stands before a hole of each row up to what comes after it, ``(b,)`` columns each."""
-        index = moved_up(self._length, holes, after)
-        for layer in self._cache.layers:
-            layer.keys, layer.values = at_columns(layer.keys, index), at_columns(layer.values, index)
-        there = torch.arange(self._length, device=holes.device) >= holes[:, None]
-        self._mask = self._with_room(self._mask[:, : self._length].gather(1, index) & there)
+    def _shift(self, columns: Tensor) -> None:
+        """Drop as many of the last columns of each row, ``(b,)``, and move the others up to the end."""
+        if bool(columns.any()):
+            index = moved_up(self._length, columns)
+            for layer in self._layers():
+                layer.keys, layer.values = at_columns(layer.keys, index), at_columns(layer.values, index)
+            there = torch.arange(self._length, device=columns.device) >= columns[:, None]
+            self._mask = self._with_room(self._mask[:, : self._length].gather(1, index) & there)
         self._drop_unused()
+
+    def _layers(self) -> list[Any]:
+        """The layers of the cache that hold anything: a config may count more than a model has."""
+        return [layer for layer in self._cache.layers if layer.keys is not None]
 
     def _keep_cache(self, kept: Tensor) -> None:
         self._cache.batch_select_indices(kept)
@@ -143,7 +158,7 @@ class DecodingSteps:
         """Drop the columns before the first token of any row."""
         unused = int(self._mask.any(0).int().argmax())
         if unused:
-            for layer in self._cache.layers:
+            for layer in self._layers():
                 layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
             self._length, self._mask = self._length - unused, self._with_room(self._mask[:, unused : self._length])
 
@@ -151,15 +166,24 @@ class DecodingSteps:
         length = max(self._length, others._length)
         masks = [part._mask[:, : part._length] for part in (self, others)]
         self._mask = self._with_room(torch.cat([nn.functional.pad(m, (length - m.shape[1], 0)) for m in masks]))
-        for mine, theirs in zip(self._cache.layers, others._cache.layers, strict=True):
-            mine.keys = joined(mine.keys, theirs.keys)
-            mine.values = joined(mine.values, theirs.values)
+        for mine, theirs in zip(self._layers(), others._layers(), strict=True):
+            mine.keys, mine.values = joined(mine.keys, theirs.keys), joined(mine.values, theirs.values)
+            theirs.keys = theirs.values = None  # used up: not all of it is held twice until the last layer
         self._length = length
 
     def _run(self, ids: Tensor, positions: Tensor, **inputs: Any) -> Tensor:
+        return self._forward(ids, positions, **inputs)[:, -1].float()
+
+    def _logits(self, ids: Tensor, positions: Tensor, columns: Tensor, **inputs: Any) -> Tensor:
+        """Of these columns only, where the model can leave the others out."""
+        if "logits_to_keep" in self._named:
+            return self._forward(ids, positions, logits_to_keep=columns, **inputs)
+        return self._forward(ids, positions, **inputs)[:, columns]
+
+    def _forward(self, ids: Tensor, positions: Tensor, **inputs: Any) -> Tensor:
         if "position_ids" in self._named:
             inputs["position_ids"] = positions
-        return self._forward(input_ids=ids, past_key_values=self._cache, use_cache=True, **inputs).logits[:, -1].float()
+        return self._policy(input_ids=ids, past_key_values=self._cache, use_cache=True, **inputs).logits
 
 
 def keeps_all(policy: nn.Module, cache: Any) -> bool:
@@ -171,19 +195,12 @@ def keeps_all(policy: nn.Module, cache: Any) -> bool:
     return isinstance(base_model(policy), PreTrainedModel) and kinds == {DynamicLayer}
 
 
-def columns_from_the_end(length: int, device: torch.device) -> Tensor:
-    """Long ``(length,)``: 0 for the last column."""
-    return torch.arange(length - 1, -1, -1, device=device)
+def moved_up(length: int, columns: Tensor) -> Tensor:
+    """Long ``(b, length)``: where to read, so that the last ``columns`` ``(b,)`` are gone, and the others end there.
 
-
-def moved_up(length: int, holes: Tensor, after: Tensor) -> Tensor:
-    """Long ``(b, length)``: where to read each column so that no hole is left before the last ``after`` columns.
-
-    ``holes`` and ``after`` are ``(b,)``. What the first ``holes`` columns read is padding from then on.
+    What the first ones read then is padding.
     """
-    columns = torch.arange(length, device=holes.device)
-    shift = holes[:, None] * (columns < length - after[:, None])
-    return (columns - shift).clamp_(min=0)
+    return (torch.arange(length, device=columns.device) - columns[:, None]).clamp_(min=0)
 
 
 def at_columns(states: Tensor, index: Tensor) -> Tensor:

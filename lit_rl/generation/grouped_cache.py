@@ -104,7 +104,7 @@ class GroupedLayer(CacheLayerMixin):
             keys, values = self.own
             self._own(keys[rows, :, of_rows:], values[rows, :, of_rows:], room=self.keys.shape[2])
 
-    def close(self, index: Tensor, unused: int) -> None:
+    def shift(self, index: Tensor, unused: int) -> None:
         """Read the rows' own tokens at other columns, long ``(b, t)``, and drop the first ``unused`` ones."""
         assert self.own is not None
         keys, values = (at_columns(states, index)[:, :, unused:] for states in self.own)
@@ -119,8 +119,10 @@ class GroupedLayer(CacheLayerMixin):
         self.prompt_keys = joined(self.prompt_keys, others.prompt_keys[prompts])
         self.prompt_values = joined(self.prompt_values, others.prompt_values[prompts])
         keys, values = (joined(*both) for both in zip(*own))
-        self._own(keys, values, room=min(max(2 * keys.shape[2], _ROOM), self._max_new_tokens))
+        self._own(keys, values, room=max(min(max(2 * keys.shape[2], _ROOM), self._max_new_tokens), keys.shape[2]))
         self.is_initialized = True
+        others.keys = others.values = others.own = None  # used up: not all of it is held twice until the last layer
+        del others.prompt_keys, others.prompt_values
 
     def no_tokens(self, rows: int) -> tuple[Tensor, Tensor]:
         """The keys and values of as many rows without any token of their own."""
@@ -205,7 +207,7 @@ class GroupedCache(Cache):
         length = max(self.own_length, others.own_length)
         self._begin_at(torch.cat([part._begins() + length - part.own_length for part in (self, others)]))
         new = [i for i, name in enumerate(others._names) if name not in self._names]
-        self._names += [others._names[i] for i in new]
+        self._names = [*self._names, *(others._names[i] for i in new)]  # a part that was split has the old list
         number = torch.tensor([self._names.index(name) for name in others._names], device=device)
         padding = [self._whole_padding(), others._whole_padding()[new]]
         width = max(part.shape[-1] for part in padding)
@@ -216,28 +218,32 @@ class GroupedCache(Cache):
         self._seat(torch.cat([self._prompt_of, number[others._prompt_of]]))
 
     @contextmanager
-    def reading(self, mask: Tensor, stale: Tensor) -> Iterator[None]:
-        """While rows read a chunk, whose tokens are there where ``mask`` ``(b, c)`` says, and whose newest ``stale``
-        ``(b,)`` tokens before it are not to be seen."""
-        length, width = self.own_length, mask.shape[1]
-        columns = torch.arange(length, device=mask.device)
-        before = (columns >= self._begins()[:, None]) & (columns < length - stale[:, None])
+    def reading(self, mask: Tensor) -> Iterator[None]:
+        """While rows read a chunk, whose tokens are there where ``mask`` ``(b, c)`` says: first, then padding."""
+        columns, width = torch.arange(self.own_length, device=mask.device), mask.shape[1]
+        before = (columns >= self._begins()[:, None])[:, None].expand(-1, width, -1)
         causal = torch.ones(width, width, dtype=torch.bool, device=mask.device).tril()
-        of_chunk = mask[:, None] & causal
-        self._seen = torch.cat([before[:, None].expand(-1, width, -1), of_chunk], -1)
+        self._seen = torch.cat([before, mask[:, None] & causal], -1)
         try:
             yield
         finally:
             self._seen = None
 
-    def close(self, holes: Tensor, after: Tensor) -> None:
-        """Move what stands before a hole of each row up to what comes after it, ``(b,)`` columns each."""
-        index, begin = moved_up(self.own_length, holes, after), self._begins() + holes
+    def shift(self, columns: Tensor) -> None:
+        """Drop as many of the last own columns of each row, ``(b,)``, and move the others up to the end."""
+        if not bool(columns.any()):
+            return
+        index, begin = moved_up(self.own_length, columns), self._begins() + columns
         unused = int(begin.min())
         layers: list[Any] = self.layers
         for layer in layers:
-            layer.close(index, unused)
+            layer.shift(index, unused)
         self._begin_at(begin - unused)
+
+    @property
+    def prompts(self) -> int:
+        """Prompts that are held."""
+        return len(self._names)
 
     def _begin_at(self, begin: Tensor) -> None:
         self._begin, self._before = begin, None

@@ -44,19 +44,22 @@ class GroupedSteps(DecodingSteps):
         whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
         if not whole or not _plain(self._cache, length + self._max_new_tokens):
             raise NotGrouped("the layers of its cache do not hold the whole text")
-        names = batch.rows[:: batch.repeats].tolist()
-        self._cache = self.kind(self._cache, batch.prompt_mask, batch.repeats, self._max_new_tokens, names)
+        self._cache = self.kind(self._cache, batch.prompt_mask, batch.repeats, self._max_new_tokens, batch.numbers)
 
     def _step(self, ids: Tensor) -> Tensor:
-        with _grouped_attention(self._forward):
+        with _grouped_attention(self._policy):
             return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
 
-    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, stale: Tensor) -> Tensor:
-        with _grouped_attention(self._forward), self._cache.reading(mask, stale):
-            return self._run(ids, positions, attention_mask=None, grouped_cache=self._cache, **self._last_only)
+    @property
+    def prompts(self) -> int:
+        return self._cache.prompts
 
-    def _close(self, holes: Tensor, after: Tensor) -> None:
-        self._cache.close(holes, after)
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor) -> Tensor:
+        with _grouped_attention(self._policy), self._cache.reading(mask):
+            return self._logits(ids, positions, lasts, attention_mask=None, grouped_cache=self._cache)
+
+    def _shift(self, columns: Tensor) -> None:
+        self._cache.shift(columns)
 
     def _keep_cache(self, kept: Tensor) -> None:
         self._cache.batch_select_indices(kept)
@@ -82,8 +85,8 @@ def fits(policy: nn.Module, length: int) -> bool:
 def proven(policy: nn.Module) -> bool:
     """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
     batch = _probe(policy)
-    plain = _decode(DecodingSteps(policy, batch, 4))
     try:
+        plain = _decode(DecodingSteps(policy, batch, 4))
         grouped = _decode(_ProvingSteps(policy, batch, 4))
     except Exception:  # whatever a model's own code makes of a cache that it was not written for
         return False
@@ -98,7 +101,7 @@ def _probe(policy: nn.Module) -> DecodeBatch:
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :2] = False
     rows = torch.arange(4)
-    return DecodeBatch(ids, mask, 2, rows.to(device), rows)
+    return DecodeBatch(ids, mask, 2, rows.to(device), rows, [0, 1])
 
 
 def _decode(steps: DecodingSteps) -> Tensor:

@@ -48,7 +48,7 @@ class NativeGenerator(InProcessGenerator):
         longest = prompts.longest_response(sampling)
         kind = self._kind(policy, whole.prompt_ids.shape[1] + longest)
         if prompts.responder is not None and kind is DecodingSteps:
-            _refuse_windows(policy)
+            _refuse_partial_caches(policy)
         places = self.rows_a_batch or len(whole.rows)
         loop = DecodeLoop(lambda batch: kind(policy, batch, longest), prompts, sampling, places, whole)
         yield whole.rows, loop.run()
@@ -63,12 +63,12 @@ class NativeGenerator(InProcessGenerator):
         return GroupedSteps if grouped and self._proven else DecodingSteps
 
 
-def _refuse_windows(policy: nn.Module) -> None:
-    """A row that waits for an answer keeps its part of the cache, which must be whole then."""
+def _refuse_partial_caches(policy: nn.Module) -> None:
+    """A row that waits for an answer keeps its part of the cache, which must be all of its text."""
     if not keeps_all(policy, empty_cache(policy, forward_parameters(policy))):
         raise ConfigError(
-            f"generator=native cannot hold conversations with {type(base_model(policy)).__name__}: layers of its cache "
-            "drop tokens (a window shorter than the text). Use generator=hf with it."
+            f"generator=native cannot hold conversations with {type(base_model(policy)).__name__}: it is no model of "
+            "transformers, or layers of its cache have a window and may drop tokens. Use generator=hf with it."
         )
 
 

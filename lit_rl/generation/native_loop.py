@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -15,8 +16,15 @@ from lit_rl.rollout import Prompts, Sampling
 from lit_rl.turns import Heard, Responder
 
 _COMPACT_BELOW = 0.75
-"""Drop finished rows once this share of the rows still runs. A step rewrites the key-value cache anyway, so dropping a
-quarter pays back within a few steps, and happens only a few times a batch."""
+"""Drop rows that are over once this share of the rows still runs. It copies what the others have in the cache, and so
+does letting others take the places: for a quarter of the rows that pays back within a few tokens."""
+
+_STRAGGLERS = 2
+"""Prompts that are held at most, over those of places that are full of whole groups: the last row of a group keeps its
+prompt. A memory plan counts as many."""
+
+_POLL = 16
+"""Tokens after which answers are looked for, where no row has ended."""
 
 
 class DecodeLoop:
@@ -47,31 +55,39 @@ class DecodeLoop:
         self._responses = Responses(prompts, sampling, len(whole.rows), whole.keys.device)
         self._rows = torch.zeros(0, dtype=torch.long, device=whole.keys.device)
         self._steps: DecodingSteps | None = None
+        self._group, self._tokens, self._broken = prompts.group_size, 0, False
         self._talk = (
             None if prompts.responder is None else _Talk(prompts.responder, prompts, self._responses, self._sampler)
         )
 
     def run(self) -> Decoded:
-        """The responses of all rows."""
-        while (steps := self._taken()) is not None:
-            while not self._step(steps):
+        """The responses of all rows. Logits that are not finite end it early: what was drawn of them says so."""
+        while self._take_places():
+            while not self._step():
                 pass
         return self._responses.decoded()
 
-    def _taken(self) -> DecodingSteps | None:
-        """The rows that run, once answered rows and waiting groups have taken the places that are free; None: all are
-        over."""
-        self._take_places()
-        while self._steps is None and (self._waiting or (self._talk and self._talk.held)):
-            self._take_places(wait=True)
-        return self._steps
+    def _take_places(self) -> bool:
+        """Let answered rows go on and waiting groups begin, as far as there are places; False where none runs then."""
+        wait = False
+        while not self._broken:
+            for joining in self._talk.answered(wait=wait) if self._talk else ():
+                self._join(*joining)
+            if batch := self._next_batch():
+                self._join(self._begin(batch), batch.rows.to(self._rows.device))
+            held = self._talk.held if self._talk else 0
+            if self._steps is not None or not (held or self._waiting):
+                return self._steps is not None
+            wait = held > 0
+        return False
 
-    def _take_places(self, *, wait: bool = False) -> None:
-        for joining in self._talk.answered(wait=wait and self._talk.held > 0) if self._talk else ():
-            self._join(*joining)
-        held = len(self._rows) + (self._talk.held if self._talk else 0)
-        if (self._steps is None or self._steps.joinable) and (batch := self._waiting.take(self._places - held)):
-            self._join(self._begin(batch), batch.rows.to(self._rows.device))
+    def _next_batch(self) -> DecodeBatch | None:
+        """The groups that may begin now."""
+        free = self._places - len(self._rows) - (self._talk.held if self._talk else 0)
+        if self._steps is None:
+            return self._waiting.take(free)
+        prompts = _STRAGGLERS * math.ceil(self._places / self._group) - self._steps.prompts
+        return self._waiting.take(min(free, prompts * self._group)) if self._steps.joinable else None
 
     def _join(self, steps: DecodingSteps, rows: Tensor) -> None:
         if self._steps is None:
@@ -80,28 +96,37 @@ class DecodeLoop:
             self._steps.join(steps)
             self._rows = torch.cat([self._rows, rows])
 
-    def _step(self, steps: DecodingSteps) -> bool:
-        """Give every row a token. Returns whether places have become free."""
+    def _step(self) -> bool:
+        """Give every row a token. Returns whether it is time to look who may go on or begin."""
+        assert self._steps is not None
         rows = self._rows
-        drawn = self._sampler(steps.logits, self._responses.spoken(rows), rows)
-        running, tokens = self._responses.add(rows, drawn), drawn.tokens
-        if self._talk:
-            self._talk.tell(rows, running)
+        drawn = self._sampler(self._steps.logits, self._responses.spoken(rows), rows)
+        running = self._responses.add(rows, drawn)
         left = int(running.sum())
-        thinned = left <= _COMPACT_BELOW * len(rows) or steps.full
-        if thinned:
-            if self._talk:
-                self._talk.hold(steps, rows, (~running).nonzero().squeeze(-1))
-            kept = running.nonzero().squeeze(-1)
-            self._rows, tokens = rows[kept], tokens[kept]
-            if left == 0:
-                self._steps = None
-                return True
-            steps.keep(kept)
-        elif self._talk:
+        if self._talk and left < len(rows):
+            self._talk.tell(rows, running)
+        if left <= _COMPACT_BELOW * len(rows) or self._steps.full:
+            self._broken = not bool(drawn.logprobs.isfinite().all())
+            return self._drop(running, drawn.tokens)
+        if self._talk:
             self._talk.passed_by(rows, running)
-        steps.advance(tokens)
-        return thinned
+        self._steps.advance(drawn.tokens)
+        self._tokens += 1
+        return bool(self._talk and self._talk.held and self._tokens % _POLL == 0)
+
+    def _drop(self, running: Tensor, tokens: Tensor) -> bool:
+        """Go on with the rows that run."""
+        assert self._steps is not None
+        kept = running.nonzero().squeeze(-1)
+        if self._talk:
+            self._talk.hold(self._steps, self._rows, (~running).nonzero().squeeze(-1))
+        self._rows = self._rows[kept]
+        if len(kept):
+            self._steps.keep(kept)
+            self._steps.advance(tokens[kept])
+        else:
+            self._steps = None
+        return True
 
 
 class _Talk:
@@ -131,9 +156,11 @@ class _Talk:
 
     def tell(self, rows: Tensor, running: Tensor) -> None:
         """Tell the responder of the turns that are over now."""
-        for row in rows[~running & ~self._told[rows]].tolist():
-            self._told[row] = True
-            self._responder.tell(self._responses.said(row))
+        new = rows[~running & ~self._told[rows]]
+        if len(new):
+            self._told[new] = True
+            for said in self._responses.said(new):
+                self._responder.tell(said)
 
     def passed_by(self, rows: Tensor, running: Tensor) -> None:
         """All rows are about to be given a token, those that are over too."""
@@ -142,28 +169,27 @@ class _Talk:
     def hold(self, steps: DecodingSteps, rows: Tensor, over: Tensor) -> None:
         """Take rows that are over out of those that run; ``over`` is their numbers among these."""
         if len(over):
-            self._parts.append((steps.split(over), rows[over].tolist()))
+            self._parts.append((_split(steps, rows.tolist(), over.tolist()), rows[over].tolist()))
 
     def answered(self, *, wait: bool) -> Iterator[tuple[DecodingSteps, Tensor]]:
         """The rows that go on, having read what they were answered."""
         self._heard |= {heard.row: heard for heard in self._responder.answers(wait=wait)}
-        parts, self._parts = self._parts, []
-        for steps, rows in parts:
-            waiting = [i for i, row in enumerate(rows) if row not in self._heard]
+        for _ in range(len(self._parts)):
+            steps, rows = self._parts.pop(0)
+            waiting = [place for place, row in enumerate(rows) if row not in self._heard]
             if len(waiting) == len(rows):
                 self._parts.append((steps, rows))
                 continue
             if waiting:
-                self._parts.append((_split(steps, rows, waiting), [rows[i] for i in waiting]))
+                self._parts.append((_split(steps, rows, waiting), [rows[place] for place in waiting]))
             chunks = {i: chunk for i, row in enumerate(rows) if row in self._heard and (chunk := self._read(row))}
             if chunks:
-                part, device = _split(steps, rows, list(chunks)), self._stale.device
-                of = torch.tensor([rows[i] for i in chunks], device=device)
+                steps = _split(steps, rows, list(chunks))  # what the others have is let go before more is read
+                of = torch.tensor([rows[place] for place in chunks], device=self._stale.device)
                 ids, positions = zip(*chunks.values())
-                part.feed(ids, torch.tensor(positions, device=device), self._stale[of])
-                self._stale[of] = 0
-                self._told[of] = False
-                yield part, of
+                steps.feed(ids, torch.tensor(positions, device=of.device), self._stale[of])
+                self._stale[of], self._told[of] = 0, False
+                yield steps, of
 
     def _read(self, row: int) -> tuple[list[int], int] | None:
         """What the model has to read before the row's next turn, and the position of its first token in the text. The

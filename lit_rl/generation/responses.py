@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lit_rl.errors import GenerationError
 from lit_rl.generation.batches import Decoded
 from lit_rl.generation.transforms import Drawn, EndDetector
 from lit_rl.rollout import Prompts, Sampling
@@ -67,11 +68,14 @@ class Responses:
         self._columns[rows] = (column + 1).where(goes_on, self._longest)
         return goes_on
 
-    def said(self, row: int) -> Said:
-        """The newest turn of a row, as its responder is told of it."""
+    def said(self, rows: Tensor) -> list[Said]:
+        """The newest turn of each of these rows, as the responder is told of it."""
         assert self._turns is not None
-        ids = self._ids[row, int(self._begun[row]) : int(self.lengths[row])].tolist()
-        return Said(row, int(self._turns.now[row]), ids, bool(self.ended[row]))
+        facts = torch.stack(
+            [rows, self._turns.now[rows], self._begun[rows], self.lengths[rows], self.ended[rows].long()]
+        )
+        told = zip(*facts.tolist(), self._ids[rows].tolist())
+        return [Said(row, turn, ids[begun:end], bool(ended)) for row, turn, begun, end, ended, ids in told]
 
     def text(self, row: int) -> list[int]:
         """All tokens of a row so far."""
@@ -96,7 +100,7 @@ class Responses:
         end = begin + len(ids)
         limit = min(end + heard.room, end + self._per_turn)
         if heard.room < 1 or limit > self._longest:
-            raise ValueError(
+            raise GenerationError(
                 f"Row {row} heard {len(ids)} tokens after {begin}, and may say {heard.room} more; it takes 1 or more, "
                 f"and no more than {self._longest} in all."
             )

@@ -203,8 +203,8 @@ class TokenSampler:
         if self._seen is None:
             ids, mask = self._prompt
             # Padding does not count as seen: it would make a row depend on the batch it stands in.
-            counts = torch.zeros((len(ids), logits.shape[-1]), dtype=torch.int32, device=logits.device)
-            self._seen = counts.scatter_add_(1, ids, mask.to(torch.int32)) > 0
+            self._seen = torch.zeros((len(ids), logits.shape[-1]), dtype=torch.bool, device=logits.device)
+            self._seen[mask.nonzero()[:, 0], ids[mask]] = True
         return self._seen
 
 

@@ -43,7 +43,7 @@ class TurnByTurn:
         self._speak(decode_batches(self._prompts, self._places, device))
         unanswered = len(self._whole.rows)
         while unanswered:
-            heard = responder.answers(wait=True)
+            heard = [*responder.answers(wait=True), *responder.answers(wait=False)]
             speaking = [each.row for each in heard if self._responses.hear(each)]
             unanswered -= len(heard) - len(speaking)
             self._speak(self._batches(speaking))
@@ -62,8 +62,8 @@ class TurnByTurn:
             for column in range(decoded.ids.shape[1]):
                 mass = None if decoded.kept_logmass is None else decoded.kept_logmass[:, column]
                 self._responses.add(rows, Drawn(decoded.ids[:, column], decoded.logprobs[:, column], mass))
-            for row in batch.rows.tolist():
-                responder.tell(self._responses.said(row))
+            for said in self._responses.said(rows):
+                responder.tell(said)
 
     def _batches(self, rows: Sequence[int]) -> Iterator[DecodeBatch]:
         """The next turn of these rows: those with as much room together, so that none leaves the model's context."""
@@ -80,4 +80,4 @@ class TurnByTurn:
         ids, mask = left_pad(texts, prompts.pad_id)
         which = torch.tensor(rows)
         keys, begun = self._whole.keys[which.to(device)], self._responses.lengths[which.to(device)]
-        return DecodeBatch(ids.to(device), mask.to(device), 1, keys, which, begun)
+        return DecodeBatch(ids.to(device), mask.to(device), 1, keys, which, rows, begun)

@@ -102,14 +102,14 @@ def given(completions: Completions, observed: int) -> dict[str, Tensor]:
 def same_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for name, one in ours.items():
-        other = theirs[name]
-        pairs = (
-            zip(one, other) if isinstance(one, tuple) else [(one.value, other.value)] if hasattr(one, "value") else []
-        )
-        for left, right in pairs:
-            torch.testing.assert_close(
-                torch.as_tensor(left).float(), torch.as_tensor(right).float(), equal_nan=True, msg=name
-            )
+        for left, right in zip(parts(one), parts(theirs[name]), strict=True):
+            torch.testing.assert_close(left, right, equal_nan=True, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def parts(metric: Any) -> list[Tensor]:
+    """The numbers of a metric."""
+    numbers = metric if isinstance(metric, tuple) else vars(metric).values()
+    return [torch.as_tensor(number).float() for number in numbers if not isinstance(number, str)]
 
 
 NAMES = quick(TWO_STEPS, {"gspo", "cispo", "kl-in-both", "top-entropy", "weights", "shaped", "reinforce", "ppo"})

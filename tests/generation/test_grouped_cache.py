@@ -307,7 +307,7 @@ def test_rows_that_join_later_get_the_logits_that_they_get_alone(policy: nn.Modu
     policy.double()
     new_tokens, seen = 12, head_outputs(policy)
     asked = [next(decode_batches(ask(rows), None, torch.device("cpu"))) for rows in ((1, 4), (0,), (2, 3))]
-    batches = [dataclasses.replace(batch, rows=batch.rows + 10 * number) for number, batch in enumerate(asked)]
+    batches = [dataclasses.replace(b, numbers=[10 * i + number for number in b.numbers]) for i, b in enumerate(asked)]
 
     def token(row: int, step: int) -> int:
         return (row * 7 + step * 5) % (VOCAB - 2) + 2
@@ -322,21 +322,22 @@ def test_rows_that_join_later_get_the_logits_that_they_get_alone(policy: nn.Modu
             alone |= {(row, step): logits for row, logits in zip(rows, seen[-1])}
 
     steps, rows, begun = kind(policy, batches[0], new_tokens), list(range(6)), dict.fromkeys(range(6), 0)
-    first_columns = []
+    row_counts = []
     for clock in range(20):
         steps.advance(torch.tensor([token(row, clock - begun[row]) for row in rows]))
         for row, logits in zip(rows, seen[-1], strict=True):
             torch.testing.assert_close(logits, alone[row, clock - begun[row]], rtol=0, atol=1e-12)
-        first_columns.append(len(rows))
+        row_counts.append(len(rows))
         if leaving := {3: {0, 2, 5}, 7: {10, 12, 1}, 11: {3, 4}, 15: {11}, 19: set(range(30))}.get(clock):
             kept = [i for i, row in enumerate(rows) if row not in leaving]
             rows = [rows[i] for i in kept]
-            steps.keep(torch.tensor(kept, dtype=torch.long)) if kept else None
+            if kept:
+                steps.keep(torch.tensor(kept))
         if number := {3: 1, 7: 2}.get(clock):
             fresh = [10 * number + i for i in range(len(batches[number].rows))]
             steps.join(kind(policy, batches[number], new_tokens))
             rows, begun = rows + fresh, begun | dict.fromkeys(fresh, clock + 1)
-    assert first_columns[4] == 6 and first_columns[8] == 9
+    assert row_counts[4] == 6 and row_counts[8] == 9
 
 
 @pytest.mark.parametrize("grouped", [True, False])

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from generation_cases import EOS, PAD, all_logits, ask, build, spell, unspell
+import transformers
+from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, spell, unspell
 from tiers import quick
 from torch import nn
 
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
@@ -25,6 +26,7 @@ from lit_rl.turns import Heard, Responder, Said
 ENGINES: dict[str, Callable[[], Any]] = {
     "native": NativeGenerator,
     "native-places": lambda: NativeGenerator(batch_size=4),
+    "native-8-places": lambda: NativeGenerator(batch_size=8),
     "native-plain": lambda: NativeGenerator(grouped_cache=False),
     "native-plain-places": lambda: NativeGenerator(batch_size=4, grouped_cache=False),
     "hf": HFGenerator,
@@ -185,6 +187,80 @@ def test_neither_batch_nor_order_of_answers_changes_a_sample(engine: Any, policy
         assert rows_of(talk(engine, policy, rows=[row])[0]) == together[3 * row : 3 * row + 3]
 
 
+@pytest.mark.parametrize(("group_size", "places"), [(3, 16), (9, 8), (2, 3), (4, None)])
+def test_any_number_of_places_holds_any_group(group_size: int, places: int | None) -> None:
+    """Answers come two at a time, so parts of a cache are split and joined in every order."""
+    policy, asked = shared("qwen2"), {"rows": list(range(12)), "group_size": group_size}
+    oracle = rows_of(talk(HFGenerator(), policy, responder=Scripted(reply, at_once=2), **asked)[0])
+    for grouped in (True, False):
+        engine = NativeGenerator(batch_size=places, grouped_cache=grouped)
+        assert rows_of(talk(engine, policy, responder=Scripted(reply, at_once=2), **asked)[0]) == oracle
+
+
+def test_turns_of_one_token(engine: Any) -> None:
+    out, _ = talk(engine, shared("qwen2"), Sampling(max_new_tokens=1))
+    assert rows_of(out) == rows_of(talk(HFGenerator(), shared("qwen2"), Sampling(max_new_tokens=1))[0])
+
+
+WIDE = {"vocab_size": VOCAB, "initializer_range": 0.3}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    # These count columns: a hole inside a text would move what stands before it away.
+    "mpt": lambda: transformers.MptForCausalLM(
+        transformers.MptConfig(d_model=64, n_heads=4, n_layers=2, max_seq_len=64, **WIDE)
+    ),
+    "gpt_neo": lambda: transformers.GPTNeoForCausalLM(
+        transformers.GPTNeoConfig(
+            hidden_size=64,
+            num_layers=2,
+            num_heads=2,
+            attention_types=[[["global", "local"], 1]],
+            window_size=6,
+            max_position_embeddings=64,
+            **WIDE,
+        )
+    ),
+    "bloom": lambda: transformers.BloomForCausalLM(
+        transformers.BloomConfig(hidden_size=64, n_head=4, n_layer=2, **WIDE)
+    ),
+    "lora": lambda: with_adapter(build("qwen2")),
+}
+
+
+def with_adapter(model: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("places", [None, 4])
+def test_other_kinds_of_models_read_answers_into_their_caches(name: str, places: int | None) -> None:
+    torch.manual_seed(3)
+    policy = MODELS[name]().eval()
+    oracle, _ = talk(HFGenerator(), policy)
+    out, _ = talk(NativeGenerator(batch_size=places), policy)
+    assert rows_of(out) == rows_of(oracle)
+    torch.testing.assert_close(out.sampler_logprobs, oracle.sampler_logprobs, atol=1e-4, rtol=0)
+
+
+def test_layers_that_hold_nothing_are_passed_over() -> None:
+    """The config counts the layers of an encoder that the model has not."""
+    settings = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    tokens = {"pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": EOS, "vocab_size": VOCAB}
+    config = transformers.BartConfig(**settings, **tokens, init_std=0.3, max_position_embeddings=80)
+    out, _ = talk(NativeGenerator(batch_size=4), transformers.BartForCausalLM(config).eval())
+    assert out.turn is not None and out.turn.max() > 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16_is_near_to_training(autocast: bool) -> None:
+    policy = build("qwen2").eval() if autocast else build("qwen2").eval().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out, _ = talk(NativeGenerator(), policy)
+        gap = (score(policy, out, SAMPLED).logprobs.detach() - out.sampler_logprobs)[out.response_mask].abs()
+    assert gap.mean() < 0.1
+
+
 def test_a_response_that_is_split_by_an_empty_answer_is_the_same_response(engine: Any, policy: nn.Module) -> None:
     go_on = Scripted(lambda said: None if said.ended else [], 12)
     split, prompts = talk(engine, policy, Sampling(max_new_tokens=5), responder=go_on)
@@ -206,7 +282,7 @@ def test_conversations_of_one_turn_are_the_usual_completions(engine: Any, policy
 
 
 def test_a_text_beyond_the_context_is_refused(engine: Any) -> None:
-    with pytest.raises(ConfigError, match=r"env\.max_tokens=60 is 67 tokens, but the model's context holds 64"):
+    with pytest.raises(ConfigError, match=r"plus the 60 tokens .* is 67 tokens, but the model's context holds 64"):
         talk(engine, shared("qwen2"), responder=Scripted(reply, 60))
 
 
@@ -229,7 +305,7 @@ def test_an_answer_without_room_is_refused(engine: Any) -> None:
         def tell(self, said: Said) -> None:
             self._waiting.append(Heard(said.row, [3] * 30, 1))
 
-    with pytest.raises(ValueError, match="heard 30 tokens"):
+    with pytest.raises(GenerationError, match="heard 30 tokens"):
         talk(engine, shared("qwen2"), responder=Long(reply))
 
 

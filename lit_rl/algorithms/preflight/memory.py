@@ -333,7 +333,8 @@ class Memory:
     def _cache(self, lengths: Lengths, rows: int) -> dict[str, int]:
         """Keys and values of a decode batch, and the logits of a step with what is made of them."""
         shape, p, t = self.policy.shape, lengths.prompt, lengths.response
-        prompts = -(-rows // lengths.group) if self.grouped_cache else rows
+        # The last row of a group keeps its prompt: `native_loop` holds no more than twice those of full places.
+        prompts = min(rows, 2 * -(-rows // lengths.group)) if self.grouped_cache else rows
         of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
         logits = 4 * BLOCKS * rows * shape.vocabulary
         prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
