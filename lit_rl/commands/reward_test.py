@@ -17,6 +17,7 @@ from rich.text import Text
 from lit_rl.commands.train import Run
 from lit_rl.errors import ConfigError, DataError, in_range
 from lit_rl.rewards import Rewards, Scores, text_of
+from lit_rl.rewards.completion import content_of
 from lit_rl.rollout import Message, PromptBatch
 
 _PROMPT, _COMPLETION = 40, 60
@@ -141,7 +142,7 @@ def _scores_table(batch: PromptBatch, trials: Sequence[Trial], scores: Scores) -
         table.add_column(name)
     for i, trial in enumerate(trials):
         prompt = batch.prompts[trial.row]
-        question = prompt if isinstance(prompt, str) else text_of(prompt[-1:])
+        question = prompt if isinstance(prompt, str) else content_of(prompt[-1])
         first = i == 0 or trials[i - 1].row != trial.row
         numbers = [*scores.values[i].tolist(), scores.total[i].item()]
         texts = _cut(question, _PROMPT) if first else "", trial.kind, _cut(trial.text, _COMPLETION)

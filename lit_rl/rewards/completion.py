@@ -24,14 +24,19 @@ def text_of(completion: Completion) -> str:
         return completion
     if not isinstance(completion, list | tuple):
         raise RewardError(f"a completion is text or a list of messages, not {type(completion).__name__}.")
-    return "\n".join(_content(message) for message in completion if _by_the_policy(message))
+    return "\n".join(content_of(message) for message in completion if _by_the_policy(message))
 
 
 def _by_the_policy(message: Message) -> bool:
     return not isinstance(message, dict) or message.get("role", "assistant") == "assistant"
 
 
-def _content(message: Message) -> str:
+def content_of(message: Message) -> str:
+    """The text of one message, whoever wrote it; "" where its content is None.
+
+    Raises:
+        RewardError: it is no message with text.
+    """
     content = message.get("content", "") if isinstance(message, dict) else message
     if content is None:
         return ""
@@ -39,4 +44,4 @@ def _content(message: Message) -> str:
         return "".join(part["text"] for part in content if part.get("type") == "text")
     if isinstance(content, str) and isinstance(message, dict):
         return content
-    raise RewardError(f"a message of a completion is {message!r:.80}; it needs a text under 'content'.")
+    raise RewardError(f"a message is {message!r:.80}; it needs a text under 'content'.")

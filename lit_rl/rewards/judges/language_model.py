@@ -13,7 +13,7 @@ from http.client import HTTPException
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError, in_range
-from lit_rl.rewards.completion import Completion, text_of
+from lit_rl.rewards.completion import Completion, content_of, text_of
 from lit_rl.rewards.execution.event_loops import FUNCTION_LOOP
 from lit_rl.rewards.judges.base import LogMetric, Verdict, average_orders, check_columns
 from lit_rl.rewards.scorers.remote import Post, RemoteReward, RequestRefused, concurrent_posts
@@ -210,7 +210,7 @@ def verdict_of(answer: str) -> Verdict:
 def _prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message.get('role', '')}: {text_of([message])}" for message in prompt)
+    return "\n\n".join(f"{message.get('role', '')}: {content_of(message)}" for message in prompt)
 
 
 def _reply_text(answer: bytes) -> str:
