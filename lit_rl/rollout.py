@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.constraints import LogitBias, Structured
+from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.transforms import Truncation
 from lit_rl.turns import Responder
@@ -213,6 +214,8 @@ class Completions:
     """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
     model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Per-row extra inputs of the forward pass, ``(b, ...)`` (pixels of a vision model). Empty for text."""
+    episodes: tuple[Episode, ...] | None = None
+    """One a row: what was said and answered, in words. None where nothing answers the policy."""
 
     def __len__(self) -> int:
         return self.response_ids.shape[0]
@@ -222,6 +225,11 @@ class Completions:
         """Bool ``(b, p + t)``."""
         attended = self.response_mask if self.attended is None else self.attended
         return torch.cat([self.prompt_mask, attended], dim=1)
+
+    @property
+    def without_episodes(self) -> Completions:
+        """Tensors alone: what is learned from, and what a checkpoint holds."""
+        return dataclasses.replace(self, episodes=None)
 
     @property
     def lengths(self) -> Tensor:
@@ -272,6 +280,8 @@ def select(item: Any, rows: Tensor) -> Any:
         return item[rows.to(item.device)]
     if isinstance(item, Mapping):
         return {key: select(value, rows) for key, value in item.items()}
+    if isinstance(item, tuple):
+        return tuple(item[row] for row in rows.tolist())
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         changes = {f.name: select(getattr(item, f.name), rows) for f in dataclasses.fields(item)}
         return dataclasses.replace(item, **changes)
@@ -323,7 +333,8 @@ def join_completions(first: Completions, second: Completions) -> Completions:
         )
     joined = _joined(_filled(first, second), _filled(second, first))
     inputs = {key: torch.cat([value, second.model_inputs[key]]) for key, value in first.model_inputs.items()}
-    return dataclasses.replace(joined, model_inputs=inputs)
+    episodes = None if first.episodes is None or second.episodes is None else (*first.episodes, *second.episodes)
+    return dataclasses.replace(joined, model_inputs=inputs, episodes=episodes)
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:

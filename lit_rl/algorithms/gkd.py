@@ -110,7 +110,7 @@ class GKD(OfflinePolicyModule):
             self.teacher.check_differs()
             if self.rewrites:
                 longest, new_tokens = self._longest_prompt(), self.sampling.max_new_tokens
-                fits_context(self.model, "sampling", longest, new_tokens, "data.max_length")
+                fits_context(self.model, "sampling.max_new_tokens", longest, new_tokens, "data.max_length")
 
     def refuse_leaks(self) -> None:
         super().refuse_leaks()

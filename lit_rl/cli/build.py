@@ -49,6 +49,8 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 _HINTS = {
+    "env.path": " (package.module:Class or ./file.py:Class)",
+    "env.functions": " (such as [./my_tools.py:multiply])",
     "reward.fn": " (package.module:name or ./file.py:name)",
     "optimizer.path": " (such as torch.optim.SGD)",
     "reward.functions.reward_model.name": " (a folder or a hub id)",
@@ -184,6 +186,16 @@ def check_judged(module: Any, tree: dict[str, Any]) -> None:
     asked = f"eval.win_rate_against={against!r}" if against is not None else f"judge={judge}"
     if against is not None or judge not in ("", "RewardJudge"):
         raise ConfigError(f"{asked} judges completions, and {type(module).__name__} writes none: leave it out.")
+
+
+def check_answered(module: Any, tree: dict[str, Any]) -> None:
+    """Refuse environments where the method draws completions of one turn only, or none."""
+    env = tree.get("env")
+    if env is not None and getattr(module, "env", None) is None:
+        raise ConfigError(
+            f"env={_class_of(env)} answers the turns of a policy, and {type(module).__name__} has none to answer: take "
+            "a method that learns from rollouts (grpo, rloo, reinforce_pp, ppo and their presets), or leave it out."
+        )
 
 
 def _class_of(node: dict[str, Any] | None) -> str:

@@ -22,7 +22,7 @@ from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving
-from lit_rl.cli.build import build, check_judged, check_trainer, plain
+from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.commands import best_of_n, evaluate, plan, reward_test, train
@@ -140,6 +140,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
         tree["trainer"] |= {"limit_val_batches": 0, "enable_progress_bar": False}
     module, data = build(tree["algo"]), build(tree["data"])
     check_judged(module, tree)
+    check_answered(module, tree)
     module.memory_gb = tree["plan"]["memory_gb"]
     tree["trainer"]["accumulate_grad_batches"] = cut_by(module, tree["trainer"]["accumulate_grad_batches"])
     trainer = _trainer(tree, run_dir, dry)

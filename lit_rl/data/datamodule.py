@@ -13,6 +13,7 @@ from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import PromptOptions
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.spare import SparePrompts
+from lit_rl.data.tasks import Repeated
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.rollout import PromptBatch
 
@@ -148,7 +149,8 @@ class RolloutDataModule(SourcedDataModule):
         fraction = self.held_out(val)
         corpus = read_corpus(self.train_rows(), val, tokenizer, self.options, val_fraction=fraction, seed=self.seed)
         for name in corpus.val:
-            if overlap := corpus.report[set_key(name)]["overlap"]:
+            overlap = corpus.report[set_key(name)]["overlap"]
+            if overlap and not isinstance(self.task, Repeated):
                 rank_zero_warn(f"{overlap} of {len(corpus.val[name])} rows of {set_key(name)} have a training prompt.")
         return corpus
 

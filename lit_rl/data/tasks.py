@@ -198,6 +198,29 @@ def _reply(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
 
+class Repeated:
+    """One prompt many times, for environments that make a different problem of each row by its seed.
+
+    Args:
+        prompt: A text, or the messages of a chat.
+        train_rows: Rows to learn from, 1 or more.
+        val_rows: Rows to validate on, whose seeds are others; 0 is none.
+    """
+
+    def __init__(self, prompt: str | list[dict[str, Any]], train_rows: int = 1000, val_rows: int = 100) -> None:
+        in_range("data.task.train_rows", train_rows, low=1)
+        in_range("data.task.val_rows", val_rows, low=0)
+        self.prompt, self.train_rows, self.val_rows = prompt, train_rows, val_rows
+
+    def train(self) -> list[dict[str, Any]]:
+        """The rows to learn from."""
+        return [{"prompt": self.prompt}] * self.train_rows
+
+    def val(self) -> list[dict[str, Any]]:
+        """The rows to validate on."""
+        return [{"prompt": self.prompt}] * self.val_rows
+
+
 class ReasoningGym(_HoldsOut):
     """Problems of a generator of reasoning-gym (2505.24760), as one message of a chat:
 

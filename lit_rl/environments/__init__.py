@@ -1,1 +1,7 @@
 """The other side of a conversation: what answers the policy between its turns."""
+
+from lit_rl.environments.custom import CustomEnvironment
+from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.function_tools import FunctionTools
+
+__all__ = ["CustomEnvironment", "EnvironmentFactory", "FunctionTools"]

@@ -129,10 +129,10 @@ class RegexParser(Parser):
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"env.parser.pattern={pattern!r} is no regular expression: {error}.") from error
+            raise ConfigError(f"env.call_pattern={pattern!r} is no regular expression: {error}.") from error
         if missing := {"name", "arguments"} - self._pattern.groupindex.keys():
             raise ConfigError(
-                f"env.parser.pattern={pattern!r} has no group {' and no group '.join(sorted(missing))}. A call is read "
+                f"env.call_pattern={pattern!r} has no group {' and no group '.join(sorted(missing))}. A call is read "
                 r"by (?P<name>...) and (?P<arguments>...), such as (?P<name>\w+)\((?P<arguments>[^)]*)\)."
             )
         functions = [schema["function"] for schema in schemas]
@@ -151,6 +151,72 @@ class RegexParser(Parser):
         if name in self._arguments and len(values) > len(names):
             return BadCall(found[0], f"{name} takes {len(names)} arguments, and {len(values)} came")
         return ToolCall(name, dict(zip(names, values)))
+
+
+class TemplateParser(Parser):
+    """By the ``response_template`` that the tokenizer of a model may bring (transformers 5.13 and newer).
+
+    Args:
+        tokenizer: With such a template.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def parse(self, text: str) -> ParsedTurn:
+        """The template says itself what is thought and what is said."""
+        calls, rest = self._calls(text)
+        return ParsedTurn(rest.strip(), tuple(calls))
+
+    def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
+        try:
+            message = self._tokenizer.parse_response(said, prefix="")
+        except Exception as error:  # a template is a program: whatever it raises, it cannot read this
+            return [BadCall(said, f"it cannot be read: {excerpt(str(error), 80)}")], ""
+        calls = [_call_from(call, json.dumps(call, default=str)) for call in message.get("tool_calls") or ()]
+        return calls, str(message.get("content") or "") if calls else said
+
+
+PARSERS = ("hermes", "llama3", "mistral", "regex")
+"""Names of the forms that `env.parser` may choose."""
+
+_MARKS = {
+    "<tool_call>\n{": HermesParser,
+    "<tool_call>\\n{": HermesParser,
+    "[TOOL_CALLS]": MistralParser,
+    "<|python_tag|>": Llama3Parser,
+    "'\"parameters\": '": Llama3Parser,
+}
+"""What a chat template writes where it renders calls of this form, as in its source."""
+
+
+def parser_for(name: str, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], pattern: str | None) -> Parser:
+    """The parser of a name, or the one that fits a tokenizer.
+
+    Args:
+        name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``, else by its chat template.
+        tokenizer: Of the policy.
+        schemas: Of the tools.
+        pattern: Of ``regex``.
+
+    Raises:
+        ConfigError: ``auto``, and nothing says how the model writes calls.
+    """
+    if name == "regex":
+        assert pattern is not None
+        return RegexParser(pattern, schemas)
+    if name != "auto":
+        return {"hermes": HermesParser, "llama3": Llama3Parser, "mistral": MistralParser}[name]()
+    if getattr(tokenizer, "response_template", None):
+        return TemplateParser(tokenizer)
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    for mark, parser in _MARKS.items():
+        if mark in template:
+            return parser()
+    raise ConfigError(
+        "env.parser=auto: neither a response_template of the tokenizer nor its chat template says how the model writes "
+        f"calls of tools. Say it: env.parser is {', '.join(PARSERS[:-1])}, or regex with env.call_pattern."
+    )
 
 
 def _call_of(text: str) -> ToolCall | BadCall:

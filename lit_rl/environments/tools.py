@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
@@ -64,6 +65,17 @@ class Tool:
         self._validator = Draft202012Validator(_strict(self.schema["function"]["parameters"]))
         self._told = False
 
+    @property
+    def is_async(self) -> bool:
+        """Whether it has to be awaited."""
+        return any(inspect.iscoroutinefunction(part) for part in (self.function, type(self.function).__call__))
+
+    def of(self, made: Any) -> Tool:
+        """The same method of another object."""
+        bound = copy.copy(self)
+        bound.function = getattr(made, self.name)
+        return bound
+
     def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
         """What is wrong with the arguments of a call; None: nothing."""
         error = next(
@@ -91,18 +103,7 @@ class Tool:
                 _log.warning("tool %r raised; it is answered, and not logged again:", self.name, exc_info=True)
                 self._told = True
             return ToolAnswer(f"error: {self.name} raised {type(error).__name__}: {error}", failed=True)
-        return ToolAnswer(self._text(result))
-
-    def _text(self, result: Any) -> str:
-        if isinstance(result, str):
-            return result
-        try:
-            return json.dumps(result, ensure_ascii=False, allow_nan=True)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"The tool {self.name!r} returned {excerpt(repr(result), 80)}, which is neither text nor JSON "
-                f"({error}). Return a str, a number, or lists and dicts of these."
-            ) from error
+        return ToolAnswer(as_text(result, f"The tool {self.name!r}"))
 
 
 class Toolbox:
@@ -120,11 +121,30 @@ class Toolbox:
             raise ConfigError("env.tools is empty: name at least one function, or leave the environment out.")
         self.tools: dict[str, Tool] = {}
         for tool in map(Tool, functions):
-            if tool.name in self.tools:
-                raise ConfigError(
-                    f"Two tools are called {tool.name!r}, and the policy could not tell them apart: rename one."
-                )
-            self.tools[tool.name] = tool
+            _add(self.tools, tool)
+
+    @property
+    def is_async(self) -> bool:
+        """Whether any of them has to be awaited."""
+        return any(tool.is_async for tool in self.tools.values())
+
+    def of(self, made: Any) -> Toolbox:
+        """The same methods of another object."""
+        bound = copy.copy(self)
+        bound.tools = {name: tool.of(made) for name, tool in self.tools.items()}
+        return bound
+
+    def beside(self, more: Toolbox) -> Toolbox:
+        """These and others.
+
+        Raises:
+            ConfigError: two have one name.
+        """
+        both = copy.copy(self)
+        both.tools = dict(self.tools)
+        for tool in more.tools.values():
+            _add(both.tools, tool)
+        return both
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -142,6 +162,29 @@ class Toolbox:
             known = ", ".join(self.tools)
             return ToolAnswer(f"error: there is no tool {call.name!r}; there are {known}", failed=True)
         return await tool.answer(call.arguments)
+
+
+def _add(tools: dict[str, Tool], tool: Tool) -> None:
+    if tool.name in tools:
+        raise ConfigError(f"Two tools are called {tool.name!r}, and the policy could not tell them apart: rename one.")
+    tools[tool.name] = tool
+
+
+def as_text(result: Any, who: str) -> str:
+    """What a tool or an environment gave, as the policy reads it: text as it stands, all else as JSON.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False, allow_nan=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{who} returned {excerpt(repr(result), 80)}, which is neither text nor JSON ({error}). Return a str, a "
+            "number, or lists and dicts of these."
+        ) from error
 
 
 def _strict(schema: Any) -> Any:

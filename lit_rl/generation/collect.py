@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from lit_rl.environments.interaction import Interaction
+from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
-from lit_rl.generation.noise import prompt_key
+from lit_rl.generation.noise import prompt_key, row_keys
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
-from lit_rl.turns import Responder
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     vocabulary: Vocabulary,
     version: int,
     seed: int,
-    responder: Responder | None = None,
+    interaction: Interaction | None = None,
 ) -> Callable[[], Completions]:
     """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
 
@@ -66,23 +68,57 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         vocabulary: Of the tokenizer that the prompts are tokens of.
         version: The policy's, for the completions to say which it was.
         seed: Of the samples.
-        responder: Answers the turns of these very completions. None: each is over with its first turn.
+        interaction: What answers the policy's turns. None: each completion is over with its first turn.
 
     Raises:
         ConfigError: the generator cannot hold conversations.
     """
-    if responder is not None and not generator.converses:
-        raise ConfigError(
-            f"{type(generator).__name__} draws completions of one turn and would not hear what answers them. Use "
-            "generator=native or generator=hf."
-        )
+    if interaction is not None:
+        check_converses(generator)
     generator.sync(policy, version)
     keys = [
         int(prompt_key(seed, batch.rollout, row, occurrence))
         for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
     ]
-    prompts = replace(vocabulary.prompts(batch.prompt_ids, keys, group_size), responder=responder)
-    return partial(generator.generate, prompts, sampling)
+    if interaction is None:
+        return partial(generator.generate, vocabulary.prompts(batch.prompt_ids, keys, group_size), sampling)
+    asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
+    return partial(_converse, generator, batch, asked, sampling, interaction)
+
+
+def _converse(
+    generator: Generator, batch: PromptBatch, asked: Prompts, sampling: Sampling, interaction: Interaction
+) -> Completions:
+    """The completions of prompts that environments open and answer, with their episodes.
+
+    Raises:
+        GenerationError: more of the episodes failed than may.
+    """
+    per_sample = interaction.factory.seed == "sample"
+    keys = row_keys(asked.keys, asked.group_size).tolist() if per_sample else _repeated(asked.keys, asked.group_size)
+    prompt_ids, conversations = interaction.begin(batch, keys, max_new_tokens=sampling.max_new_tokens)
+    with closing(conversations):
+        completions = generator.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
+        completions = replace(completions, episodes=conversations.episodes())
+    interaction.check_failures(completions.episodes or ())
+    return completions
+
+
+def _repeated(keys: Sequence[int], times: int) -> list[int]:
+    return [key for key in keys for _ in range(times)]
+
+
+def check_converses(generator: Generator) -> None:
+    """Refuse a generator that knows of one turn only.
+
+    Raises:
+        ConfigError: it would not hear what answers a turn.
+    """
+    if not generator.converses:
+        raise ConfigError(
+            f"{type(generator).__name__} draws completions of one turn and would not hear what answers them. Use "
+            "generator=native or generator=hf."
+        )
 
 
 def response_ids(completions: Completions) -> list[list[int]]:
@@ -98,16 +134,21 @@ def texts_of(completions: Completions, tokenizer: Any) -> list[str]:
 
 
 def as_reward_input(
-    batch: PromptBatch, texts: Sequence[str], group_size: int
+    batch: PromptBatch, texts: Sequence[str], group_size: int, episodes: Sequence[Episode] | None = None
 ) -> tuple[list[Prompt], list[str | list[Message]], dict[str, list]]:
     """Prompts, completions and columns, one entry a completion, as the reward functions take them.
 
-    A message prompt makes its completions message lists too: `[{"role": "assistant", "content": text}]`.
+    A message prompt makes its completions message lists too: `[{"role": "assistant", "content": text}]`, or all of the
+    messages of its episode. Episodes are a column of their own.
     """
     rows = torch.arange(len(batch)).repeat_interleave(group_size).tolist()
+    columns = {name: [values[i] for i in rows] for name, values in batch.columns.items()}
     prompts = [batch.prompts[i] for i in rows]
+    messages: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in texts]
+    if episodes is not None:
+        prompts, messages = [each.prompt for each in episodes], [each.messages for each in episodes]
+        columns |= {"episodes": [each.plain() for each in episodes]}
     completions: list[str | list[Message]] = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
+        text if isinstance(prompt, str) else said for prompt, text, said in zip(prompts, texts, messages, strict=True)
     ]
-    return prompts, completions, {name: [values[i] for i in rows] for name, values in batch.columns.items()}
+    return prompts, completions, columns

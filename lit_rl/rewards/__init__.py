@@ -1,6 +1,7 @@
 """Text in, numbers out: reward functions, their weighted sum, and functions named by path in a config."""
 
 from lit_rl.rewards.builtin.code import CodeExecution
+from lit_rl.rewards.builtin.environment import environment
 from lit_rl.rewards.builtin.format import reasoning_format
 from lit_rl.rewards.builtin.lengths import CosineScaledLength, SoftOverlong
 from lit_rl.rewards.builtin.math import boxed, final_answer, math_answer
@@ -43,6 +44,7 @@ __all__ = [
     "TrainerState",
     "boxed",
     "contains",
+    "environment",
     "exact_match",
     "final_answer",
     "from_paths",

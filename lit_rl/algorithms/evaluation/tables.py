@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
+from lit_rl.episodes import Episode
 from lit_rl.generation.collect import as_reward_input
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch
@@ -23,13 +25,30 @@ def sample_table(
     """Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
     columns and what rewards gave to `log_extra`. A name that is taken already is not overwritten.
 
+    Where something answers the policy, a completion is the transcript of its episode, and there are the columns turns,
+    end, observed_tokens, episode_error and messages, as JSON.
+
     `advantages`: `(b,)`; of pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
     """
-    prompts, _, columns = as_reward_input(batch, texts, len(texts) // len(batch))
+    prompts, _, columns = as_reward_input(batch, texts, len(texts) // len(batch), completions.episodes)
+    columns.pop("episodes", None)
     table: dict[str, list[Any]] = {"step": [step] * len(texts), "prompt": prompts, "completion": list(texts)}
     table["reward"] = scores.total.tolist()
     table |= {f"rewards/{name}": scores.values[:, i].tolist() for i, name in enumerate(scores.names)}
     if advantages is not None:
         table["advantage"] = advantages.tolist()
     table |= {"length": completions.lengths.tolist(), "ended": completions.ended.tolist()}
+    if completions.episodes is not None:
+        table |= _of_episodes(completions.episodes)
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
+
+
+def _of_episodes(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+    return {
+        "completion": [episode.transcript() for episode in episodes],
+        "turns": [episode.turns for episode in episodes],
+        "end": [episode.end for episode in episodes],
+        "observed_tokens": [episode.observed_tokens for episode in episodes],
+        "episode_error": [episode.error or "" for episode in episodes],
+        "messages": [json.dumps(episode.messages, ensure_ascii=False) for episode in episodes],
+    }

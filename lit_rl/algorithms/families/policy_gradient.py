@@ -39,6 +39,7 @@ from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
 from lit_rl.algorithms.terms.step_tokens import step_tokens
+from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.errors import StorageError, in_range
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.models.policy.language_model import LanguageModel
@@ -85,6 +86,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         router_aux_loss_coef: Weight of the router's load-balancing loss of a mixture-of-experts model.
         mask_truncated: Leave completions that `max_new_tokens` cut out of the loss.
         replay: Groups without spread are replaced by good ones of earlier rollouts. None: they are not.
+        env: Makes what answers the policy between its turns: tools and environments. None: a completion is one turn.
         skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, where that
             changes no gradient: where no other term learns from them, and loss and reduction are lit_rl's own.
         shared: What every `OnPolicyModule` takes.
@@ -117,6 +119,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         router_aux_loss_coef: float = 0.0,
         mask_truncated: bool = False,
         replay: GroupReplay | None = None,
+        env: EnvironmentFactory | None = None,
         skip_zero_advantages: bool = True,
         **shared: Any,
     ) -> None:
@@ -135,6 +138,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self.entropy = None if entropy is None else EntropyBonus(entropy)
         in_range("algo.router_aux_loss_coef", router_aux_loss_coef, low=0)
         self.router_aux_loss_coef, self.mask_truncated, self.replay = router_aux_loss_coef, mask_truncated, replay
+        self.env = env
         self._check_terms()
         self.needs_reference = self.kl.needs_reference
         self.needs_greedy_rewards = "greedy_rewards" in parameters(advantage)
@@ -168,7 +172,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout = Rollout(
-            completions=completions,
+            completions=completions.without_episodes,
             rewards=credit.rewards,
             advantages=self.advantage_clip(advantages),
             loss_mask=self.loss_mask(scored),

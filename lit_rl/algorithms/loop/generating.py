@@ -16,8 +16,11 @@ from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compar
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
+from lit_rl.algorithms.rollouts.episodes import scores_of
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
+from lit_rl.environments.interaction import Interaction
+from lit_rl.episodes import Episode
 from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
@@ -67,8 +70,8 @@ class GeneratingModule(PolicyModule):
         data: Any = self.trainer.datamodule  # pyright: ignore
         if not isinstance(self.generator, InProcessGenerator):
             return None
-        longest = max(getattr(data, "longest_prompt", 0), data.longest_val_prompt)
-        new_tokens = max(self.sampling.max_new_tokens, self.evaluation.max_new_tokens or 0)
+        longest = self.longest_prompt(max(getattr(data, "longest_prompt", 0), data.longest_val_prompt))
+        new_tokens = max(self.longest_response(self.sampling), self.evaluation.max_new_tokens or 0)
         return Lengths(longest, new_tokens, self.group_size)
 
     def bound_decoding(self, sequences: int | None) -> None:
@@ -80,6 +83,17 @@ class GeneratingModule(PolicyModule):
 
     group_size = 1
     """Completions a prompt, where nothing else is asked for."""
+
+    interaction: Interaction | None = None
+    """What answers the policy between its turns. None: a completion is one turn."""
+
+    def longest_prompt(self, longest: int) -> int:
+        """Tokens that a prompt of the data may have as the policy reads it."""
+        return longest if self.interaction is None else self.interaction.longest_prompt(longest)
+
+    def longest_response(self, sampling: Sampling) -> int:
+        """Tokens that a completion may have, what the policy reads between its turns included."""
+        return sampling.max_new_tokens if self.interaction is None else self.interaction.factory.max_tokens
 
     def configure_model(self) -> None:
         against = self.evaluation.win_rate_against
@@ -112,6 +126,7 @@ class GeneratingModule(PolicyModule):
             batch,
             self.policy,
             self.model,
+            interaction=self.interaction,
             version=self.global_step,
             sampling=sampling or self.sampling,
             group_size=group_size or self.group_size,
@@ -120,12 +135,20 @@ class GeneratingModule(PolicyModule):
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
-        return self.reward_texts(batch, texts_of(completions, self.model.tokenizer), response_ids(completions))
+        texts, episodes = texts_of(completions, self.model.tokenizer), completions.episodes
+        scores = self.reward_texts(batch, texts, response_ids(completions), episodes)
+        return scores if episodes is None else scores_of(scores, episodes)
 
-    def reward_texts(self, batch: PromptBatch, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Scores:
+    def reward_texts(
+        self,
+        batch: PromptBatch,
+        texts: Sequence[str],
+        ids: Sequence[Sequence[int]],
+        episodes: Sequence[Episode] | None = None,
+    ) -> Scores:
         """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
         with self.stopwatch.measure("reward"):
-            prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch))
+            prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
                 prompts, answers, columns, completion_ids=ids, trainer_state=self.trainer_state
             )

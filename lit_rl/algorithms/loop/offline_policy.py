@@ -98,7 +98,7 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         if longest := data.longest_val_prompt:
             own = self.evaluation.max_new_tokens
             group, new_tokens = ("sampling", self.sampling.max_new_tokens) if own is None else ("eval", own)
-            preflight.fits_context(self.model, group, longest, new_tokens, "data.max_length")
+            preflight.fits_context(self.model, f"{group}.max_new_tokens", longest, new_tokens, "data.max_length")
         preflight.bind_validation(self.reward_functions, data)
         self.reward_functions.load()
         if stage != "fit":

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
+from lit_rl.algorithms.preflight import environments
 from lit_rl.algorithms.preflight.cut import Cut, Step
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.records import Records
@@ -33,12 +34,13 @@ from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
+from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, PromptBatch, Rollout
+from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
 
 
 class OnPolicyModule(GeneratingModule, ABC):
@@ -115,6 +117,9 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     compares_in_step = False
     """Whether `loss` compares completions of one prompt, so that a micro-batch has to hold whole groups."""
+
+    env: EnvironmentFactory | None = None
+    """Makes what answers the policy between its turns. None: a completion is one turn."""
 
     needs_step = False
     """Whether a term of `loss` is defined over all tokens of an optimizer step."""
@@ -277,14 +282,19 @@ class OnPolicyModule(GeneratingModule, ABC):
         super().setup(stage)
         trainer, data = self.trainer, preflight.rollout_data(self.trainer)
         preflight.one_accumulation(trainer, "a rollout would no longer divide into them")
+        if self.env is not None:
+            environments.rewarded(self.env, self.reward_functions)
+            self.interaction = environments.interaction_of(self.env, self.model, data, self.generator, self.sampling)
+        episodes = () if self.env is None else ("episodes",)
         if stage == "fit":
-            self.reward_functions.bind(data.columns)
-            preflight.fits_context(self.model, "sampling", data.longest_prompt, self.sampling.max_new_tokens)
-            preflight.engine_takes(self.generator, self.sampling, data.longest_prompt)
+            self.reward_functions.bind([*data.columns, *episodes])
+            self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")
             wants = "no KL term needs it. Set algo.beta or algo.reward_beta above 0 to measure the KL against it."
             preflight.reference_is_read(self.reference, self.needs_reference, wants)
-        preflight.validation_fits(data, self.model, self.sampling, self.evaluation, self.generator)
-        preflight.bind_validation(self.reward_functions, data)
+        if longest := data.longest_val_prompt:
+            group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
+            self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
+        preflight.bind_validation(self.reward_functions, data, episodes)
         self.reward_functions.load()
         if stage != "fit":
             self.fit_decoding()
@@ -297,7 +307,7 @@ class OnPolicyModule(GeneratingModule, ABC):
                 accumulate=self.accumulation_by_hand,
                 world_size=trainer.world_size,
                 split_groups=self._slices_by_hand,
-                max_new_tokens=self.sampling.max_new_tokens,
+                max_new_tokens=self.longest_response(self.sampling),
             )
             step = Step(
                 plan.units,
@@ -310,6 +320,14 @@ class OnPolicyModule(GeneratingModule, ABC):
             accumulate, why = self.cut_step(step)
             self.plan = self._cut_plan(plan, step, accumulate, why)
             preflight.whole_rollouts(trainer, self.plan.slots)
+
+    def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
+        """Refuse prompts and completions that the model's context cannot hold, and what the engine cannot draw."""
+        if self.interaction is None:
+            preflight.fits_context(self.model, key, longest, sampling.max_new_tokens)
+        else:
+            environments.fits_context(self.model, self.interaction, longest)
+        preflight.engine_takes(self.generator, sampling, self.longest_prompt(longest))
 
     @property
     def _slices_by_hand(self) -> int:
@@ -325,7 +343,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         data: Any = self.trainer.datamodule  # pyright: ignore
         rows = max(1, self.group_size // self._slices_by_hand)  # what does not divide is refused with the batches
         shares = self.forward_options.shared_prompts and rows > 1
-        return Lengths(data.longest_prompt, self.sampling.max_new_tokens, rows, shares=shares)
+        longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
+        return Lengths(longest, new_tokens, rows, shares=shares)
 
     def read_only(self) -> dict[str, int]:
         # They are loaded by now: what is free on this machine is without them, what the user says is there is not.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.generation.base import Generator
 from lit_rl.models.policy.language_model import LanguageModel
@@ -43,13 +42,13 @@ def one_accumulation(trainer: Any, because: str) -> None:
 
 
 def fits_context(
-    model: LanguageModel, group: str, longest: int, new_tokens: int, prompt_key: str = "data.max_prompt_tokens"
+    model: LanguageModel, key: str, longest: int, new_tokens: int, prompt_key: str = "data.max_prompt_tokens"
 ) -> None:
     """Refuse prompts and completions that the model's context cannot hold.
 
     Args:
         model: Whose context.
-        group: Of `max_new_tokens`, for the message.
+        key: Of `new_tokens`, for the message.
         longest: Tokens of the longest prompt.
         new_tokens: Tokens of the longest completion.
         prompt_key: The key that bounds prompts, for the message.
@@ -62,22 +61,10 @@ def fits_context(
         return
     prompts = f", or {prompt_key} to {holds - new_tokens}" if holds > new_tokens else ""
     raise ConfigError(
-        f"The longest prompt has {longest} tokens; with {group}.max_new_tokens={new_tokens} that is "
+        f"The longest prompt has {longest} tokens; with {key}={new_tokens} that is "
         f"{longest + new_tokens}, but the context of {model.name} holds {holds}. Lower "
-        f"{group}.max_new_tokens to {max(1, holds - longest)}{prompts}."
+        f"{key} to {max(1, holds - longest)}{prompts}."
     )
-
-
-def validation_fits(
-    data: Any, model: LanguageModel, sampling: Sampling, evaluation: Evaluation, generator: Generator
-) -> None:
-    """Refuse validation prompts that model or engine cannot take."""
-    longest = data.longest_val_prompt
-    if not longest:
-        return
-    engine_takes(generator, evaluation.sampling(sampling), longest)
-    own = evaluation.max_new_tokens
-    fits_context(model, "sampling" if own is None else "eval", longest, own or sampling.max_new_tokens)
 
 
 def engine_takes(generator: Generator, sampling: Sampling, longest: int) -> None:
@@ -85,11 +72,11 @@ def engine_takes(generator: Generator, sampling: Sampling, longest: int) -> None
     generator.check(sampling, longest)
 
 
-def bind_validation(rewards: Rewards, data: Any) -> None:
-    """Check the rewards against the columns of every validation set."""
+def bind_validation(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> None:
+    """Check the rewards against the columns of every validation set, and those that are there also."""
     for name, columns in data.val_columns.items():
         try:
-            rewards.bind(columns)
+            rewards.bind([*columns, *also])
         except Exception as error:
             error.add_note(f"(in the validation set {name or 'data.val_*'})")
             raise

@@ -24,6 +24,7 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
+from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import GenerationError, LitRLError
 from lit_rl.generation.ahead import Ahead, Name
 from lit_rl.generation.base import EngineLost, Generator
@@ -49,6 +50,8 @@ class RolloutRequest:
     """Completions of each prompt."""
     seed: int
     """Of the samples."""
+    interaction: Interaction | None = None
+    """What answers the policy's turns. None: a completion is one turn."""
 
     def by_another(self, policy: nn.Module) -> RolloutRequest:
         """The same of another model, whose noise is its own: with the same noise two equal models write the same."""
@@ -186,7 +189,7 @@ class RolloutSource:
         """The counterpart of `state`."""
         if ahead := saved.get("ahead"):
             name = ahead["rollout"], tuple(ahead["rows"])
-            self._ahead.put(name, Completions(**state.to_device(ahead["completions"], device)))
+            self._ahead.put(name, state.completions_of(ahead["completions"], device))
 
 
 @contextmanager
@@ -219,6 +222,7 @@ def _ask(generator: Generator, asked: RolloutRequest) -> Callable[[], Completion
         vocabulary=Vocabulary.of(asked.model),
         version=asked.version,
         seed=asked.seed,
+        interaction=asked.interaction,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.episodes import Episode
 from lit_rl.errors import StorageError
 from lit_rl.rollout import Completions, Rollout
 
@@ -21,6 +22,8 @@ def to_plain(item: Any) -> Any:
         return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
     if isinstance(item, Mapping):
         return {key: to_plain(value) for key, value in item.items()}
+    if isinstance(item, tuple) and any(map(dataclasses.is_dataclass, item)):
+        return [to_plain(each) for each in item]
     return item
 
 
@@ -39,6 +42,15 @@ def to_device_dataclass(item: Any, device: torch.device) -> Any:
         fields = {f.name: to_device_dataclass(getattr(item, f.name), device) for f in dataclasses.fields(item)}
         return dataclasses.replace(item, **fields)
     return to_device(item, device)
+
+
+def completions_of(plain: dict[str, Any], device: torch.device) -> Completions:
+    """The completions that `to_plain` took apart."""
+    episodes = plain.get("episodes")
+    parts = to_device(plain, device)
+    return Completions(
+        **parts | {"episodes": None if episodes is None else tuple(Episode(**each) for each in episodes)}
+    )
 
 
 def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:

@@ -157,7 +157,7 @@ class TopOfGroup(GroupSelection):
     def _scores(self, scored: Scored, tokenizer: Any) -> Tensor:
         completions, rewards = scored.completions, scored.scores.total
         texts = texts_of(completions, tokenizer)
-        prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size)
+        prompts, answers, columns = as_reward_input(scored.batch, texts, scored.group_size, completions.episodes)
         columns = {**columns, "rewards": rewards.tolist(), "lengths": completions.lengths.tolist()}
         offered = {"prompts": prompts, "completions": answers, **columns}
         wanted = keywords("algo.groups.score", self.score, columns)

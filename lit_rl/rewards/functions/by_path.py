@@ -8,6 +8,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,39 @@ from lit_rl.rewards.workers.import_source import is_file, load_file
 FORM = "allowed are 'package.module:name' and './file.py:name'"
 
 
+@dataclass(frozen=True)
+class Named:
+    """What a path names."""
+
+    source: str
+    """The file, absolute, or the module."""
+    text: bytes | None
+    """The file as it was read; None for a module."""
+    name: str
+    value: Any
+
+
+def named_by(path: str, key: str) -> Named:
+    """What stands at ``package.module:name`` or ``./file.py:name``.
+
+    Args:
+        path: The path; a file is relative to the current directory.
+        key: The setting that it came with, for messages.
+
+    Raises:
+        ConfigError: the path is not of this form, or the module, file or name does not exist.
+        RewardError: the module or file fails on import.
+    """
+    source, colon, name = str(path).rpartition(":")
+    if not (colon and source and name):
+        raise ConfigError(f"{key}={path!r} names no function: {FORM}.")
+    if not is_file(source):
+        return Named(source, None, name, _attribute(_load_module(source, key), name, path, key))
+    file = Path(source).expanduser().resolve()
+    text = _read(file, key)
+    return Named(str(file), text, name, _attribute(_load_file(file, text, key), name, path, key))
+
+
 class FunctionFromPath:
     """A callable that pickles as the path it came from, and so reaches worker processes.
 
@@ -27,23 +61,15 @@ class FunctionFromPath:
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.
-        RewardError: the module or file fails on import.
+        RewardError: the module or file fails on import, or what it names cannot be called.
     """
 
     def __init__(self, path: str) -> None:
-        source, colon, name = str(path).rpartition(":")
-        if not (colon and source and name):
-            raise ConfigError(f"reward.fn={path!r} names no function: {FORM}.")
-        if is_file(source):
-            source = str(Path(source).expanduser().resolve())
-        self.source = source
-        """The file, absolute, or the module."""
-        self.text = _read(Path(source)) if is_file(source) else None
-        """The file as it was read; None for a module."""
-        module = _load_module(source) if self.text is None else _load_file(Path(source), self.text)
-        self.function = _attribute(module, name, path)
+        named = named_by(path, "reward.fn")
+        check_callable(path, named.value)
+        self.source, self.text, self.function = named.source, named.text, named.value
         functools.update_wrapper(self, self.function, updated=())
-        self.__name__ = name
+        self.__name__ = named.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -84,37 +110,37 @@ def is_async(function: Any) -> bool:
     return any(inspect.iscoroutinefunction(part) for part in (inner, type(inner).__call__))
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, key: str) -> bytes:
     if not path.is_file():
         here = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
         found = f"Python files there: {', '.join(here) or 'none'}." if path.parent.is_dir() else "No such folder."
-        raise ConfigError(f"reward.fn: there is no file {path}. {found}{did_you_mean(path.name, here)}")
+        raise ConfigError(f"{key}: there is no file {path}. {found}{did_you_mean(path.name, here)}")
     if path.suffix != ".py":
-        raise ConfigError(f"reward.fn: {path} is not a Python file: {FORM}.")
+        raise ConfigError(f"{key}: {path} is not a Python file: {FORM}.")
     return path.read_bytes()
 
 
-def _load_file(path: Path, text: bytes) -> ModuleType:
+def _load_file(path: Path, text: bytes, key: str) -> ModuleType:
     try:
         return load_file(path, text)
     except (Exception, SystemExit) as error:
-        raise RewardError(f"reward.fn: importing {path} failed with {type(error).__name__}: {error}.") from error
+        raise RewardError(f"{key}: importing {path} failed with {type(error).__name__}: {error}.") from error
 
 
-def _load_module(name: str) -> ModuleType:
+def _load_module(name: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is None or not f"{name}.".startswith(f"{missing}."):
-            raise RewardError(f"reward.fn: importing {name} failed with {type(error).__name__}: {error}.") from error
+            raise RewardError(f"{key}: importing {name} failed with {type(error).__name__}: {error}.") from error
         if Path(f"{name}.py").is_file():
             hint = f" A file is given as './{name}.py:name'."
         else:
             parent, _, last = missing.rpartition(".")
             modules = _submodules(parent)
             hint = f" Modules of {parent}: {', '.join(modules)}.{did_you_mean(last, modules)}" if parent else ""
-        raise ConfigError(f"reward.fn: there is no module {missing!r}; {FORM}.{hint}") from error
+        raise ConfigError(f"{key}: there is no module {missing!r}; {FORM}.{hint}") from error
 
 
 def _submodules(package: str) -> Sequence[str]:
@@ -122,17 +148,17 @@ def _submodules(package: str) -> Sequence[str]:
     return sorted(module.name for module in pkgutil.iter_modules(paths))
 
 
-def _attribute(module: ModuleType, name: str, path: str) -> Any:
+def _attribute(module: ModuleType, name: str, path: str, key: str) -> Any:
     if not hasattr(module, name):
         public = sorted(
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and not key.startswith("_")
+            each
+            for each, value in vars(module).items()
+            if (inspect.isfunction(value) or inspect.isclass(value))
+            and value.__module__ == module.__name__
+            and not each.startswith("_")
         )
         raise ConfigError(
-            f"reward.fn={path!r}: there is no {name!r}. Functions there: {', '.join(public) or 'none'}."
+            f"{key}={path!r}: there is no {name!r}. There are: {', '.join(public) or 'none'}."
             f"{did_you_mean(name, public)}"
         )
-    value = getattr(module, name)
-    check_callable(path, value)
-    return value
+    return getattr(module, name)

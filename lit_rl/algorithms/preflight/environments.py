@@ -1,0 +1,81 @@
+"""What of `env=` is refused before any weight is loaded, and what a run converses with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.interaction import Interaction
+from lit_rl.errors import ConfigError
+from lit_rl.generation.base import Generator
+from lit_rl.generation.collect import check_converses
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.rewards.builtin.environment import environment
+from lit_rl.rewards.sums.weighted import Rewards
+from lit_rl.rollout import Sampling
+
+_ALL = 1 << 62
+"""More rows than there are."""
+
+
+def interaction_of(
+    factory: EnvironmentFactory, model: LanguageModel, data: Any, generator: Generator, sampling: Sampling
+) -> Interaction:
+    """What answers the policy of a run.
+
+    Raises:
+        ConfigError: the generator holds no conversations, an episode is shorter than a turn, the data's rows do not fit
+            the environments, or see `Interaction`.
+    """
+    check_converses(generator)
+    if factory.max_tokens < sampling.max_new_tokens:
+        raise ConfigError(
+            f"env.max_tokens={factory.max_tokens} is less than sampling.max_new_tokens={sampling.max_new_tokens}, and "
+            "an episode is one turn or more: raise the first, or lower the second."
+        )
+    if data.options.overlong == "truncate_left":
+        raise ConfigError(
+            "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew, with their "
+            "tools and what the environment begins with. Take data.overlong=drop, or error."
+        )
+    factory.check_columns(data.peek(_ALL).columns)
+    for columns in data.val_columns.values():
+        factory.check_columns(columns)
+    return Interaction(
+        factory,
+        model.tokenizer,
+        eos_ids=model.eos_ids,
+        chat=not isinstance(data.peek(1).prompts[0], str),
+        template_kwargs=data.options.chat_template_kwargs,
+    )
+
+
+def fits_context(model: LanguageModel, interaction: Interaction, longest: int) -> None:
+    """Refuse episodes that the model's context cannot hold.
+
+    Raises:
+        ConfigError: says what adds up to how many tokens, and what to lower.
+    """
+    parts = interaction.lengths(longest)
+    holds, needed = model.context_length, sum(parts.values())
+    if holds is None or needed <= holds:
+        return
+    listed = ", ".join(f"{key} {tokens}" for key, tokens in parts.items() if tokens)
+    raise ConfigError(
+        f"An episode may have {needed} tokens ({listed}), but the context of {model.name} holds {holds}. Lower "
+        f"{' or '.join(key for key in parts if key.startswith('env.') and parts[key])}, or data.max_prompt_tokens."
+    )
+
+
+def rewarded(factory: EnvironmentFactory, rewards: Rewards) -> None:
+    """Refuse episodes that nothing rewards.
+
+    Raises:
+        ConfigError: the reward is the environment's own, and it gives none.
+    """
+    asked = [name for name, function in rewards.functions.items() if function is environment]
+    if asked and not factory.gives_reward:
+        raise ConfigError(
+            f"reward={asked[0]} takes the reward that environments give, and these have neither step nor get_reward. "
+            "Write get_reward(self), or take another reward."
+        )

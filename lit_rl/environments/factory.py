@@ -1,0 +1,138 @@
+"""What `env=` is: how environments are made for the rows of a rollout, and the limits that they run under."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lit_rl.environments.base import Environment
+from lit_rl.environments.frames import Kind
+from lit_rl.environments.parsers import PARSERS, Parser
+from lit_rl.environments.tools import Toolbox
+from lit_rl.errors import ConfigError, in_range, one_of
+
+
+class EnvironmentKind(ABC):
+    """One kind of environment: what is the same in all its episodes."""
+
+    toolbox: Toolbox | None = None
+    """What the chat template tells the policy of; None: it calls no tools."""
+    is_async: bool = False
+    """Whether something in it is awaited: then its episodes go on at the same time."""
+    opens: bool = False
+    """Whether it may begin an episode with something that the policy reads."""
+    gives_reward: bool = False
+    """Whether its episodes have a reward of their own."""
+
+    @property
+    def answers_as(self) -> Kind:
+        """The role of what answers the policy."""
+        return "user" if self.toolbox is None else "tool"
+
+    @abstractmethod
+    def make(self, parser: Parser | None) -> Environment:
+        """A new environment, for one episode. A kind with tools is given what reads their calls."""
+
+    def check_columns(self, columns: Sequence[str]) -> None:  # noqa: B027 (optional)
+        """Refuse data whose rows it could not begin with.
+
+        Raises:
+            ConfigError: names the argument and the columns.
+        """
+
+
+class EnvironmentFactory(ABC):
+    """Abstract: subclasses say which kinds of environments there are.
+
+    Args:
+        parser: How calls of tools are written: ``auto`` goes by the tokenizer and its chat template; or ``hermes``,
+            ``llama3``, ``mistral``, ``regex``.
+        call_pattern: With ``parser=regex``, one call as a regular expression with the groups ``name`` and
+            ``arguments``, see `RegexParser`.
+        max_turns: Turns of the policy in an episode, 1 or more.
+        max_tokens: Tokens of an episode, the policy's and those that it is answered; ``sampling.max_new_tokens`` are
+            those of one turn.
+        max_observation_tokens: Tokens of an answer; what is longer is cut, and marked.
+        step_timeout: Seconds that an answer, a reset or a reward may take.
+        episode_timeout: Seconds that an episode may take, generation included; None is no limit.
+        max_failed: Share of a rollout's episodes that may fail or run into a time limit. They are not learned from;
+            more of them end the run.
+        seed: ``group``: the episodes of one prompt begin with the same seed. ``sample``: each with its own.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
+        self,
+        *,
+        parser: str = "auto",
+        call_pattern: str | None = None,
+        max_turns: int = 8,
+        max_tokens: int = 2048,
+        max_observation_tokens: int = 512,
+        step_timeout: float = 30.0,
+        episode_timeout: float | None = None,
+        max_failed: float = 0.1,
+        seed: Literal["group", "sample"] = "group",
+    ) -> None:
+        one_of("env.parser", parser, ("auto", *PARSERS))
+        if (parser == "regex") != (call_pattern is not None):
+            raise ConfigError(
+                f"env.parser={parser} and env.call_pattern={call_pattern!r}: a pattern is read by env.parser=regex, "
+                "and by nothing else."
+            )
+        in_range("env.max_turns", max_turns, low=1)
+        in_range("env.max_tokens", max_tokens, low=1)
+        in_range("env.max_observation_tokens", max_observation_tokens, low=1)
+        in_range("env.step_timeout", step_timeout, low=0, open_low=True)
+        if episode_timeout is not None:
+            in_range("env.episode_timeout", episode_timeout, low=0, open_low=True)
+        in_range("env.max_failed", max_failed, low=0, high=1)
+        one_of("env.seed", seed, ("group", "sample"))
+        self.parser, self.call_pattern = parser, call_pattern
+        self.max_turns, self.max_tokens, self.max_observation_tokens = max_turns, max_tokens, max_observation_tokens
+        self.step_timeout, self.episode_timeout, self.max_failed = step_timeout, episode_timeout, max_failed
+        self.seed: Literal["group", "sample"] = seed
+
+    @property
+    @abstractmethod
+    def kinds(self) -> Mapping[str, EnvironmentKind]:
+        """Every kind by its name."""
+
+    def kind_of(self, row: Mapping[str, Any]) -> str:
+        """Which kind a row of the data is for.
+
+        Raises:
+            ConfigError: it names none of them.
+        """
+        return next(iter(self.kinds))
+
+    @property
+    def is_async(self) -> bool:
+        """Whether episodes go on at the same time."""
+        return any(kind.is_async for kind in self.kinds.values())
+
+    @property
+    def gives_reward(self) -> bool:
+        """Whether episodes have a reward of their own."""
+        return any(kind.gives_reward for kind in self.kinds.values())
+
+    def check_columns(self, columns: Mapping[str, Sequence[Any]] | Sequence[str]) -> None:
+        """Refuse data that the environments could not begin with.
+
+        Raises:
+            ConfigError: see `EnvironmentKind.check_columns`; or the data has a column ``episodes``.
+        """
+        if "episodes" in columns:
+            raise ConfigError(
+                "The data has a column 'episodes', and reward functions get the episodes by this name: rename it, "
+                "data.rename={episodes: episodes_column}."
+            )
+        for kind in self.kinds.values():
+            kind.check_columns(list(columns))
+
+
+Functions = Sequence[str | Callable[..., Any]]
+"""Tools: functions, or their paths."""

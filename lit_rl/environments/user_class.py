@@ -1,0 +1,179 @@
+"""A class of the user's that is an environment: what it has, found out once, and how its methods are called.
+
+It needs a method ``reset``, and either ``step(action)`` or public methods that are tools. ``get_reward()`` and
+``close()`` are optional. Any of them may be ``async def``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lit_rl.data.checks import excerpt
+from lit_rl.environments.tools import Toolbox
+from lit_rl.errors import ConfigError, RewardError, one_of
+
+Style = Literal["auto", "step", "tools"]
+STYLES = ("auto", "step", "tools")
+
+_OURS = ("reset", "get_reward", "close")
+_NO_TOOLS = (*_OURS, "step", "render", "seed")
+"""Methods that gymnasium's environments have too, and that no policy calls."""
+
+
+class UserClass:
+    """What a class of the user's is like.
+
+    Args:
+        make: The class, or a function without arguments that gives a new object.
+        name: For messages.
+        style: ``step``: the text of a turn is given to ``step``. ``tools``: public methods are called as tools, one
+            named ``step`` too. ``auto``: ``step`` where there is such a method, else ``tools``.
+
+    Raises:
+        ConfigError: an object cannot be made; it has no ``reset``, or neither ``step`` nor tools, or both; or the
+            function gives the same object twice.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, style: Style = "auto") -> None:
+        one_of("env.style", style, STYLES)
+        self.make, self.name = make, name
+        first = self._made()
+        if not isinstance(make, type):
+            second = self._made()
+            if second is first:
+                raise ConfigError(
+                    f"env: {name} returned the same object twice, and episodes that go on at the same time would share "
+                    "it. Return a new object at each call."
+                )
+        if not callable(getattr(first, "reset", None)):
+            raise ConfigError(
+                f"env: {name} makes a {type(first).__name__}, which has no method reset. An environment has "
+                "reset(self, *, seed=None, **row) and either step(self, action) or methods that are tools."
+            )
+        public = _public_methods(first)
+        has_step = callable(getattr(first, "step", None))
+        self.style = self._style(style, public, has_step=has_step)
+        self.reads_seed, self._reset_names = _parameters(first.reset)
+        self.toolbox = None
+        if self.style == "tools":
+            names = [*public, "step"] if has_step else public
+            self.toolbox = Toolbox([getattr(first, method) for method in sorted(names)])
+        self.gives_reward = self.style == "step" or callable(getattr(first, "get_reward", None))
+        methods = [getattr(first, method, None) for method in (*_OURS, "step", *public)]
+        self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
+        close = getattr(first, "close", None)
+        if callable(close) and not inspect.iscoroutinefunction(close):
+            with contextlib.suppress(Exception):  # it was never reset
+                close()
+
+    def _made(self) -> Any:
+        try:
+            return self.make()
+        except Exception as error:
+            raise ConfigError(
+                f"env: {self.name}() raised {type(error).__name__}: {error}. It is called without arguments."
+            ) from error
+
+    def _style(self, style: Style, public: Sequence[str], *, has_step: bool) -> Style:
+        if style == "step" and not has_step:
+            raise ConfigError(f"env.style=step, and {self.name} has no method step(self, action).")
+        if style == "tools" or not has_step:
+            if not public and not has_step:
+                raise ConfigError(
+                    f"env: {self.name} has neither step(self, action) nor a public method that could be a tool."
+                )
+            return "tools"
+        if public and style == "auto":
+            raise ConfigError(
+                f"env: {self.name} has step(self, action) and the public methods {', '.join(public)}, which could be "
+                "tools. Say which it is: env.style=step gives each turn to step, env.style=tools makes all of them "
+                "tools, step too."
+            )
+        return "step"
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Refuse data whose rows ``reset`` cannot be called with.
+
+        Raises:
+            ConfigError: ``reset`` needs what is no column, or a column is called ``seed``.
+        """
+        if "seed" in columns:
+            raise ConfigError(
+                "The data has a column 'seed', and reset(seed=...) gets the seed of the episode: rename it, "
+                "data.rename={seed: seed_column}."
+            )
+        if self._reset_names is None:
+            return
+        for name, required in self._reset_names.items():
+            if required and name not in (*columns, "prompt", "seed"):
+                raise ConfigError(
+                    f"env: {self.name}.reset needs the argument {name!r}, which is no column of the data. Columns: "
+                    f"{', '.join(columns) or 'none'}, and prompt."
+                )
+
+    def arguments(self, seed: int, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What ``reset`` is called with: those of the row's columns, and the seed, that it names."""
+        offered = {**row, "seed": seed} if self.reads_seed else dict(row)
+        if self._reset_names is None:
+            return offered
+        return {name: value for name, value in offered.items() if name in self._reset_names}
+
+    def tools_of(self, made: Any) -> Toolbox | None:
+        """The tools of one object."""
+        return None if self.toolbox is None else self.toolbox.of(made)
+
+
+async def called(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """What a function gives, awaited where it has to be."""
+    result = function(*arguments, **keywords)
+    return await result if inspect.isawaitable(result) else result
+
+
+def finite(reward: Any, who: str) -> float | None:
+    """A reward that an environment gave.
+
+    Raises:
+        RewardError: it is neither a finite number nor None.
+    """
+    if reward is None:
+        return None
+    try:
+        number = float(reward)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"env: {who} gave the reward {excerpt(repr(reward))}, which is no number.") from error
+    if not math.isfinite(number):
+        raise RewardError(f"env: {who} gave the reward {number}, which is not finite. None says that there is none.")
+    return number
+
+
+async def reward_of(made: Any, described: UserClass) -> float | None:
+    """What an object of the user's says of the whole episode; None where it has no ``get_reward``."""
+    get: Callable[..., Any] | None = getattr(made, "get_reward", None)
+    return None if get is None else finite(await called(get), f"{described.name}.get_reward")
+
+
+async def closed(made: Any) -> None:
+    """Close an object of the user's, where it can be closed."""
+    if close := getattr(made, "close", None):
+        await called(close)
+
+
+def _public_methods(made: Any) -> list[str]:
+    names = [name for name in dir(type(made)) if not name.startswith("_") and name not in _NO_TOOLS]
+    return [name for name in names if inspect.isroutine(inspect.getattr_static(made, name))]
+
+
+def _parameters(reset: Callable[..., Any]) -> tuple[bool, dict[str, bool] | None]:
+    """Whether it names ``seed``, and which arguments it takes, with whether it needs them; None: any."""
+    parameters = inspect.signature(reset).parameters.values()
+    names = {
+        each.name: each.default is each.empty
+        for each in parameters
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    }
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    return "seed" in names, None if takes_any else names

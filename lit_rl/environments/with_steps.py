@@ -1,0 +1,72 @@
+"""An environment that is stepped with the text of each turn, as gymnasium's are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.environments.base import Environment, Opening, Reply, Turn
+from lit_rl.environments.tools import as_text
+from lit_rl.environments.user_class import UserClass, called, closed, finite, reward_of
+from lit_rl.errors import ConfigError
+from lit_rl.rollout import Message
+
+_FIVE = 5
+
+
+class ObjectWithSteps(Environment):
+    """An object of the user's whose ``step(action)`` gives gymnasium's five values. The observation, the first of them,
+    is the user's next message.
+
+    Args:
+        made: The object.
+        described: Its class.
+    """
+
+    def __init__(self, made: Any, described: UserClass) -> None:
+        self._made, self._described = made, described
+
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
+        opening = await called(self._made.reset, **self._described.arguments(seed, row))
+        if isinstance(opening, tuple) and len(opening) == 2:  # gymnasium's: observation, info
+            opening = opening[0]
+        return opening if opening is None or isinstance(opening, list) else as_text(opening, self._who("reset"))
+
+    async def answer(self, turn: Turn) -> Reply:
+        who = self._who("step")
+        five = await called(self._made.step, turn.text)
+        if not isinstance(five, Sequence) or len(five) != _FIVE:
+            raise ConfigError(
+                f"env: {who} returned {excerpt(repr(five))}; it returns five values: observation, reward, terminated, "
+                "truncated, info."
+            )
+        observation, reward, terminated, truncated, _ = five
+        return Reply(
+            {"role": "assistant", "content": turn.text},
+            _messages(observation, who),
+            over=bool(terminated or truncated),
+            ended=bool(terminated),
+            reward=finite(reward, who),
+        )
+
+    async def reward(self) -> float | None:
+        return await reward_of(self._made, self._described)
+
+    async def close(self) -> None:
+        await closed(self._made)
+
+    def _who(self, method: str) -> str:
+        return f"{self._described.name}.{method}"
+
+
+def _messages(observation: Any, who: str) -> list[Message]:
+    if not isinstance(observation, list):
+        return [{"role": "user", "content": "" if observation is None else as_text(observation, who)}]
+    for message in observation:
+        if not (isinstance(message, dict) and message.get("role") == "user" and isinstance(message["content"], str)):
+            raise ConfigError(
+                f"env: {who} returned the message {excerpt(repr(message))}; messages of an observation are of the role "
+                "'user', with a text under 'content'."
+            )
+    return observation

@@ -1,0 +1,68 @@
+"""An episode: one conversation between the policy and what answers it, as it went, in plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+End = Literal["answered", "done", "max_turns", "max_tokens", "cut", "timeout", "failed"]
+"""Why an episode is over: the policy gave an answer that calls no tool (answered); the environment said so (done); a
+limit of turns, of tokens, or of one turn's tokens or the environment's own (cut) was met; time was up; it raised."""
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One conversation. Reward functions get its fields as a dict, tables and records as columns."""
+
+    prompt: str | list[dict[str, Any]]
+    """What the policy read before its first turn, with what the environment opened with."""
+    messages: list[dict[str, Any]]
+    """What came after it: the policy's turns (role ``assistant``) and their answers (``tool`` or ``user``)."""
+    end: End
+    turns: int
+    """Turns of the policy."""
+    turn_rewards: list[float | None] = field(default_factory=list)
+    """What the environment gave for each turn; None where it gave nothing."""
+    reward: float | None = None
+    """What the environment gave for the whole: its ``get_reward()``, else the sum over its turns; None: nothing."""
+    calls: int = 0
+    """Calls of tools, those that could not be read included."""
+    failed_calls: int = 0
+    """Of these, those that were answered with an error."""
+    unreadable_calls: int = 0
+    """Of these, those that could not be read."""
+    observed_tokens: int = 0
+    """Tokens that the policy read between its turns."""
+    seconds: float = 0.0
+    """That the environment took."""
+    error: str | None = None
+    """What went wrong where ``end`` is ``failed`` or ``timeout``."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by no fault of the policy: it is neither scored nor learned from."""
+        return self.end in ("failed", "timeout")
+
+    @property
+    def cut(self) -> bool:
+        """Whether a limit of turns or tokens ended it."""
+        return self.end in ("max_turns", "max_tokens", "cut")
+
+    def plain(self) -> dict[str, Any]:
+        """The fields as a dict that shares its values with the episode."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def transcript(self) -> str:
+        """The messages as a text for people: each with its author, calls as ``name(argument=value)``."""
+        return "\n".join(f"{message['role']}: {_shown(message)}" for message in self.messages)
+
+
+def _shown(message: Mapping[str, Any]) -> str:
+    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
+    written = [_call(call["function"]) for call in calls]
+    return " ".join(part for part in (str(message.get("content") or ""), *written) if part)
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    return f"{function['name']}({', '.join(f'{name}={value!r}' for name, value in function['arguments'].items())})"
