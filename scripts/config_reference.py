@@ -60,7 +60,7 @@ def arguments(docstring: str) -> dict[str, str]:
 TERMS = [path.relative_to(CONF).as_posix() for path in sorted((CONF / "algo").rglob("*")) if path.is_dir()]
 """The sub-groups of `algo`."""
 
-GROUPS = ["algo", *TERMS, "model", "data", "reward", "judge", "reference", "sampling", "generator", "optimizer"]
+GROUPS = ["algo", *TERMS, "model", "data", "reward", "judge", "reference", "sampling", "generator", "env", "optimizer"]
 GROUPS += ["scheduler", "eval", "strategy", "logger", "callbacks", "experiment", "debug"]
 
 BY_NAME = ("algo.preference",)
@@ -88,13 +88,14 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("model.lora", "", ["Lora"]),
     ("data", "", ["RolloutDataModule"]),
     ("data", "data sets that are learned from", ["SupervisedDataModule", "PreferenceDataModule", "StepwiseDataModule"]),
-    ("data.task", "", ["Addition", "Largest", "ReasoningGym"]),
+    ("data.task", "", ["Addition", "Largest", "ReasoningGym", "Repeated", "GuessDemonstrations"]),
     ("reward", "", ["from_paths", "Rewards", "RewardRecipes"]),
     ("judge", "", ["RewardJudge", "FunctionJudge", "PairwiseJudge", "LLMJudge"]),
     ("reference", "", ["FrozenCopy", "OtherModel", "EMAReference", "BEMAReference", "MixingReference"]),
     ("sampling", "", ["Sampling"]),
     ("generator", "", ["NativeGenerator", "HFGenerator", "HFContinuousGenerator"]),
     ("generator", "vLLM", ["VLLMGenerator", "VLLMServerGenerator"]),
+    ("env", "", ["FunctionTools", "CustomEnvironment"]),
     ("optimizer", "", ["AdamW", "AdamW8bit", "AdamWSplit", "ByPath"]),
     ("scheduler", "", ["Linear", "Cosine", "Constant"]),
     ("eval", "", ["Evaluation"]),
@@ -109,7 +110,8 @@ KEYS: list[tuple[str, str, list[str]]] = [
 """Where the settings of a class stand in a config, of what, and the classes that may stand there."""
 
 SLOTS = {
-    **{name: name for name in ("model", "reward", "reference", "optimizer", "scheduler", "sampling", "generator")},
+    **{name: name for name in ("model", "reward", "reference", "optimizer", "scheduler", "sampling")},
+    **{name: name for name in ("generator", "env")},
     **{term.removeprefix("algo/"): term for term in TERMS if term.count("/") == 1},
     "ratio": "algo/loss/ratio",
     "statistic": "algo/rejection/statistic",

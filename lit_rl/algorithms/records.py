@@ -14,6 +14,7 @@ from lit_rl.algorithms.evaluation.statistics import Averages, rollout_metrics
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.episodes import metrics_of
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.errors import RewardError
 from lit_rl.examples import Totals
@@ -73,6 +74,8 @@ class Records:
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self.add(_logged_by_rewards(scores, ranks))
+        if completions.episodes is not None:
+            self.add(metrics_of(completions.episodes, ranks.device))
         if completions.kept_logmass is not None:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)

@@ -101,6 +101,11 @@ class PreferenceSets(L.Callback):
                 "the other is its opponent's, so there are no pairs of its own. Set "
                 "callbacks.preference_sets.sets=[verdicts]."
             )
+        if getattr(pl_module, "env", None) is not None:
+            raise ConfigError(
+                "callbacks.preference_sets writes completions of one turn, and env= makes episodes of several, which "
+                "no method here learns from as pairs: leave one of the two out."
+            )
         if pl_module.group_size < 2 and set(self.sets) - {"verdicts"}:
             raise ConfigError(
                 "callbacks.preference_sets: pairs compare completions of one prompt, and algo.group_size=1. Set "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lit_rl.episodes import End
 from lit_rl.rollout import Message
 
 Opening = str | Sequence[Message] | None
@@ -34,10 +35,8 @@ class Reply:
     """The policy's turn as a message, with the calls that were read in it."""
     messages: Sequence[Message] = ()
     """The answer: all by tools, or all by the user. What answers the last turn is never read, and kept."""
-    over: bool = False
-    """Whether the episode is over with it."""
-    ended: bool = True
-    """Where it is over: whether it came to its end, and was not cut by a limit."""
+    end: End | None = None
+    """Why the episode is over with it; None: it goes on."""
     reward: float | None = None
     """Of the turn."""
     calls: int = 0

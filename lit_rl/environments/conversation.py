@@ -1,6 +1,6 @@
 """The responder of a rollout: every row's episode, under the limits of `env=`.
 
-What environments do is run one after another while the generator waits, so that rows are always answered in the same
+What environments do runs one after another while the generator waits, so that rows are always answered in the same
 order and a rollout is the same to the bit. Where one of them is async they go on at the same time, and rows are
 answered as they come: the same samples, but for the rounding of other decode batches.
 """
@@ -20,7 +20,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import Frames
-from lit_rl.environments.runner import GlobalRandomness, Late, Runner
+from lit_rl.environments.runner import GRACE, Late, Runner, Task
 from lit_rl.episodes import End, Episode
 from lit_rl.errors import LitRLError
 from lit_rl.rollout import Message, Prompt
@@ -28,8 +28,11 @@ from lit_rl.turns import Heard, Responder, Said
 
 _log = logging.getLogger(__name__)
 
-_GRACE = 2.0
+_GRACE = 2 * GRACE
 """Seconds beyond its limit after which a thread that does not tell the time is left to itself."""
+
+_ODD, _LARGEST_SEED = 0x9E3779B1, (1 << 32) - 1
+"""Global generators are seeded anew for each turn: an odd factor makes the seeds of a row's turns differ."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,6 @@ class Row:
     seed: int
     columns: Mapping[str, Any]
     """The prompt and the other columns of the data's row."""
-    randomness: GlobalRandomness | None = None
     prompt: Prompt = ""
     started: float = field(default_factory=time.perf_counter)
     messages: list[Message] = field(default_factory=list)
@@ -123,6 +125,7 @@ class Conversations(Responder):
         self._rows, self._factory, self._reading = rows, factory, reading
         self._max_new_tokens, self._runner, self._told = max_new_tokens, runner, told
         self._answered: list[Heard] = []
+        self._waiting: list[tuple[Said, Task]] = []
         self._arrived: queue.SimpleQueue[tuple[Said, float, Future[Reply | _Failed]]] = queue.SimpleQueue()
         self._asked: dict[int, tuple[Said, float]] = {}
 
@@ -172,21 +175,34 @@ class Conversations(Responder):
                 row.end, row.error = "timeout", f"the episode took longer than {self._factory.episode_timeout:g} s"
             self._answered.append(Heard(said.row, None, ended=False))
             return
-        answer, begun = self._answer(row.environment, said), time.perf_counter()
+        task = self._task(self._answer(row.environment, said), row, 1 + said.turn)
         if not self._factory.is_async:
-            self._answered.append(self._heard(said, self._here(answer, row), begun))
+            self._waiting.append((said, task))
             return
+        begun = time.perf_counter()
         self._asked[said.row] = said, begun
-        future = self._runner.submit(self._guarded(answer), self._seconds(row))
+        future = self._runner.begin(task)
         future.add_done_callback(lambda done: self._arrived.put((said, begun, done)))
 
     def answers(self, *, wait: bool) -> list[Heard]:
+        self._answer_in_order()
         while not self._arrived.empty():
             self._take(*self._arrived.get())
         if wait and not self._answered:
             self._wait()
         given, self._answered = self._answered, []
         return given
+
+    def _answer_in_order(self) -> None:
+        """Answer the turns that were told, where nothing is awaited."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        begun = time.perf_counter()
+        replies = self._runner.in_order([task for _, task in waiting])
+        seconds = (time.perf_counter() - begun) / len(waiting)
+        for (said, _), reply in zip(waiting, replies, strict=True):
+            self._answered.append(self._heard(said, self._in_time(reply), seconds))
 
     def _wait(self) -> None:
         """Until an answer is there. What keeps its thread from telling the time is late when its time is over."""
@@ -199,11 +215,11 @@ class Conversations(Responder):
                 self._runner.leave()
                 for said, begun in list(self._asked.values()):
                     self._asked.pop(said.row)
-                    self._answered.append(self._heard(said, self._too_late(), begun))
+                    self._answered.append(self._heard(said, self._too_late(), time.perf_counter() - begun))
 
     def _take(self, said: Said, begun: float, done: Future[Reply | _Failed]) -> None:
         if self._asked.pop(said.row, None) is not None:  # else it was given up
-            self._answered.append(self._heard(said, self._result(done, 0.0), begun))
+            self._answered.append(self._heard(said, self._result(done, 0.0), time.perf_counter() - begun))
 
     def _answer(self, environment: Environment, said: Said) -> Coroutine[Any, Any, Reply]:
         ids, closed = said.token_ids, self._closed(said)
@@ -213,10 +229,10 @@ class Conversations(Responder):
     def _closed(self, said: Said) -> bool:
         return bool(said.token_ids) and said.token_ids[-1] in self._reading.eos_ids
 
-    def _heard(self, said: Said, reply: Reply | _Failed, begun: float) -> Heard:
+    def _heard(self, said: Said, reply: Reply | _Failed, seconds: float) -> Heard:
         """Take down what a turn was answered, and what the row is told of it."""
         row, factory = self._rows[said.row], self._factory
-        row.seconds += time.perf_counter() - begun
+        row.seconds += seconds
         if isinstance(reply, _Failed):
             row.messages.append({"role": "assistant", "content": self._reading.text(said.token_ids)})
             row.end, row.error = reply.end, reply.error
@@ -226,9 +242,9 @@ class Conversations(Responder):
         row.turn_rewards.append(reply.reward)
         row.calls, row.failed_calls = row.calls + reply.calls, row.failed_calls + reply.failed_calls
         row.unreadable_calls += reply.unreadable_calls
-        if reply.over:
-            row.end = "cut" if not reply.ended else "answered" if not reply.messages else "done"
-            return Heard(said.row, None, ended=reply.ended)
+        if reply.end is not None:
+            row.end = reply.end
+            return Heard(said.row, None, ended=reply.end != "cut")
         if said.turn + 1 >= factory.max_turns:
             row.end = "max_turns"
             return Heard(said.row, None, ended=False)
@@ -248,21 +264,17 @@ class Conversations(Responder):
 
     def _each(self, rows: Sequence[Row], ask: Callable[[Environment, Row], Coroutine[Any, Any, Any]]) -> list[Any]:
         """What each row's environment gives, or how it failed."""
-        asked = [(ask(row.environment, row), row) for row in rows if row.environment is not None]
+        tasks = [self._task(ask(row.environment, row), row, 0) for row in rows if row.environment is not None]
         if not self._factory.is_async:
-            return [self._here(coroutine, row) for coroutine, row in asked]
-        futures = [self._runner.submit(self._guarded(coroutine), self._seconds(row)) for coroutine, row in asked]
+            return [self._in_time(given) for given in self._runner.in_order(tasks)]
+        futures = [self._runner.begin(task) for task in tasks]
         return [self._result(future, self._factory.step_timeout + _GRACE) for future in futures]
 
-    def _here(self, coroutine: Coroutine[Any, Any, Any], row: Row) -> Any:
-        """What it gives while this thread waits; what it draws from global generators is the row's own."""
-        if row.randomness is None:
-            row.randomness = GlobalRandomness(row.seed)
-        with row.randomness.swapped_in():
-            try:
-                return self._runner.wait(self._guarded(coroutine), self._seconds(row))
-            except Late:
-                return self._too_late()
+    def _task(self, coroutine: Coroutine[Any, Any, Any], row: Row, number: int) -> Task:
+        return Task(self._guarded(coroutine), self._seconds(row), (row.seed + number * _ODD) & _LARGEST_SEED)
+
+    def _in_time(self, given: Any) -> Any:
+        return self._too_late() if isinstance(given, Late) else given
 
     def _result(self, future: Future[Any], seconds: float) -> Any:
         try:

@@ -49,7 +49,7 @@ class EnvironmentFactory(ABC):
         parser: How calls of tools are written: ``auto`` goes by the tokenizer and its chat template; or ``hermes``,
             ``llama3``, ``mistral``, ``regex``.
         call_pattern: With ``parser=regex``, one call as a regular expression with the groups ``name`` and
-            ``arguments``, see `RegexParser`.
+            ``arguments``, see `RegexParser`. None: ``name(1, "two")``.
         max_turns: Turns of the policy in an episode, 1 or more.
         max_tokens: Tokens of an episode, the policy's and those that it is answered; ``sampling.max_new_tokens`` are
             those of one turn.
@@ -78,7 +78,7 @@ class EnvironmentFactory(ABC):
         seed: Literal["group", "sample"] = "group",
     ) -> None:
         one_of("env.parser", parser, ("auto", *PARSERS))
-        if (parser == "regex") != (call_pattern is not None):
+        if parser != "regex" and call_pattern is not None:
             raise ConfigError(
                 f"env.parser={parser} and env.call_pattern={call_pattern!r}: a pattern is read by env.parser=regex, "
                 "and by nothing else."

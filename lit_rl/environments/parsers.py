@@ -177,6 +177,9 @@ class TemplateParser(Parser):
         return calls, str(message.get("content") or "") if calls else said
 
 
+PYTHON_CALL = r"(?P<name>\w+)\((?P<arguments>[^)]*)\)"
+"""``multiply(17, 25)``."""
+
 PARSERS = ("hermes", "llama3", "mistral", "regex")
 """Names of the forms that `env.parser` may choose."""
 
@@ -197,14 +200,13 @@ def parser_for(name: str, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], 
         name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``, else by its chat template.
         tokenizer: Of the policy.
         schemas: Of the tools.
-        pattern: Of ``regex``.
+        pattern: Of ``regex``; None is `PYTHON_CALL`.
 
     Raises:
         ConfigError: ``auto``, and nothing says how the model writes calls.
     """
     if name == "regex":
-        assert pattern is not None
-        return RegexParser(pattern, schemas)
+        return RegexParser(PYTHON_CALL if pattern is None else pattern, schemas)
     if name != "auto":
         return {"hermes": HermesParser, "llama3": Llama3Parser, "mistral": MistralParser}[name]()
     if getattr(tokenizer, "response_template", None):

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine, Iterator
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
 
-T = TypeVar("T")
-
-_GRACE = 1.0
-"""Seconds beyond its limit in which what awaits is cancelled. What has not given way by then blocks the thread."""
+GRACE = 1.0
+"""Seconds beyond its limit in which what awaits is cancelled. What has not given way by then blocks its thread."""
 
 
 class Late(Exception):
     """It took longer than it may."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing that an environment does."""
+
+    coroutine: Coroutine[Any, Any, Any]
+    """Raises no `TimeoutError` of its own."""
+    seconds: float
+    """It may take."""
+    seed: int
+    """Of Python's and numpy's global generators while it runs alone, in [0, 2^32)."""
 
 
 class Runner:
@@ -29,62 +42,90 @@ class Runner:
     def __init__(self) -> None:
         self._loop = BackgroundLoop("lit_rl-environments")
 
-    def wait(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
-        """What it gives; this thread waits for it.
+    def begin(self, task: Task) -> Future[Any]:
+        """Begin it, beside others. The future raises `Late` where it awaits for longer than it may."""
+        return self._loop.submit(_limited(task))
+
+    def in_order(self, tasks: Sequence[Task]) -> list[Any]:
+        """What each gives, one after another while this thread waits; `Late` where it took longer than it may.
+
+        What draws from the global generators draws the same whatever ran before it, and leaves them as they were. What
+        blocks for longer than it may is left to itself, since nothing can end it, and the others go on without it.
 
         Raises:
-            Late: it took longer. What awaits is cancelled; what blocks is left to itself, since nothing can end it.
+            Exception: the first that a task raises.
         """
-        future = self.submit(coroutine, seconds)
-        try:
-            return future.result(timeout=seconds + _GRACE)
-        except TimeoutError as error:
-            if not future.done():
-                self.leave()
-            raise Late from error
-
-    def submit(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> Future[T]:
-        """Begin it. The future raises `Late` where it awaits for longer."""
-        return self._loop.submit(_limited(coroutine, seconds))
+        given: list[Any] = []
+        with _global_generators_kept():
+            while len(given) < len(tasks):
+                turn = _Turn(tasks[len(given) :])
+                future = self._loop.submit(turn.run())
+                while not _over(future, turn.deadline):
+                    if turn.leave():
+                        self.leave()
+                        break
+                given += turn.given
+        return given
 
     def leave(self) -> None:
         """Something blocks the thread: what comes goes to another one."""
         self._loop = BackgroundLoop("lit_rl-environments")
 
 
-async def _limited(coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
-    async def marked() -> T:
-        try:
-            return await coroutine
-        except TimeoutError as error:  # its own, and not that of the limit
-            raise RuntimeError(f"TimeoutError: {error}") from error
+class _Turn:
+    """Tasks that run one after another in the other thread."""
 
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._lock = threading.Lock()
+        self._left = False
+        self.given: list[Any] = []
+        self.deadline = time.perf_counter() + tasks[0].seconds + GRACE
+        """Of the task that runs."""
+
+    async def run(self) -> None:
+        for task in self._tasks:
+            self.deadline = time.perf_counter() + task.seconds + GRACE
+            random.seed(task.seed)
+            np.random.seed(task.seed)
+            result = await task.coroutine
+            with self._lock:
+                if self._left:  # others run by now
+                    return
+                self.given.append(result)
+
+    def leave(self) -> bool:
+        """Give up the task that runs, if its time is over."""
+        with self._lock:
+            self._left = len(self.given) < len(self._tasks) and time.perf_counter() > self.deadline
+            if self._left:
+                self.given.append(Late())
+        return self._left
+
+
+def _over(future: Future[None], deadline: float) -> bool:
+    """Whether it is over, waiting for it until then."""
     try:
-        return await asyncio.wait_for(marked(), seconds)
+        future.result(timeout=max(0.0, deadline - time.perf_counter()))
+    except TimeoutError:
+        if not future.done():
+            return False
+        raise
+    return True
+
+
+async def _limited(task: Task) -> Any:
+    try:
+        return await asyncio.wait_for(task.coroutine, task.seconds)
     except TimeoutError as error:
         raise Late from error
 
 
-class GlobalRandomness:
-    """The state of Python's and numpy's global generators that one episode draws from, and no other.
-
-    Args:
-        seed: In [0, 2^32).
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._python = random.Random(seed).getstate()
-        self._numpy: Any = np.random.RandomState(seed).get_state()
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """What draws from the global generators draws from this state."""
-        python, numpy = random.getstate(), np.random.get_state()
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        try:
-            yield
-        finally:
-            self._python, self._numpy = random.getstate(), np.random.get_state()
-            random.setstate(python)
-            np.random.set_state(numpy)
+@contextmanager
+def _global_generators_kept() -> Iterator[None]:
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -42,11 +42,11 @@ class ObjectWithSteps(Environment):
                 "truncated, info."
             )
         observation, reward, terminated, truncated, _ = five
+        messages, over = _messages(observation, who), bool(terminated or truncated)
         return Reply(
             {"role": "assistant", "content": turn.text},
-            _messages(observation, who),
-            over=bool(terminated or truncated),
-            ended=bool(terminated),
+            [message for message in messages if message["content"] or not over],
+            end=("done" if terminated else "cut") if over else None,
             reward=finite(reward, who),
         )
 

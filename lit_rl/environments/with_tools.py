@@ -29,7 +29,7 @@ class ToolEnvironment(Environment):
     async def answer(self, turn: Turn) -> Reply:
         parsed = self._parser.parse(turn.written)
         if not parsed.calls:
-            return Reply({"role": "assistant", "content": turn.text}, over=True, ended=not turn.cut)
+            return Reply({"role": "assistant", "content": turn.text}, end="cut" if turn.cut else "answered")
         answers = [await self._answer(call) for call in parsed.calls]
         return Reply(
             _said(parsed.content, parsed.calls),

@@ -29,6 +29,7 @@ TERMS = [
         *("algo/groups=top", "algo.groups.keep=2", "reward=function", "reward.fn=lit_rl.rewards:exact_match"),
         *("reward.on_error=0", "reward.cache=10"),
     ],
+    ["experiment=guess", "algo.minibatches=1", "data.task.train_rows=8", "data.task.val_rows=4"],
     ["algo=cispo", "algo.minibatches=1"],
     ["algo=vespo", "algo.minibatches=1"],
     ["algo=clip_cov", "algo.minibatches=1"],

@@ -79,7 +79,7 @@ def test_the_commands_of_the_readme_compose(root: Path, cwd: Path) -> None:
         composes(overrides)
 
 
-RUN = ["README.md", "docs/rewards.md", "docs/data.md", "docs/datasets.md", "docs/configuration.md"]
+RUN = ["README.md", "docs/agents.md", "docs/rewards.md", "docs/data.md", "docs/datasets.md", "docs/configuration.md"]
 """Documents whose commands are run."""
 
 
@@ -104,6 +104,18 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
             case [command, *_]:
                 assert command in OTHER_COMMANDS, f"{name} has a command that no test knows: {line}"
     assert ran > 0
+
+
+@pytest.mark.all
+def test_the_python_of_the_page_of_agents_runs(root: Path, cwd: Path) -> None:
+    scripts = [
+        block.text for block in blocks(root / "docs" / "agents.md") if block.language == "python" and not block.file
+    ]
+    assert scripts
+    for text in scripts:
+        names: dict = {}
+        exec(text, names)
+        assert names["module"].env is names["game"]
 
 
 @pytest.mark.all

@@ -151,5 +151,5 @@ def test_arguments_that_are_json_text_are_read() -> None:
     ("pattern", "words"), [("(", "no regular expression"), (r"(?P<name>\w+)", "no group arguments")]
 )
 def test_a_pattern_that_reads_nothing_is_refused(pattern: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"env\.parser\.pattern.*{words}"):
+    with pytest.raises(ConfigError, match=rf"env\.call_pattern.*{words}"):
         RegexParser(pattern, [MUL])

@@ -284,7 +284,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         preflight.one_accumulation(trainer, "a rollout would no longer divide into them")
         if self.env is not None:
             environments.rewarded(self.env, self.reward_functions)
-            self.interaction = environments.interaction_of(self.env, self.model, data, self.generator, self.sampling)
+            drawn = self.generator, self.sampling
+            self.interaction = environments.interaction_of(
+                self.env, self.model, data, *drawn, evaluation=self.evaluation
+            )
         episodes = () if self.env is None else ("episodes",)
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])

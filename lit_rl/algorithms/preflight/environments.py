@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import ConfigError
@@ -19,7 +20,13 @@ _ALL = 1 << 62
 
 
 def interaction_of(
-    factory: EnvironmentFactory, model: LanguageModel, data: Any, generator: Generator, sampling: Sampling
+    factory: EnvironmentFactory,
+    model: LanguageModel,
+    data: Any,
+    generator: Generator,
+    sampling: Sampling,
+    *,
+    evaluation: Evaluation,
 ) -> Interaction:
     """What answers the policy of a run.
 
@@ -28,6 +35,11 @@ def interaction_of(
             the environments, or see `Interaction`.
     """
     check_converses(generator)
+    if evaluation.win_rate_against is not None:
+        raise ConfigError(
+            f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, and env= makes "
+            "episodes: leave one of the two out."
+        )
     if factory.max_tokens < sampling.max_new_tokens:
         raise ConfigError(
             f"env.max_tokens={factory.max_tokens} is less than sampling.max_new_tokens={sampling.max_new_tokens}, and "

@@ -28,6 +28,9 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", *SERVICES)
 SINGULAR = ("prompt", "completion", "completion_ids", *SERVICES)
 """The same for a function that takes one completion at a time."""
 
+_RENAME = "Rename the argument, or the column with data.rename."
+_FIX = {"episodes": "Episodes are there where something answers the policy: env=tools, or env=environment."}
+
 _LARGEST = float(torch.finfo(torch.float32).max)
 
 
@@ -111,8 +114,7 @@ def _check_parameter(name: str, parameter: inspect.Parameter, standard: Sequence
         raise RewardError(
             f"reward function {name!r} needs the argument {parameter.name!r}, which is no column of the data. "
             f"Columns: {', '.join(columns) or 'none'}. Any function may also name {', '.join(standard)}."
-            f"{did_you_mean(parameter.name, [*standard, *columns])} Rename the argument, or the column with "
-            "data.rename."
+            f"{did_you_mean(parameter.name, [*standard, *columns])} {_FIX.get(parameter.name, _RENAME)}"
         )
 
 

@@ -1,0 +1,327 @@
+"""Episodes in training: they are learned from, rewarded, unscored where they fail, and the same after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from composed_configs import tree_of
+from tiers import quick
+
+from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
+from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.cli.build import build
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Repeated
+from lit_rl.environments import CustomEnvironment, FunctionTools
+from lit_rl.environments.guess import PROMPT, GuessNumber
+from lit_rl.errors import ConfigError, GenerationError, RewardError
+from lit_rl.generation.continuous import HFContinuousGenerator
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.models import LanguageModel
+from lit_rl.rewards import environment
+from lit_rl.rollout import Completions, Rollout, Sampling
+
+METHODS: dict[str, Any] = {"grpo": GRPO, "rloo": RLOO, "reinforce": Reinforce, "ppo": PPO}
+SAMPLED = Sampling(max_new_tokens=4)
+
+
+def guessing(make: Any = GuessNumber, **limits: Any) -> CustomEnvironment:
+    return CustomEnvironment(make, **{"max_turns": 3, "max_tokens": 24, "max_observation_tokens": 8, **limits})
+
+
+def module_of(method: Any = GRPO, *, reward: Any = environment, env: Any = None, **settings: Any) -> Any:
+    env = guessing() if env is None else env
+    settings = {"sampling": SAMPLED, "group_size": 4, **settings}
+    return method(LanguageModel("tiny"), reward, env=env, **settings)
+
+
+def trainer_of(tmp_path: Path, steps: int = 1, **settings: Any) -> L.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    quiet |= {
+        "gradient_clip_val": 1.0,
+        "enable_checkpointing": False,
+        "max_epochs": -1,
+        "default_root_dir": tmp_path,
+        "devices": 1,
+    }
+    return L.Trainer(**{**quiet, "max_steps": steps, **settings})
+
+
+def prompts(**settings: Any) -> RolloutDataModule:
+    return RolloutDataModule(task=Repeated(PROMPT, train_rows=64, val_rows=8), **{"prompts_per_rollout": 4, **settings})
+
+
+def drawn(module: Any, tmp_path: Path) -> Completions:
+    """The completions of the first rollout."""
+    kept: list[Completions] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            kept.append(pl_module.scored.completions)
+
+    trainer_of(tmp_path, callbacks=[Keep()]).fit(module, prompts())
+    return kept[0]
+
+
+# ------------------------------------------------------------------ learning
+
+
+class Rewarded(L.Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.seen.append(float(trainer.callback_metrics["train/reward"]))
+
+
+def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
+    """By the shipped experiments: the form by imitation, and then to read the hints, which no blind guesser does."""
+    tree = tree_of("experiment=guess_sft")
+    taught = build(tree["algo"])
+    trainer_of(tmp_path, 80).fit(taught, build(tree["data"]))
+    for part in (taught.policy, taught.tokenizer):
+        part.save_pretrained(tmp_path / "hf")
+    tree = tree_of("experiment=guess", f"model.name={tmp_path / 'hf'}")
+    rewarded = Rewarded()
+    trainer_of(tmp_path, 30, callbacks=[rewarded]).fit(build(tree["algo"]), build(tree["data"]))
+    before, after = sum(rewarded.seen[:3]) / 3, sum(rewarded.seen[-5:]) / 5
+    assert after > 0.55 > 0.4 and after > before + 0.08, (before, after)
+
+
+@pytest.mark.parametrize("method", quick(list(METHODS), {"ppo"}))
+def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
+    module = module_of(METHODS[method])
+    trainer = trainer_of(tmp_path, 4)  # one rollout of PPO
+    trainer.fit(module, prompts())
+    rollout = module.rollout
+    assert rollout.completions.attended is not None
+    heard = rollout.completions.attended & ~rollout.completions.response_mask
+    assert heard.any() and not rollout.loss_mask[heard].any()
+    metrics = trainer.callback_metrics
+    assert 1 <= metrics["train/turns/mean"] <= 3 and metrics["train/completions/observation_length"] > 0
+    assert metrics["train/env/failed"] == metrics["train/env/timeouts"] == 0
+
+
+# ------------------------------------------------------------------ what rewards and tables see
+
+
+def test_rewards_are_given_the_episodes(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(prompts: Sequence[Any], completions: Sequence[Any], episodes: Sequence[Mapping[str, Any]]) -> list[float]:
+        seen.update(prompts=prompts, completions=completions, episodes=episodes)
+        return [float(each["turns"]) for each in episodes]
+
+    module = module_of(reward=[look, environment])
+    completions = drawn(module, tmp_path)
+    assert completions.episodes is not None and len(seen["episodes"]) == 16
+    for text, episode, kept in zip(seen["completions"], seen["episodes"], completions.episodes, strict=True):
+        said = [message["content"] for message in episode["messages"] if message["role"] == "assistant"]
+        assert text == "".join(said) and episode == kept.plain() and episode["prompt"] == PROMPT
+    table = module.samples
+    assert table["turns"] == [each["turns"] for each in seen["episodes"]]
+    assert table["completion"] == [each.transcript() for each in completions.episodes]
+    assert "episodes" not in table and set(table["end"]) <= {"done", "max_turns", "max_tokens", "cut"}
+
+
+def test_one_episode_at_a_time(tmp_path: Path) -> None:
+    def turns(completion: str, episodes: Mapping[str, Any]) -> float:
+        return float(episodes["turns"])
+
+    completions = drawn(module_of(reward=turns), tmp_path)
+    assert completions.episodes is not None
+
+
+class FailsOften:
+    """Raises in the games whose seed is even."""
+
+    def reset(self, seed: int) -> None:
+        self.fails = seed % 2 == 0
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        if self.fails:
+            raise RuntimeError("no connection")
+        return "", float(len(action)), True, False, {}
+
+
+def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> None:
+    module = module_of(env=guessing(FailsOften, max_failed=1.0, seed="sample"))
+    trainer = trainer_of(tmp_path)
+    trainer.fit(module, prompts())
+    failed = torch.tensor([each.failed for each in module.scored.completions.episodes])
+    assert failed.any() and not failed.all()
+    assert module.scored.scores.total.isnan().tolist() == failed.tolist()
+    assert (module.rollout.advantages[failed] == 0).all()
+    assert trainer.callback_metrics["train/env/failed"] == failed.float().mean()
+
+
+def test_too_many_failures_end_the_run(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match=r"episodes failed.*env.max_failed=0.1.*RuntimeError: no connection"):
+        trainer_of(tmp_path).fit(module_of(env=guessing(FailsOften, seed="sample")), prompts())
+
+
+def test_spans_of_several_messages_are_refused(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+
+    def spans(completions: Sequence[Any]) -> list[Any]:
+        return [[(0, 1, 1.0)] for _ in completions]
+
+    chat = [{"role": "user", "content": PROMPT}]
+    data = RolloutDataModule(task=Repeated(chat, train_rows=8, val_rows=0), prompts_per_rollout=4)
+    model = LanguageModel("tiny", chat_template=str(template))
+    module = GRPO(model, spans, env=guessing(), sampling=SAMPLED, group_size=4)
+    with pytest.raises(RewardError, match="spans of characters for an episode of several messages"):
+        trainer_of(tmp_path).fit(module, data)
+
+
+# ------------------------------------------------------------------ the same samples, whatever the engine
+
+
+def rows_of(completions: Completions) -> list[tuple[list[int], list[bool]]]:
+    assert completions.attended is not None
+    return [
+        (ids[there].tolist(), mask[there].tolist())
+        for ids, mask, there in zip(completions.response_ids, completions.response_mask, completions.attended)
+    ]
+
+
+ENGINES = {
+    "native-places": lambda: NativeGenerator(batch_size=4),
+    "hf": HFGenerator,
+    "hf_continuous": HFContinuousGenerator,
+}
+
+
+@pytest.mark.parametrize("engine", quick(list(ENGINES), {"native-places"}))
+def test_an_episode_is_the_same_whatever_draws_it(engine: str, tmp_path: Path) -> None:
+    expected = drawn(module_of(), tmp_path)
+    found = drawn(module_of(generator=ENGINES[engine]()), tmp_path)
+    assert rows_of(found) == rows_of(expected)
+    assert found.episodes is not None and expected.episodes is not None
+    assert [each.messages for each in found.episodes] == [each.messages for each in expected.episodes]
+    turns = [each.turns for each in expected.episodes]
+    assert max(turns) > 1, "nobody was answered"
+
+
+class WaitsByTheText(GuessNumber):
+    """Answers after a while that depends on what was said: what is asked first is not answered first."""
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, int]]:  # type: ignore[override]
+        import asyncio
+
+        await asyncio.sleep(0.001 * (sum(map(ord, action)) % 7))
+        return super().step(action)
+
+
+def test_the_order_of_answers_changes_no_sample(tmp_path: Path) -> None:
+    assert rows_of(drawn(module_of(env=guessing(WaitsByTheText)), tmp_path)) == rows_of(drawn(module_of(), tmp_path))
+
+
+# ------------------------------------------------------------------ resume
+
+
+def test_a_run_that_stopped_within_a_rollout_goes_on_to_the_bit(tmp_path: Path) -> None:
+    def run(steps: int, checkpoint: Path | None = None) -> tuple[Any, L.Trainer]:
+        module = module_of(iterations=2)
+        trainer = trainer_of(tmp_path, steps)
+        trainer.fit(module, prompts(), ckpt_path=checkpoint, weights_only=False)
+        return module, trainer
+
+    whole, _ = run(6)
+    _, trainer = run(3)  # in the middle of the second rollout
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    resumed, _ = run(6, tmp_path / "half.ckpt")
+    assert saved["global_step"] == 3
+    for name, tensor in whole.policy.state_dict().items():
+        assert torch.equal(tensor, resumed.policy.state_dict()[name]), name
+
+
+def test_a_rollout_that_is_learned_from_holds_tensors_alone(tmp_path: Path) -> None:
+    module = module_of()
+    trainer_of(tmp_path).fit(module, prompts())
+    rollout: Rollout = module.rollout
+    assert rollout.completions.episodes is None and module.scored.completions.episodes is not None
+
+
+# ------------------------------------------------------------------ what is refused before weights are loaded
+
+
+class Deaf(NativeGenerator):
+    converses = False
+
+
+def double(a: int) -> int:
+    """Double a number.
+
+    Args:
+        a: The number.
+    """
+    return 2 * a
+
+
+REFUSED: dict[str, tuple[Any, Any, str]] = {
+    "generator": (lambda: module_of(generator=Deaf()), prompts, "Deaf draws completions of one turn"),
+    "turn": (
+        lambda: module_of(env=guessing(max_tokens=3)),
+        prompts,
+        "env.max_tokens=3 is less than sampling.max_new_tokens=4",
+    ),
+    "context": (
+        lambda: module_of(env=guessing(max_tokens=600)),
+        prompts,
+        r"may have 613 tokens \(the longest prompt 5, env.max_observation_tokens 8, env.max_tokens 600\)",
+    ),
+    "truncated": (module_of, lambda: prompts(overlong="truncate_left"), "data.overlong=truncate_left"),
+    "parser": (
+        lambda: module_of(env=FunctionTools([double], max_tokens=32), reward=lambda completions: [0.0]),
+        prompts,
+        "env.parser=auto",
+    ),
+    "reward": (
+        lambda: module_of(env=FunctionTools([double], max_tokens=32, parser="hermes")),
+        prompts,
+        "reward=environment takes the reward that environments give",
+    ),
+    "column": (
+        module_of,
+        lambda: RolloutDataModule(rows=[{"prompt": f"{i}=", "seed": 1} for i in range(40)], prompts_per_rollout=4),
+        "a column 'seed'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_converse_is_refused_before_weights_are_loaded(case: str, tmp_path: Path) -> None:
+    make, data, words = REFUSED[case]
+    module: OnPolicyModule = make()
+    with pytest.raises(ConfigError, match=words):
+        trainer_of(tmp_path).fit(module, data())
+    assert module.policy is None
+
+
+def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
+    module = GRPO(LanguageModel("tiny"), environment, sampling=SAMPLED, group_size=4)
+    with pytest.raises(RewardError, match="'episodes'.*env="):
+        trainer_of(tmp_path).fit(module, prompts())
+
+
+def test_validation_plays_the_same_games_each_time(tmp_path: Path) -> None:
+    module, data = module_of(), prompts()
+    trainer = trainer_of(tmp_path, limit_val_batches=None)
+    trainer.validate(module, data, verbose=False)
+    first = dict(trainer.callback_metrics)
+    trainer.validate(module, data, verbose=False)
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
+        name: float(value) for name, value in first.items()
+    }

@@ -1,0 +1,196 @@
+"""`env=tools` and `env=environment`: what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from talks import chats, texts
+
+from lit_rl.environments import CustomEnvironment, FunctionTools
+from lit_rl.environments.guess import GuessDemonstrations, GuessNumber
+from lit_rl.environments.parsers import HermesParser, Llama3Parser, MistralParser, TemplateParser, parser_for
+from lit_rl.errors import ConfigError
+
+
+def double(a: int) -> int:
+    """Double a number.
+
+    Args:
+        a: The number.
+    """
+    return 2 * a
+
+
+def undescribed(a: int) -> int:
+    return a
+
+
+class Game:
+    def reset(self, seed: int, level: int = 1) -> None: ...
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        return "", 0.0, True, False, {}
+
+
+class Both(Game):
+    def look(self) -> str:
+        """Look around."""
+        return "a wall"
+
+
+class NoReset:
+    def step(self, action: str) -> None: ...
+
+
+class Nothing:
+    def reset(self) -> None: ...
+
+
+class Needs:
+    def __init__(self, board: str) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class NeedsColumn(Nothing):
+    def reset(self, board: str) -> None:  # type: ignore[override]
+        ...
+
+    def look(self) -> str:
+        """Look around."""
+        return ""
+
+
+SHARED = Game()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FunctionTools([]), "env.tools is empty"),
+        (lambda: FunctionTools([undescribed]), "'undescribed' cannot be described"),
+        (lambda: FunctionTools([double, double]), "Two tools are called 'double'"),
+        (lambda: FunctionTools(["./nowhere.py:f"]), "env.functions: there is no file"),
+        (lambda: CustomEnvironment(NoReset), "NoReset, which has no method reset"),
+        (lambda: CustomEnvironment(Both), "step.* and the public methods look.*env.style=step"),
+        (lambda: CustomEnvironment(Nothing), "neither step"),
+        (lambda: CustomEnvironment(Nothing, style="step"), "env.style=step, and Nothing has no method step"),
+        (lambda: CustomEnvironment(Needs), "Needs.. raised TypeError.*without arguments"),
+        (lambda: CustomEnvironment(lambda: SHARED), "returned the same object twice"),
+        (lambda: CustomEnvironment(Game, functions=[double]), "env.functions names tools, and Game is stepped"),
+        (lambda: CustomEnvironment({}), "env.path is empty"),
+        (lambda: CustomEnvironment(Game, style="stepp"), "env.style='stepp'.*Did you mean 'step'"),  # type: ignore[arg-type]
+        (lambda: CustomEnvironment(Game, max_turns=0), "env.max_turns=0 is out of range"),
+        (lambda: CustomEnvironment(Game, max_tokens=0), "env.max_tokens=0"),
+        (lambda: CustomEnvironment(Game, max_observation_tokens=0), "env.max_observation_tokens=0"),
+        (lambda: CustomEnvironment(Game, step_timeout=0), "env.step_timeout=0"),
+        (lambda: CustomEnvironment(Game, episode_timeout=0), "env.episode_timeout=0"),
+        (lambda: CustomEnvironment(Game, max_failed=1.5), "env.max_failed=1.5"),
+        (lambda: CustomEnvironment(Game, seed="row"), "env.seed='row'"),  # type: ignore[arg-type]
+        (lambda: CustomEnvironment(Game, parser="hermez"), "env.parser='hermez'.*Did you mean 'hermes'"),
+        (
+            lambda: texts(FunctionTools([double], parser="regex", call_pattern="(")),
+            "env.call_pattern='[(]' is no regular",
+        ),
+        (lambda: CustomEnvironment(Game, call_pattern="x"), "is read by env.parser=regex"),
+    ],
+)
+def test_what_cannot_be_an_environment_is_refused(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("factory", "columns", "words"),
+    [
+        (CustomEnvironment(Game), ["seed"], "a column 'seed'.*data.rename"),
+        (CustomEnvironment(Game), ["episodes"], "a column 'episodes'.*data.rename"),
+        (CustomEnvironment(NeedsColumn), ["level"], "'board', which is no column of the data. Columns: level"),
+        (CustomEnvironment({"a": Game, "b": GuessNumber}), ["level"], "no column 'environment'"),
+        (CustomEnvironment({"a": Game}), {"environment": ["a", "b"]}, "environment is 'b'"),
+    ],
+)
+def test_data_that_does_not_fit_is_refused(factory: Any, columns: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        factory.check_columns(columns)
+
+
+def test_data_that_fits_is_not() -> None:
+    CustomEnvironment(Game).check_columns(["level", "other"])
+    CustomEnvironment(NeedsColumn).check_columns(["board"])
+    CustomEnvironment({"a": Game}).check_columns({"environment": ["a"]})
+
+
+def test_a_class_and_its_tools_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("shop.py").write_text(
+        "class Shop:\n    def reset(self): ...\n    def buy(self, name: str) -> str:\n"
+        '        """Buy.\n\n        Args:\n            name: What.\n        """\n        return name\n\n\n'
+        'def double(a: int) -> int:\n    """Double.\n\n    Args:\n        a: What.\n    """\n    return 2 * a\n'
+    )
+    factory = CustomEnvironment("./shop.py:Shop", functions=["./shop.py:double"])
+    (kind,) = factory.kinds.values()
+    assert kind.toolbox is not None and set(kind.toolbox.tools) == {"buy", "double"}
+    assert not factory.gives_reward and not factory.is_async
+    with pytest.raises(ConfigError, match=r"env.path='./shop.py:Shpo'.*Did you mean 'Shop'"):
+        CustomEnvironment("./shop.py:Shpo")
+
+
+def test_every_public_method_is_a_tool_where_that_is_asked_for() -> None:
+    class Steps(Both):
+        def step(self, action: str) -> str:  # type: ignore[override]
+            """Take a step.
+
+            Args:
+                action: Where.
+            """
+            return action
+
+    (kind,) = CustomEnvironment(Steps, style="tools").kinds.values()
+    assert kind.toolbox is not None and set(kind.toolbox.tools) == {"look", "step"}
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("qwen2_5", HermesParser),
+        ("qwen3", HermesParser),
+        ("llama3_1", Llama3Parser),
+        ("llama3_2", Llama3Parser),
+    ],
+)
+def test_the_parser_is_known_by_the_template(template: str, parser: type) -> None:
+    assert type(parser_for("auto", chats(FunctionTools([double]), template)._tokenizer, [], None)) is parser
+    assert type(parser_for("mistral", None, [], None)) is MistralParser
+
+
+def test_a_tokenizer_that_says_how_calls_are_written_is_believed() -> None:
+    from trl.chat_template_utils import add_response_schema
+
+    tokenizer = add_response_schema(chats(FunctionTools([double]))._tokenizer)
+    parser = parser_for("auto", tokenizer, [], None)
+    assert type(parser) is TemplateParser
+    turn = parser.parse('I look.\n<tool_call>\n{"name": "double", "arguments": {"a": 2}}\n</tool_call>')
+    (call,) = turn.calls
+    assert (turn.content, call.name, call.arguments) == ("I look.", "double", {"a": 2})  # type: ignore[union-attr]
+    assert parser.parse("Four.").calls == ()
+
+
+def test_nothing_says_how_calls_are_written() -> None:
+    with pytest.raises(ConfigError, match=r"env.parser is hermes, llama3, mistral, or regex with env.call_pattern"):
+        texts(FunctionTools([double]))
+
+
+def test_demonstrations_follow_the_hints() -> None:
+    rows = GuessDemonstrations(games=200).train()
+    assert rows == GuessDemonstrations(games=200).train()
+    starts = [row for row in rows if row["prompt"] == "0..9="]
+    assert len(starts) == 200 and len(rows) > 400
+    for row in rows:
+        low, high, parts = 0, 9, row["prompt"].removeprefix("0..9=").replace("<|im_end|>", "").split("=")
+        for part in filter(None, parts):
+            guess, hint = int(part[:-1]), part[-1]
+            low, high = (guess + 1, high) if hint == ">" else (low, guess - 1)
+        assert low <= int(row["completion"]) <= high
