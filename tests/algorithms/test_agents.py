@@ -12,20 +12,25 @@ import torch
 from composed_configs import tree_of
 from tiers import quick
 
-from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
+from lit_rl.algorithms import GRPO, PPO, RLOO, Evaluation, Reinforce
+from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.cli.build import build
+from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts.episodes import metrics_of, scores_of
+from lit_rl.callbacks import PreferenceSets
+from lit_rl.cli.build import build, check_answered
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Repeated
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import PROMPT, GuessNumber
+from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, GenerationError, RewardError
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
-from lit_rl.rewards import environment
-from lit_rl.rollout import Completions, Rollout, Sampling
+from lit_rl.rewards import Rewards, environment
+from lit_rl.rollout import Completions, Rollout, Sampling, join_completions, select
 
 METHODS: dict[str, Any] = {"grpo": GRPO, "rloo": RLOO, "reinforce": Reinforce, "ppo": PPO}
 SAMPLED = Sampling(max_new_tokens=4)
@@ -325,3 +330,85 @@ def test_validation_plays_the_same_games_each_time(tmp_path: Path) -> None:
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
         name: float(value) for name, value in first.items()
     }
+
+
+# ------------------------------------------------------------------ by hand
+
+
+def episode(end: str = "done", **values: Any) -> Episode:
+    return Episode("?", [{"role": "assistant", "content": "a"}], **{"end": end, "turns": 1, **values})  # type: ignore[arg-type]
+
+
+def test_metrics_by_hand() -> None:
+    episodes = [
+        episode(turns=1, observed_tokens=4, calls=1, failed_calls=1, unreadable_calls=1, seconds=0.5),
+        episode("failed", turns=2, calls=3, failed_calls=1, seconds=1.5),
+        episode("timeout", turns=3),
+        episode("max_tokens", turns=2),
+    ]
+    averages = Averages()
+    averages.add(metrics_of(episodes, torch.device("cpu")))
+    assert averages.reduce() == {
+        "turns/mean": 2.0,
+        "turns/max": 3.0,
+        "completions/observation_length": 1.0,
+        "tools/call_frequency": 1.0,
+        "tools/failure_frequency": 0.5,
+        "tools/parse_failures": 0.25,
+        "env/failed": 0.25,
+        "env/timeouts": 0.25,
+        "env/cut": 0.25,
+        "env/seconds_mean": 0.5,
+        "env/seconds_max": 1.5,
+    }
+
+
+def test_scores_of_what_failed_are_none() -> None:
+    scores = Rewards({"one": lambda completions: [1.0, 2.0, 3.0]}).score(["?"] * 3, ["a"] * 3, {})
+    found = scores_of(scores, [episode(), episode("failed"), episode("timeout")])
+    assert found.total.isnan().tolist() == found.values[:, 0].isnan().tolist() == [False, True, True]
+    assert found.total[0] == 1.0 and scores.total.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_episodes_go_with_their_rows(tmp_path: Path) -> None:
+    completions = drawn(module_of(), tmp_path)
+    assert completions.episodes is not None
+    picked = select(completions, torch.tensor([3, 0]))
+    assert picked.episodes == (completions.episodes[3], completions.episodes[0])
+    both = join_completions(picked, completions)
+    assert both.episodes == (*picked.episodes, *completions.episodes)
+    torch.save(state.to_plain(completions), tmp_path / "rows.pt")
+    plain = torch.load(tmp_path / "rows.pt", weights_only=True)
+    assert state.completions_of(plain, torch.device("cpu")).episodes == completions.episodes
+
+
+def test_what_does_not_know_episodes_refuses_them(tmp_path: Path) -> None:
+    compared = module_of(evaluation=Evaluation(win_rate_against="base"))
+    with pytest.raises(ConfigError, match=r"eval.win_rate_against='base' compares completions of one turn"):
+        trainer_of(tmp_path).fit(compared, prompts())
+    with pytest.raises(ConfigError, match=r"preference_sets writes completions of one turn"):
+        trainer_of(tmp_path, callbacks=[PreferenceSets()]).fit(module_of(), prompts())
+    tree = tree_of(
+        "algo=dpo", "env=environment", "env.path=lit_rl.environments.guess:GuessNumber", "data=addition_pairs"
+    )
+    with pytest.raises(ConfigError, match=r"env=CustomEnvironment answers the turns of a policy, and DPO"):
+        check_answered(build(tree["algo"]), tree)
+
+
+@pytest.mark.parametrize("name", ["best", "dynamic"])
+def test_groups_are_chosen_of_episodes(name: str, tmp_path: Path) -> None:
+    """Whole groups are drawn anew, or some of their members alone are learned from."""
+    advantage = ["algo/advantage=constant"] if name == "best" else []
+    tree = tree_of("experiment=guess", f"algo/groups={name}", *advantage)
+    module = build(tree["algo"])
+    trainer_of(tmp_path).fit(module, prompts())
+    rollout = module.rollout
+    assert rollout.completions.attended is not None and (rollout.loss_mask <= rollout.completions.response_mask).all()
+    assert len(module.scored.completions.episodes) == len(rollout)
+
+
+def test_the_greedy_episode_is_a_baseline(tmp_path: Path) -> None:
+    tree = tree_of("experiment=guess", "algo=remax")
+    module = build(tree["algo"])
+    trainer_of(tmp_path).fit(module, prompts())
+    assert module.scored.greedy_rewards is not None and not module.scored.greedy_rewards.isnan().any()
