@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -99,6 +100,11 @@ class RolloutDataModule(SourcedDataModule):
     def longest_val_prompt(self) -> int:
         """Tokens of the longest validation prompt of any set; 0 where there is none."""
         return max((len(ids) for rows in self._prepared().val.values() for ids in rows.prompt_ids), default=0)
+
+    def columns_of_sets(self) -> list[Mapping[str, Sequence[Any]]]:
+        """The columns of the training rows, and of each validation set, with their values."""
+        corpus = self._prepared()
+        return [corpus.train.columns, *(rows.columns for rows in corpus.val.values())]
 
     def peek(self, count: int) -> PromptBatch:
         """The first training rows, in the order of the data."""

@@ -12,7 +12,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,13 @@ from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import Frames
-from lit_rl.environments.runner import GRACE, Late, Runner, Task
+from lit_rl.environments.runner import GRACE, Begun, Late, Runner, Task
 from lit_rl.episodes import End, Episode
 from lit_rl.errors import LitRLError
 from lit_rl.rollout import Message, Prompt
 from lit_rl.turns import Heard, Responder, Said
 
 _log = logging.getLogger(__name__)
-
-_GRACE = 2 * GRACE
-"""Seconds beyond its limit after which a thread that does not tell the time is left to itself."""
 
 _ODD, _LARGEST_SEED = 0x9E3779B1, (1 << 32) - 1
 """Global generators are seeded anew for each turn: an odd factor makes the seeds of a row's turns differ."""
@@ -52,12 +49,13 @@ class Reading:
 class Row:
     """One row's episode while it goes on."""
 
-    environment: Environment | None
-    """None: it could not be made."""
+    make: Callable[[], Environment]
     frames: Frames
     seed: int
     columns: Mapping[str, Any]
-    """The prompt and the other columns of the data's row."""
+    """The prompt and the other columns of the data's row: a copy, which the environment may change."""
+    environment: Environment | None = None
+    """Made by its reset."""
     prompt: Prompt = ""
     started: float = field(default_factory=time.perf_counter)
     messages: list[Message] = field(default_factory=list)
@@ -72,6 +70,15 @@ class Row:
     seconds: float = 0.0
     end: End | None = None
     error: str | None = None
+
+    @property
+    def made(self) -> Environment:
+        assert self.environment is not None
+        return self.environment
+
+    @property
+    def failed(self) -> bool:
+        return self.end in ("failed", "timeout")
 
     def episode(self) -> Episode:
         """As it went."""
@@ -126,8 +133,8 @@ class Conversations(Responder):
         self._max_new_tokens, self._runner, self._told = max_new_tokens, runner, told
         self._answered: list[Heard] = []
         self._waiting: list[tuple[Said, Task]] = []
-        self._arrived: queue.SimpleQueue[tuple[Said, float, Future[Reply | _Failed]]] = queue.SimpleQueue()
-        self._asked: dict[int, tuple[Said, float]] = {}
+        self._arrived: queue.SimpleQueue[tuple[Said, float, Begun]] = queue.SimpleQueue()
+        self._asked: dict[int, tuple[Said, Begun]] = {}
 
     @property
     def max_tokens(self) -> int:
@@ -136,59 +143,51 @@ class Conversations(Responder):
     # ------------------------------------------------------------------ before and after
 
     def open(self) -> list[Opening]:
-        """Reset every environment; what each row begins with."""
-        rows = self._sound()
-        openings: dict[int, Opening] = {}
-        for row, opening in zip(rows, self._each(rows, lambda env, row: env.reset(row.seed, row.columns))):
-            if isinstance(opening, _Failed):
-                row.end, row.error = opening.end, opening.error
-            else:
-                openings[id(row)] = opening
-        return [openings.get(id(row)) for row in self._rows]
+        """Make every environment and reset it; what each row begins with."""
+        openings = self._each(self._rows, _Place.RESET, _begun)
+        return [self._sound(row, opening) for row, opening in zip(self._rows, openings)]
 
     def episodes(self) -> tuple[Episode, ...]:
         """Every row's episode, with the reward that its environment gives it. When all are over."""
-        rows = self._sound()
-        for row, reward in zip(rows, self._each(rows, lambda env, row: env.reward())):
-            if isinstance(reward, _Failed):
-                row.end, row.error = reward.end, reward.error
-            else:
-                row.reward = reward
+        rows = [row for row in self._rows if not row.failed and row.environment is not None]
+        rewards = self._each(rows, _Place.REWARD, lambda row: row.made.reward())
+        for row, reward in zip(rows, rewards):
+            row.reward = self._sound(row, reward)
         return tuple(row.episode() for row in self._rows)
 
     def close(self) -> None:
         """Let the environments go. What they raise is logged, and nothing else comes of it."""
         rows = [row for row in self._rows if row.environment is not None]
-        self._each(rows, lambda env, row: env.close())
+        self._each(rows, _Place.CLOSE, lambda row: row.made.close())
 
-    def _sound(self) -> list[Row]:
-        return [row for row in self._rows if row.environment is not None and row.end not in ("failed", "timeout")]
+    def _sound(self, row: Row, given: Any) -> Any:
+        """What was given; None where it failed, and then the row has."""
+        if isinstance(given, _Failed):
+            row.end, row.error = given.end, given.error
+            return None
+        return given
 
     # ------------------------------------------------------------------ turns
 
     def tell(self, said: Said) -> None:
         row = self._rows[said.row]
         row.tokens += len(said.token_ids)
-        late = self._late(row)
-        if row.environment is None or row.end is not None or late:
-            if late and row.end is None:
-                row.end, row.error = "timeout", f"the episode took longer than {self._factory.episode_timeout:g} s"
+        if row.end is None and self._is_late(row):
+            self._sound(row, self._too_late(row))
+        if row.end is not None or row.environment is None:
             self._answered.append(Heard(said.row, None, ended=False))
             return
-        task = self._task(self._answer(row.environment, said), row, 1 + said.turn)
-        if not self._factory.is_async:
+        task = self._task(self._answer(row.environment, said), row, _Place.TURN + said.turn)
+        if self._factory.is_async:
+            self._ask(said, task)
+        else:
             self._waiting.append((said, task))
-            return
-        begun = time.perf_counter()
-        self._asked[said.row] = said, begun
-        future = self._runner.begin(task)
-        future.add_done_callback(lambda done: self._arrived.put((said, begun, done)))
 
     def answers(self, *, wait: bool) -> list[Heard]:
         self._answer_in_order()
         while not self._arrived.empty():
             self._take(*self._arrived.get())
-        if wait and not self._answered:
+        while wait and not self._answered:
             self._wait()
         given, self._answered = self._answered, []
         return given
@@ -202,24 +201,36 @@ class Conversations(Responder):
         replies = self._runner.in_order([task for _, task in waiting])
         seconds = (time.perf_counter() - begun) / len(waiting)
         for (said, _), reply in zip(waiting, replies, strict=True):
-            self._answered.append(self._heard(said, self._in_time(reply), seconds))
+            self._answered.append(self._heard(said, self._in_time(reply, self._rows[said.row]), seconds))
+
+    def _ask(self, said: Said, task: Task) -> None:
+        begun, now = self._runner.begin(task), time.perf_counter()
+        self._asked[said.row] = said, begun
+        begun.future.add_done_callback(lambda done: self._arrived.put((said, now, begun)))
 
     def _wait(self) -> None:
-        """Until an answer is there. What keeps its thread from telling the time is late when its time is over."""
-        while not self._answered:
-            assert self._asked, "nobody was asked"
-            patience = min(begun for _, begun in self._asked.values()) + self._factory.step_timeout + _GRACE
-            try:
-                self._take(*self._arrived.get(timeout=max(0.0, patience - time.perf_counter())))
-            except queue.Empty:
-                self._runner.leave()
-                for said, begun in list(self._asked.values()):
-                    self._asked.pop(said.row)
-                    self._answered.append(self._heard(said, self._too_late(), time.perf_counter() - begun))
+        """For one more answer. What keeps its thread from telling the time is given up when its time is over, with
+        those that wait in the same thread; those that had not begun are asked anew."""
+        assert self._asked, "nobody was asked"
+        limit = self._factory.step_timeout + GRACE
+        try:
+            self._take(*self._arrived.get(timeout=min(limit, 0.2)))
+        except queue.Empty:
+            if not self._runner.blocked(limit):
+                return
+            self._runner.leave()
+            asked, self._asked = self._asked, {}
+            for said, begun in asked.values():
+                if begun.leave():
+                    self._answered.append(self._heard(said, self._too_late(self._rows[said.row]), limit))
+                else:
+                    self._ask(said, begun.task)
 
-    def _take(self, said: Said, begun: float, done: Future[Reply | _Failed]) -> None:
-        if self._asked.pop(said.row, None) is not None:  # else it was given up
-            self._answered.append(self._heard(said, self._result(done, 0.0), time.perf_counter() - begun))
+    def _take(self, said: Said, since: float, begun: Begun) -> None:
+        if self._asked.get(said.row, (None, None))[1] is begun:  # else it was given up
+            self._asked.pop(said.row)
+            reply = self._result(begun, self._rows[said.row])
+            self._answered.append(self._heard(said, reply, time.perf_counter() - since))
 
     def _answer(self, environment: Environment, said: Said) -> Coroutine[Any, Any, Reply]:
         ids, closed = said.token_ids, self._closed(said)
@@ -262,28 +273,40 @@ class Conversations(Responder):
 
     # ------------------------------------------------------------------ what environments do, with limits
 
-    def _each(self, rows: Sequence[Row], ask: Callable[[Environment, Row], Coroutine[Any, Any, Any]]) -> list[Any]:
+    def _each(self, rows: Sequence[Row], place: int, ask: Callable[[Row], Coroutine[Any, Any, Any]]) -> list[Any]:
         """What each row's environment gives, or how it failed."""
-        tasks = [self._task(ask(row.environment, row), row, 0) for row in rows if row.environment is not None]
+        tasks = [self._task(ask(row), row, place) for row in rows]
         if not self._factory.is_async:
-            return [self._in_time(given) for given in self._runner.in_order(tasks)]
-        futures = [self._runner.begin(task) for task in tasks]
-        return [self._result(future, self._factory.step_timeout + _GRACE) for future in futures]
+            return [self._in_time(given, row) for given, row in zip(self._runner.in_order(tasks), rows)]
+        begun = [self._runner.begin(task) for task in tasks]
+        limit = self._factory.step_timeout + GRACE
+        while not all(each.future.done() for each in begun):
+            futures.wait([each.future for each in begun], timeout=min(limit, 0.2))
+            if self._runner.blocked(limit):
+                self._runner.leave()
+                begun = [
+                    self._runner.begin(each.task) if not (each.future.done() or each.leave()) else each
+                    for each in begun
+                ]
+                break
+        futures.wait([each.future for each in begun], timeout=limit)
+        return [self._result(each, row) for each, row in zip(begun, rows)]
 
-    def _task(self, coroutine: Coroutine[Any, Any, Any], row: Row, number: int) -> Task:
-        return Task(self._guarded(coroutine), self._seconds(row), (row.seed + number * _ODD) & _LARGEST_SEED)
+    def _task(self, coroutine: Coroutine[Any, Any, Any], row: Row, place: int) -> Task:
+        turn = _Place.TURN <= place < _Place.REWARD
+        seconds = self._seconds_left(row) if turn else self._factory.step_timeout
+        return Task(self._guarded(coroutine), seconds, (row.seed + place * _ODD) & _LARGEST_SEED)
 
-    def _in_time(self, given: Any) -> Any:
-        return self._too_late() if isinstance(given, Late) else given
+    def _in_time(self, given: Any, row: Row) -> Any:
+        return self._too_late(row) if isinstance(given, Late) else given
 
-    def _result(self, future: Future[Any], seconds: float) -> Any:
+    def _result(self, begun: Begun, row: Row) -> Any:
+        if not begun.future.done():
+            return self._too_late(row)
         try:
-            return future.result(timeout=seconds)
+            return begun.future.result()
         except Late:
-            return self._too_late()
-        except TimeoutError:
-            self._runner.leave()
-            return self._too_late()
+            return self._too_late(row)
 
     async def _guarded(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """What it gives, or that it raised: the episode fails, and the others go on."""
@@ -291,24 +314,38 @@ class Conversations(Responder):
             return await coroutine
         except LitRLError:
             raise
-        except Exception as error:
-            kind = f"{type(error).__name__}: {error}"
-            if type(error).__name__ not in self._told:
-                self._told.add(type(error).__name__)
-                _log.warning(
-                    "an environment raised; the episode is not learned from, and it is logged once:", exc_info=True
-                )
-            return _Failed("failed", excerpt(kind, 200))
+        except (Exception, SystemExit) as error:
+            kind = excerpt(f"{type(error).__name__}: {error}", 200)
+            if kind not in self._told:
+                self._told.add(kind)
+                _log.warning("an environment raised; its episode fails, and it is logged once:", exc_info=True)
+            return _Failed("failed", kind)
 
-    def _seconds(self, row: Row) -> float:
-        """That what is asked now may take."""
+    def _seconds_left(self, row: Row) -> float:
+        """That an answer may take."""
         whole = self._factory.episode_timeout
         left = math.inf if whole is None else row.started + whole - time.perf_counter()
         return max(0.0, min(self._factory.step_timeout, left))
 
-    def _late(self, row: Row) -> bool:
+    def _is_late(self, row: Row) -> bool:
         whole = self._factory.episode_timeout
         return whole is not None and time.perf_counter() - row.started > whole
 
-    def _too_late(self) -> _Failed:
-        return _Failed("timeout", f"the environment took longer than env.step_timeout={self._factory.step_timeout:g} s")
+    def _too_late(self, row: Row) -> _Failed:
+        if self._is_late(row):
+            limit = f"the episode took longer than env.episode_timeout={self._factory.episode_timeout:g} s"
+        else:
+            limit = f"the environment took longer than env.step_timeout={self._factory.step_timeout:g} s"
+        return _Failed("timeout", limit)
+
+
+class _Place:
+    """What an environment draws in each of these is drawn from a seed of its own."""
+
+    RESET, TURN, REWARD, CLOSE = 0, 1, 1 << 20, (1 << 20) + 1
+
+
+async def _begun(row: Row) -> Opening:
+    """Make the row's environment, by the user's constructor, and reset it."""
+    row.environment = row.make()
+    return await row.environment.reset(row.seed, row.columns)

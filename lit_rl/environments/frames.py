@@ -58,7 +58,7 @@ class TextFrames(Frames):
 
     def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
         text = "".join(message["content"] for message in messages)
-        return [*([] if closed else self._end), *_literal(self._tokenizer, text)]
+        return [*([] if closed else self._end), *literal_ids(self._tokenizer, text)]
 
 
 class ChatFrames(Frames):
@@ -88,17 +88,27 @@ class ChatFrames(Frames):
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
         self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
         self._control = control_tokens(tokenizer)
-        self._skeletons = {kind: self._tried(kind) for kind in kinds}
-        self._ends = {(kind, 1): self._ends_before(skeleton, 1) for kind, skeleton in self._skeletons.items()}
+        self._skeletons: dict[Kind, _Skeleton] = {kind: self._tried(kind) for kind in kinds}
+        self._ends: dict[tuple[Kind, int], int | None] = {}
+        for kind in kinds:
+            self._ends[kind, 1] = self._ends_before(self._skeletons[kind], 1)
 
     def encode(self, messages: Sequence[Message], *, closed: bool) -> list[int]:
         kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
+        messages = messages if self._renders(kind, len(messages)) else [_joined(messages)]
         skeleton, count = self._skeletons[kind], len(messages)
-        if (kind, count) not in self._ends:
-            self._ends[kind, count] = self._ends_before(skeleton, count)
         ids = self._rendered_ids(skeleton, messages)
         ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
-        return ids[ends[self._ends[kind, count]] + closed :]
+        return ids[ends[self._ends[kind, count] or 0] + closed :]
+
+    def _renders(self, kind: Kind, count: int) -> bool:
+        """Whether the template renders so many answers to one turn. Some know of one call a turn."""
+        if (kind, count) not in self._ends:
+            try:
+                self._ends[kind, count] = self._ends_before(self._skeletons[kind], count)
+            except Exception:  # a template is a program: whatever it raises, it cannot render this
+                self._ends[kind, count] = None
+        return self._ends[kind, count] is not None
 
     def _rendered_ids(self, skeleton: _Skeleton, messages: Sequence[Message]) -> list[int]:
         texts = [message["content"] for message in messages]
@@ -111,7 +121,7 @@ class ChatFrames(Frames):
         for mark, content in zip(marks, texts):
             before, text = text.split(mark, 1)
             written = json.dumps(content, ensure_ascii=False)[1:-1] if skeleton.escapes else content
-            ids += [*self._ids(before), *_literal(self._tokenizer, written)]
+            ids += [*self._ids(before), *literal_ids(self._tokenizer, written)]
         return [*ids, *self._ids(text)]
 
     def _rendered(self, skeleton: _Skeleton, messages: Sequence[Message]) -> str:
@@ -199,7 +209,11 @@ def _with_call(message: Message, number: int) -> Message:
     return {"tool_call_id": f"call{number:05d}", **message} if message["role"] == "tool" else dict(message)
 
 
-def _literal(tokenizer: Any, text: str) -> list[int]:
+def _joined(messages: Sequence[Message]) -> Message:
+    return {**messages[0], "content": "\n".join(message["content"] for message in messages)}
+
+
+def literal_ids(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a text in which control tokens are what they look like."""
     settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
     return list(tokenizer(text, **settings)["input_ids"]) if text else []

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lit_rl.data.checks import excerpt
@@ -12,13 +13,11 @@ from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.environments.base import Opening
 from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
-from lit_rl.environments.frames import ChatFrames, Frames, TextFrames
+from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids
 from lit_rl.environments.parsers import Parser, parser_for
 from lit_rl.environments.runner import Runner
-from lit_rl.environments.tools import as_text
-from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.rollout import Prompt, PromptBatch
+from lit_rl.rollout import Message, Prompt, PromptBatch
 
 _SEED_BITS = 31
 
@@ -132,61 +131,76 @@ class Interaction:
     def _row(self, batch: PromptBatch, number: int, seed: int) -> Row:
         columns = {"prompt": batch.prompts[number], **{name: of[number] for name, of in batch.columns.items()}}
         ready = self._ready[self.factory.kind_of(columns)]
-        row = Row(None, ready.frames, seed & ((1 << _SEED_BITS) - 1), columns)
-        try:
-            row.environment = ready.kind.make(ready.parser)
-        except Exception as error:  # the constructor is the user's
-            row.end, row.error = "failed", excerpt(f"{type(error).__name__}: {error}", 200)
-        return row
+        make = partial(ready.kind.make, ready.parser)
+        return Row(make, ready.frames, seed & ((1 << _SEED_BITS) - 1), copy.deepcopy(columns))
 
     def _opened(self, batch: PromptBatch, number: int, rows: Sequence[Row], openings: Sequence[Opening]) -> list[int]:
         """The tokens of a prompt with what its environments began with."""
-        prompt, sound = batch.prompts[number], [i for i, row in enumerate(rows) if row.end is None]
-        opening = openings[sound[0]] if sound else None
-        if differing := next((openings[i] for i in sound if openings[i] != opening), None):
+        prompt = batch.prompts[number]
+        sound = [opening for opening, row in zip(openings, rows) if not row.failed]
+        opening = sound[0] if sound else None
+        if differing := [other for other in sound if other != opening]:
             raise GenerationError(
                 f"The environments of one prompt began with {excerpt(repr(opening))} and with "
-                f"{excerpt(repr(differing))}: completions of a group answer the same prompt. Let reset depend on "
+                f"{excerpt(repr(differing[0]))}: completions of a group answer the same prompt. Let reset depend on "
                 f"nothing but its arguments and its seed, and take env.seed=group (it is {self.factory.seed})."
             )
-        opened = self._joined(prompt, opening)
+        ready = self._ready[self.factory.kind_of(rows[0].columns)]
+        plain = self._plain_ids(batch, number, ready)
+        opened, ids = prompt, plain
+        if opening is not None:
+            opened, ids = self._with_opening(prompt, plain, opening, ready)
+            if len(ids) - len(plain) > self.factory.max_observation_tokens:
+                opened, ids = prompt, plain
+                for row in rows:
+                    row.end, row.error = "failed", "what it began with is longer than env.max_observation_tokens"
         for row in rows:
             row.prompt = opened
-        ready = self._ready[self.factory.kind_of(rows[0].columns)]
-        if opened is prompt and not ready.template_kwargs.get("tools"):
+        return ids
+
+    def _plain_ids(self, batch: PromptBatch, number: int, ready: _Ready) -> list[int]:
+        """The prompt, told of its tools."""
+        if not ready.template_kwargs.get("tools"):
             return batch.prompt_ids[number]
-        where = f"the prompt of row {batch.rows[number]}, as env= opens it"
-        kwargs = ready.template_kwargs
-        return encode_prompt(self._tokenizer, opened, where=where, chat_template_kwargs=kwargs, control=self._control)
+        where, kwargs = f"the prompt of row {batch.rows[number]}", ready.template_kwargs
+        prompt = batch.prompts[number]
+        return encode_prompt(self._tokenizer, prompt, where=where, chat_template_kwargs=kwargs, control=self._control)
 
-    def _joined(self, prompt: Prompt, opening: Opening) -> Prompt:
-        if opening is None or opening == "":
-            return prompt
+    def _with_opening(
+        self, prompt: Prompt, plain: Sequence[int], opening: str | Sequence[Message], ready: _Ready
+    ) -> tuple[Prompt, list[int]]:
+        """The prompt and its tokens with what the environment begins with, in which control tokens are text."""
+        most = self.factory.max_observation_tokens
+        parts = [opening] if isinstance(opening, str) else [str(message["content"]) for message in opening]
+        parts = [self._shortened(part, max(1, most // len(parts))) for part in parts]
         if isinstance(prompt, str):
-            messages = [] if isinstance(opening, str) else [message["content"] for message in opening]
-            text = opening if isinstance(opening, str) else "".join(messages)
-            return prompt + self._shortened(as_text(text, "reset"), self.factory.max_observation_tokens)
+            text = "".join(parts)
+            return prompt + text, [*plain, *literal_ids(self._tokenizer, text)]
         if isinstance(opening, str):
-            last, most = prompt[-1], self.factory.max_observation_tokens
-            return [*prompt[:-1], {**last, "content": f"{last['content']}{self._shortened(opening, most)}"}]
-        share = max(1, self.factory.max_observation_tokens // len(opening))
-        return [*prompt, *({**each, "content": self._shortened(each["content"], share)} for each in opening)]
+            opened = _ending(prompt, parts[0])
+        else:
+            opened = [*prompt, *({**message, "content": part} for message, part in zip(opening, parts))]
+        if not any(token in part for token in self._control for part in parts):
+            return opened, encode_prompt(self._tokenizer, opened, chat_template_kwargs=ready.template_kwargs)
+        marks = [f"qq{number}opening{number}qq" for number in range(len(parts))]
+        marked = (
+            _ending(prompt, marks[0])
+            if isinstance(opening, str)
+            else [*prompt, *({**message, "content": mark} for message, mark in zip(opening, marks))]
+        )
+        return opened, self._ids_around(marked, marks, parts, ready)
 
-    def check_failures(self, episodes: Sequence[Episode]) -> None:
-        """Refuse to go on where too many episodes failed.
-
-        Raises:
-            GenerationError: more than ``env.max_failed`` of them.
-        """
-        errors = Counter(each.error for each in episodes if each.failed)
-        failed = sum(errors.values())
-        if failed > self.factory.max_failed * len(episodes):
-            (error, times), *_ = errors.most_common(1)
-            raise GenerationError(
-                f"{failed} of {len(episodes)} episodes failed or took too long, more than "
-                f"env.max_failed={self.factory.max_failed:g} of them; {times} times: {error}. Mend the environment, or "
-                "allow more with env.max_failed, env.step_timeout or env.episode_timeout."
-            )
+    def _ids_around(
+        self, marked: list[Message], marks: Sequence[str], parts: Sequence[str], ready: _Ready
+    ) -> list[int]:
+        """The tokens of a rendering in which each mark is a text that is tokenised apart."""
+        settings = {"tokenize": False, "add_generation_prompt": True, **ready.template_kwargs}
+        text, ids = str(self._tokenizer.apply_chat_template(marked, **settings)), list[int]()
+        for mark, part in zip(marks, parts):
+            before, text = text.split(mark, 1)
+            ids += [*self._tokenizer(before, add_special_tokens=False)["input_ids"]]
+            ids += literal_ids(self._tokenizer, part)
+        return [*ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     # ------------------------------------------------------------------ the tokenizer
 
@@ -230,7 +244,14 @@ class Interaction:
     def _shortened(self, text: str, most: int) -> str:
         if len(text.encode()) <= most:  # a token is a byte or more
             return text
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = literal_ids(self._tokenizer, text)
         if len(ids) <= most:
             return text
-        return f"{self._tokenizer.decode(ids[:most])} [cut: {len(ids) - most} more tokens]"
+        mark = f" [cut: of {len(ids)} tokens]"
+        room = most - len(literal_ids(self._tokenizer, mark))
+        return f"{self._tokenizer.decode(ids[:room])}{mark}" if room > 0 else str(self._tokenizer.decode(ids[:most]))
+
+
+def _ending(prompt: Sequence[Message], text: str) -> list[Message]:
+    """The messages with a text on the end of the last."""
+    return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{text}"}]

@@ -45,7 +45,7 @@ class Parser(ABC):
         """The calls in the order in which they were written. What stands in ``<think>`` is no call."""
         thoughts, said = _thinking(text)
         calls, rest = self._calls(said)
-        return ParsedTurn((thoughts + rest).strip(), tuple(calls))
+        return ParsedTurn((thoughts + rest).strip(), tuple(map(_writable, calls)))
 
     @abstractmethod
     def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
@@ -166,7 +166,7 @@ class TemplateParser(Parser):
     def parse(self, text: str) -> ParsedTurn:
         """The template says itself what is thought and what is said."""
         calls, rest = self._calls(text)
-        return ParsedTurn(rest.strip(), tuple(calls))
+        return ParsedTurn(rest.strip(), tuple(map(_writable, calls)))
 
     def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
         try:
@@ -246,6 +246,17 @@ def _call_from(value: Any, text: str) -> ToolCall | BadCall:
         return BadCall(text, f"the arguments are no object: {excerpt(json.dumps(arguments), 40)}")
     id_ = value.get("id")
     return ToolCall(name, arguments, id_ if isinstance(id_, str) else None)
+
+
+def _writable(call: ToolCall | BadCall) -> ToolCall | BadCall:
+    """Without halves of characters, which JSON can spell and no file can hold."""
+    if isinstance(call, BadCall):
+        return call
+    text = json.dumps([call.name, call.arguments], ensure_ascii=False)
+    if text.isascii():
+        return call
+    name, arguments = json.loads(text.encode("utf-8", "replace"))
+    return ToolCall(name, arguments, call.id)
 
 
 def _thinking(text: str) -> tuple[str, str]:

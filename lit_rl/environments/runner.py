@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,10 +41,19 @@ class Runner:
 
     def __init__(self) -> None:
         self._loop = BackgroundLoop("lit_rl-environments")
+        self.moved = time.perf_counter()
+        """When something began or ended last."""
 
-    def begin(self, task: Task) -> Future[Any]:
-        """Begin it, beside others. The future raises `Late` where it awaits for longer than it may."""
-        return self._loop.submit(_limited(task))
+    def begin(self, task: Task) -> Begun:
+        """Begin it, beside others. Its future raises `Late` where it awaits for longer than it may."""
+        begun = Begun(task)
+        begun.future = self._loop.submit(begun.run(self))
+        self.moved = time.perf_counter()
+        return begun
+
+    def blocked(self, seconds: float) -> bool:
+        """Whether nothing has begun or ended for so long: something keeps the thread from telling the time."""
+        return time.perf_counter() > self.moved + seconds
 
     def in_order(self, tasks: Sequence[Task]) -> list[Any]:
         """What each gives, one after another while this thread waits; `Late` where it took longer than it may.
@@ -56,7 +65,7 @@ class Runner:
             Exception: the first that a task raises.
         """
         given: list[Any] = []
-        with _global_generators_kept():
+        with global_generators_kept():
             while len(given) < len(tasks):
                 turn = _Turn(tasks[len(given) :])
                 future = self._loop.submit(turn.run())
@@ -105,24 +114,47 @@ class _Turn:
 
 def _over(future: Future[None], deadline: float) -> bool:
     """Whether it is over, waiting for it until then."""
-    try:
-        future.result(timeout=max(0.0, deadline - time.perf_counter()))
-    except TimeoutError:
-        if not future.done():
-            return False
-        raise
+    wait([future], timeout=max(0.0, deadline - time.perf_counter()))
+    if not future.done():
+        return False
+    future.result()
     return True
 
 
-async def _limited(task: Task) -> Any:
-    try:
-        return await asyncio.wait_for(task.coroutine, task.seconds)
-    except TimeoutError as error:
-        raise Late from error
+class Begun:
+    """A task that goes on beside others."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.future: Future[Any] = Future()
+        self._lock = threading.Lock()
+        self._runs = self._left = False
+
+    async def run(self, runner: Runner) -> Any:
+        """What it gives. Its time begins here, and not while others keep the thread from it."""
+        with self._lock:
+            if self._left:
+                return None
+            self._runs = True
+        runner.moved = time.perf_counter()
+        try:
+            async with asyncio.timeout(self.task.seconds):
+                return await self.task.coroutine
+        except TimeoutError as error:
+            raise Late from error
+        finally:
+            runner.moved = time.perf_counter()
+
+    def leave(self) -> bool:
+        """Give it up. Returns whether it had begun; else it can be begun in another thread."""
+        with self._lock:
+            self._left = True
+        return self._runs
 
 
 @contextmanager
-def _global_generators_kept() -> Iterator[None]:
+def global_generators_kept() -> Iterator[None]:
+    """Python's and numpy's global generators are afterwards as they were before."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -63,7 +63,8 @@ class Tool:
             ) from error
         self.name: str = self.schema["function"]["name"]
         self._validator = Draft202012Validator(_strict(self.schema["function"]["parameters"]))
-        self._told = False
+        self._told: set[str] = set()
+        """What was logged of it; shared with the same method of other objects."""
 
     @property
     def is_async(self) -> bool:
@@ -87,23 +88,26 @@ class Tool:
         return f"{error.message}{where}"
 
     async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call the function. An exception is told to the policy in a line, and logged with its traceback once.
-
-        Raises:
-            ConfigError: the function returned what is neither text nor JSON.
-        """
+        """Call the function. An exception is told to the policy in a line, and logged with its traceback once; so is
+        what can neither be written as text nor as JSON."""
         if wrong := self.wrong_with(arguments):
             return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
         try:
             result = self.function(**arguments)
             if inspect.isawaitable(result):
                 result = await result
-        except Exception as error:  # the tool's own: the policy has to live with it
-            if not self._told:
-                _log.warning("tool %r raised; it is answered, and not logged again:", self.name, exc_info=True)
-                self._told = True
-            return ToolAnswer(f"error: {self.name} raised {type(error).__name__}: {error}", failed=True)
-        return ToolAnswer(as_text(result, f"The tool {self.name!r}"))
+            return ToolAnswer(as_text(result, f"The tool {self.name!r}"))
+        except ConfigError as error:
+            self._log_once(str(error))
+            return ToolAnswer(f"error: {self.name} gave no answer that can be written", failed=True)
+        except (Exception, SystemExit) as error:  # the tool's own: the policy has to live with it
+            self._log_once(f"tool {self.name!r} raised; it is answered, and not logged again:")
+            return ToolAnswer(writable(f"error: {self.name} raised {type(error).__name__}: {error}"), failed=True)
+
+    def _log_once(self, what: str) -> None:
+        if not self._told:
+            self._told.add(what)
+            _log.warning(what, exc_info=True)
 
 
 class Toolbox:
@@ -118,7 +122,7 @@ class Toolbox:
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
         if not functions:
-            raise ConfigError("env.tools is empty: name at least one function, or leave the environment out.")
+            raise ConfigError("env.functions is empty: name at least one function, or leave the environment out.")
         self.tools: dict[str, Tool] = {}
         for tool in map(Tool, functions):
             _add(self.tools, tool)
@@ -152,11 +156,7 @@ class Toolbox:
         return [tool.schema for tool in self.tools.values()]
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
-        """One answer to one call, whatever the call is like.
-
-        Raises:
-            ConfigError: see `Tool.answer`.
-        """
+        """One answer to one call, whatever the call is like."""
         tool = self.tools.get(call.name)
         if tool is None:
             known = ", ".join(self.tools)
@@ -177,14 +177,26 @@ def as_text(result: Any, who: str) -> str:
         ConfigError: it is neither.
     """
     if isinstance(result, str):
-        return result
+        return writable(result)
     try:
-        return json.dumps(result, ensure_ascii=False, allow_nan=True)
-    except (TypeError, ValueError) as error:
+        return writable(json.dumps(result, ensure_ascii=False, allow_nan=True))
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{who} returned {excerpt(repr(result), 80)}, which is neither text nor JSON ({error}). Return a str, a "
-            "number, or lists and dicts of these."
+            f"{who} returned {_shown(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
+            "lists and dicts of these."
         ) from error
+
+
+def writable(text: str) -> str:
+    """Without halves of characters, which no file can hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _shown(value: Any) -> str:
+    try:
+        return excerpt(repr(value), 80)
+    except Exception:  # of an integer with thousands of digits there is no repr
+        return f"a {type(value).__name__}"
 
 
 def _strict(schema: Any) -> Any:

@@ -13,8 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from lit_rl.data.checks import excerpt
-from lit_rl.environments.tools import Toolbox
+from lit_rl.environments.base import Opening
+from lit_rl.environments.runner import global_generators_kept
+from lit_rl.environments.tools import Toolbox, as_text, writable
 from lit_rl.errors import ConfigError, RewardError, one_of
+from lit_rl.rewards.execution.event_loops import BackgroundLoop
+from lit_rl.rollout import Message
 
 Style = Literal["auto", "step", "tools"]
 STYLES = ("auto", "step", "tools")
@@ -22,6 +26,10 @@ STYLES = ("auto", "step", "tools")
 _OURS = ("reset", "get_reward", "close")
 _NO_TOOLS = (*_OURS, "step", "render", "seed")
 """Methods that gymnasium's environments have too, and that no policy calls."""
+
+
+_LOOKED_AT = BackgroundLoop("lit_rl-environments-looked-at")
+"""Closes the objects that are only looked at, which may have to be awaited."""
 
 
 class UserClass:
@@ -41,14 +49,13 @@ class UserClass:
     def __init__(self, make: Callable[[], Any], name: str, style: Style = "auto") -> None:
         one_of("env.style", style, STYLES)
         self.make, self.name = make, name
-        first = self._made()
-        if not isinstance(make, type):
-            second = self._made()
-            if second is first:
-                raise ConfigError(
-                    f"env: {name} returned the same object twice, and episodes that go on at the same time would share "
-                    "it. Return a new object at each call."
-                )
+        with global_generators_kept():
+            first, second = self._made(), self._made()
+        if second is first:
+            raise ConfigError(
+                f"env: {name} returned the same object twice, and episodes that go on at the same time would share it. "
+                "Return a new object at each call."
+            )
         if not callable(getattr(first, "reset", None)):
             raise ConfigError(
                 f"env: {name} makes a {type(first).__name__}, which has no method reset. An environment has "
@@ -65,10 +72,9 @@ class UserClass:
         self.gives_reward = self.style == "step" or callable(getattr(first, "get_reward", None))
         methods = [getattr(first, method, None) for method in (*_OURS, "step", *public)]
         self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
-        close = getattr(first, "close", None)
-        if callable(close) and not inspect.iscoroutinefunction(close):
+        for made in (first, second):
             with contextlib.suppress(Exception):  # it was never reset
-                close()
+                _LOOKED_AT.wait(closed(made))
 
     def _made(self) -> Any:
         try:
@@ -148,6 +154,32 @@ def finite(reward: Any, who: str) -> float | None:
     if not math.isfinite(number):
         raise RewardError(f"env: {who} gave the reward {number}, which is not finite. None says that there is none.")
     return number
+
+
+def opening_of(returned: Any, who: str) -> Opening:
+    """What an episode begins with, of what ``reset`` returned: text, messages, or nothing; all else as JSON.
+
+    Raises:
+        ConfigError: it can be none of these.
+    """
+    if returned is None or returned in ("", []):
+        return None
+    return checked_messages(returned, who) if isinstance(returned, list) else as_text(returned, who)
+
+
+def checked_messages(messages: Sequence[Any], who: str, roles: Sequence[str] = ("system", "user")) -> list[Message]:
+    """The messages, if they are some.
+
+    Raises:
+        ConfigError: one has another role, or no text.
+    """
+    for message in messages:
+        if not (isinstance(message, dict) and message.get("role") in roles and isinstance(message.get("content"), str)):
+            raise ConfigError(
+                f"env: {who} returned the message {excerpt(repr(message))}; its messages have the role "
+                f"{' or '.join(roles)}, and a text under 'content'."
+            )
+    return [{**message, "content": writable(message["content"])} for message in messages]
 
 
 async def reward_of(made: Any, described: UserClass) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.tools import as_text
-from lit_rl.environments.user_class import UserClass, called, closed, finite, reward_of
+from lit_rl.environments.user_class import UserClass, called, checked_messages, closed, finite, opening_of, reward_of
 from lit_rl.errors import ConfigError
 from lit_rl.rollout import Message
 
@@ -31,7 +31,7 @@ class ObjectWithSteps(Environment):
         opening = await called(self._made.reset, **self._described.arguments(seed, row))
         if isinstance(opening, tuple) and len(opening) == 2:  # gymnasium's: observation, info
             opening = opening[0]
-        return opening if opening is None or isinstance(opening, list) else as_text(opening, self._who("reset"))
+        return opening_of(opening, self._who("reset"))
 
     async def answer(self, turn: Turn) -> Reply:
         who = self._who("step")
@@ -61,12 +61,6 @@ class ObjectWithSteps(Environment):
 
 
 def _messages(observation: Any, who: str) -> list[Message]:
-    if not isinstance(observation, list):
-        return [{"role": "user", "content": "" if observation is None else as_text(observation, who)}]
-    for message in observation:
-        if not (isinstance(message, dict) and message.get("role") == "user" and isinstance(message["content"], str)):
-            raise ConfigError(
-                f"env: {who} returned the message {excerpt(repr(message))}; messages of an observation are of the role "
-                "'user', with a text under 'content'."
-            )
-    return observation
+    if not isinstance(observation, list) or not observation:
+        return [{"role": "user", "content": as_text(observation, who) if observation or observation == 0 else ""}]
+    return checked_messages(observation, who, roles=("user",))

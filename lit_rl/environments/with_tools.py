@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.parsers import BadCall, Parser
 from lit_rl.environments.tools import ToolAnswer, Toolbox, ToolCall
-from lit_rl.environments.user_class import UserClass, called, closed, reward_of
+from lit_rl.environments.user_class import UserClass, called, closed, opening_of, reward_of
 from lit_rl.rollout import Message
+
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""An id as Mistral's templates demand it. In other templates it is of no use."""
 
 
 class ToolEnvironment(Environment):
@@ -33,7 +37,7 @@ class ToolEnvironment(Environment):
         answers = [await self._answer(call) for call in parsed.calls]
         return Reply(
             _said(parsed.content, parsed.calls),
-            [_message(call, answer) for call, answer in zip(parsed.calls, answers, strict=True)],
+            [self._message(call, answer) for call, answer in zip(parsed.calls, answers, strict=True)],
             calls=len(answers),
             failed_calls=sum(answer.failed for answer in answers),
             unreadable_calls=sum(isinstance(call, BadCall) for call in parsed.calls),
@@ -43,6 +47,13 @@ class ToolEnvironment(Environment):
         if isinstance(call, BadCall):
             return ToolAnswer(f"error: {call.why}", failed=True)
         return await self._toolbox.answer(call)
+
+    def _message(self, call: ToolCall | BadCall, answer: ToolAnswer) -> Message:
+        """The answer as templates know it. A name or an id that the policy made up does not get into its text."""
+        name, id_ = ("unknown", None) if isinstance(call, BadCall) else (call.name, call.id)
+        known = name if name in self._toolbox.tools else "unknown"
+        message: Message = {"role": "tool", "name": known, "content": answer.text}
+        return message | {"tool_call_id": id_} if id_ and _ID.fullmatch(id_) else message
 
 
 class ObjectWithTools(ToolEnvironment):
@@ -60,7 +71,8 @@ class ObjectWithTools(ToolEnvironment):
         self._made, self._described = made, described
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
-        return await called(self._made.reset, **self._described.arguments(seed, row))
+        arguments = self._described.arguments(seed, row)
+        return opening_of(await called(self._made.reset, **arguments), f"{self._described.name}.reset")
 
     async def reward(self) -> float | None:
         return await reward_of(self._made, self._described)
@@ -80,10 +92,3 @@ def _said(content: str, calls: Sequence[ToolCall | BadCall]) -> Message:
 def _written(call: ToolCall) -> Message:
     written: Message = {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
     return written if call.id is None else {"id": call.id, **written}
-
-
-def _message(call: ToolCall | BadCall, answer: ToolAnswer) -> Message:
-    name = call.name if isinstance(call, ToolCall) else "unreadable"
-    message: Message = {"role": "tool", "name": name, "content": answer.text}
-    id_ = call.id if isinstance(call, ToolCall) else None
-    return message if id_ is None else message | {"tool_call_id": id_}

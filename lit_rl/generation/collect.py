@@ -89,19 +89,13 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
 def _converse(
     generator: Generator, batch: PromptBatch, asked: Prompts, sampling: Sampling, interaction: Interaction
 ) -> Completions:
-    """The completions of prompts that environments open and answer, with their episodes.
-
-    Raises:
-        GenerationError: more of the episodes failed than may.
-    """
+    """The completions of prompts that environments open and answer, with their episodes."""
     per_sample = interaction.factory.seed == "sample"
     keys = row_keys(asked.keys, asked.group_size).tolist() if per_sample else _repeated(asked.keys, asked.group_size)
     prompt_ids, conversations = interaction.begin(batch, keys, max_new_tokens=sampling.max_new_tokens)
     with closing(conversations):
         completions = generator.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
-        completions = replace(completions, episodes=conversations.episodes())
-    interaction.check_failures(completions.episodes or ())
-    return completions
+        return replace(completions, episodes=conversations.episodes())
 
 
 def _repeated(keys: Sequence[int], times: int) -> list[int]:

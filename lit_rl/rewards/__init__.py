@@ -1,7 +1,7 @@
 """Text in, numbers out: reward functions, their weighted sum, and functions named by path in a config."""
 
 from lit_rl.rewards.builtin.code import CodeExecution
-from lit_rl.rewards.builtin.environment import environment
+from lit_rl.rewards.builtin.environment import environment, environment_turns
 from lit_rl.rewards.builtin.format import reasoning_format
 from lit_rl.rewards.builtin.lengths import CosineScaledLength, SoftOverlong
 from lit_rl.rewards.builtin.math import boxed, final_answer, math_answer
@@ -45,6 +45,7 @@ __all__ = [
     "boxed",
     "contains",
     "environment",
+    "environment_turns",
     "exact_match",
     "final_answer",
     "from_paths",

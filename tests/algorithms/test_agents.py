@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -15,8 +16,9 @@ from tiers import quick
 from lit_rl.algorithms import GRPO, PPO, RLOO, Evaluation, Reinforce
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.episodes import metrics_of, scores_of
+from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, scores_of
 from lit_rl.callbacks import PreferenceSets
 from lit_rl.cli.build import build, check_answered
 from lit_rl.data.datamodule import RolloutDataModule
@@ -86,7 +88,7 @@ class Rewarded(L.Callback):
 
 
 def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
-    """By the shipped experiments: the form by imitation, and then to read the hints, which no blind guesser does."""
+    """By the shipped experiments: the form by imitation, and then to read the hints: without them the best wins 0.4."""
     tree = tree_of("experiment=guess_sft")
     taught = build(tree["algo"])
     trainer_of(tmp_path, 80).fit(taught, build(tree["data"]))
@@ -96,7 +98,7 @@ def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
     rewarded = Rewarded()
     trainer_of(tmp_path, 30, callbacks=[rewarded]).fit(build(tree["algo"]), build(tree["data"]))
     before, after = sum(rewarded.seen[:3]) / 3, sum(rewarded.seen[-5:]) / 5
-    assert after > 0.55 > 0.4 and after > before + 0.08, (before, after)
+    assert after > 0.55 and after > before + 0.08, (before, after)
 
 
 @pytest.mark.parametrize("method", quick(list(METHODS), {"ppo"}))
@@ -139,8 +141,10 @@ def test_one_episode_at_a_time(tmp_path: Path) -> None:
     def turns(completion: str, episodes: Mapping[str, Any]) -> float:
         return float(episodes["turns"])
 
-    completions = drawn(module_of(reward=turns), tmp_path)
+    module = module_of(reward=turns)
+    completions = drawn(module, tmp_path)
     assert completions.episodes is not None
+    assert module.scored.scores.total.tolist() == [float(each.turns) for each in completions.episodes]
 
 
 class FailsOften:
@@ -221,15 +225,22 @@ def test_an_episode_is_the_same_whatever_draws_it(engine: str, tmp_path: Path) -
 class WaitsByTheText(GuessNumber):
     """Answers after a while that depends on what was said: what is asked first is not answered first."""
 
-    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, int]]:  # type: ignore[override]
-        import asyncio
+    asked: ClassVar[list[str]] = []
+    answered: ClassVar[list[str]] = []
 
-        await asyncio.sleep(0.001 * (sum(map(ord, action)) % 7))
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, int]]:  # type: ignore[override]
+        self.asked.append(action)
+        await asyncio.sleep(0.004 * (sum(map(ord, action)) % 7))
+        self.answered.append(action)
         return super().step(action)
 
 
 def test_the_order_of_answers_changes_no_sample(tmp_path: Path) -> None:
+    WaitsByTheText.asked.clear()
+    WaitsByTheText.answered.clear()
     assert rows_of(drawn(module_of(env=guessing(WaitsByTheText)), tmp_path)) == rows_of(drawn(module_of(), tmp_path))
+    assert sorted(WaitsByTheText.asked) == sorted(WaitsByTheText.answered)
+    assert WaitsByTheText.asked != WaitsByTheText.answered
 
 
 # ------------------------------------------------------------------ resume
@@ -275,12 +286,32 @@ def double(a: int) -> int:
     return 2 * a
 
 
+class TwoKinds:
+    """Rows for one environment, and for another one to validate on."""
+
+    def train(self) -> list[dict[str, Any]]:
+        return [{"prompt": f"{i}=", "environment": "a"} for i in range(8)]
+
+    def val(self) -> list[dict[str, Any]]:
+        return [{"prompt": "b=", "environment": "b"}]
+
+
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "generator": (lambda: module_of(generator=Deaf()), prompts, "Deaf draws completions of one turn"),
     "turn": (
         lambda: module_of(env=guessing(max_tokens=3)),
         prompts,
         "env.max_tokens=3 is less than sampling.max_new_tokens=4",
+    ),
+    "turn of the evaluation": (
+        lambda: module_of(evaluation=Evaluation(max_new_tokens=100)),
+        prompts,
+        "env.max_tokens=24 is less than eval.max_new_tokens=100",
+    ),
+    "environment of a validation row": (
+        lambda: module_of(env=guessing({"a": GuessNumber})),
+        lambda: RolloutDataModule(task=TwoKinds(), prompts_per_rollout=4),
+        "environment is 'b', and env.path has a",
     ),
     "context": (
         lambda: module_of(env=guessing(max_tokens=600)),
@@ -380,6 +411,19 @@ def test_episodes_go_with_their_rows(tmp_path: Path) -> None:
     torch.save(state.to_plain(completions), tmp_path / "rows.pt")
     plain = torch.load(tmp_path / "rows.pt", weights_only=True)
     assert state.completions_of(plain, torch.device("cpu")).episodes == completions.episodes
+
+
+def test_failures_are_counted_over_a_rollout_and_its_ranks() -> None:
+    failures = Failures()
+    failures.count([episode(), episode("failed", error="a")])
+    failures.count([episode("timeout", error="b"), episode("failed", error="a"), episode("max_turns")])
+    failures.check(0.6, Ranks())
+    with pytest.raises(
+        GenerationError, match=r"3 of 5 episodes failed.*env.max_failed=0.5 of them; 2 times: a"
+    ) as told:
+        failures.check(0.5, Ranks())
+    assert told.value.on_every_rank and told.value.exit_code == 5
+    Failures().check(0.0, Ranks())
 
 
 def test_what_does_not_know_episodes_refuses_them(tmp_path: Path) -> None:

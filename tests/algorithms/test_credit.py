@@ -22,7 +22,7 @@ from lit_rl.algorithms.terms.controllers import AdaptiveKL, FixedEntropy
 from lit_rl.algorithms.terms.credit import token_rewards
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, RewardError
 from lit_rl.ops import advantages, returns, selection
 from lit_rl.ops.kl import k2
 from lit_rl.ops.losses import clipped_policy_loss
@@ -414,3 +414,20 @@ def test_remax_subtracts_the_reward_of_the_greedy_completion():
     assert torch.equal(baseline, expected)
     torch.testing.assert_close(rollout.advantages, said.total - expected)
     assert (said.total != expected).any()
+
+
+def test_the_reward_of_a_turn_is_earned_at_its_last_token() -> None:
+    """Two turns of 2 and 1 tokens with an observation between them, a part of the reward that has no turn, and a row of
+    one turn."""
+    sampled = torch.tensor([[1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 0]]).bool()
+    turns = torch.tensor([[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0]])
+    rows = dataclasses.replace(completions([6, 6], 2), response_mask=sampled, turn=turns)
+    parts = [[(0, 0.5), (1, 2.0), (0, 0.25)], [(0, 3.0)]]
+    earned, ends = token_rewards(torch.tensor([3.0, 3.0]), rows, parts, tokenizer())
+    assert earned.tolist() == [[0, 0.75, 0, 0, 2.25, 0], [0, 0, 3, 0, 0, 0]]
+    assert ends.tolist() == [[False, True, False, False, True, False], [False, False, True, False, False, False]]
+    assert earned[(~sampled)].sum() == 0
+    with pytest.raises(RewardError, match=r"for turn 2 of a completion that has 2; they are counted from 0"):
+        token_rewards(torch.tensor([1.0, 1.0]), rows, [[(2, 1.0)], []], tokenizer())
+    alone = dataclasses.replace(rows, turn=None)
+    assert token_rewards(torch.tensor([3.0, 3.0]), alone, [[], [(0, 3.0)]], tokenizer())[0][1].tolist()[2] == 3.0

@@ -66,10 +66,25 @@ class NeedsColumn(Nothing):
 SHARED = Game()
 
 
+class Single(Game):
+    def __new__(cls) -> Game:  # type: ignore[misc]
+        return SHARED
+
+
+class Opened(Game):
+    open = 0
+
+    def __init__(self) -> None:
+        type(self).open += 1
+
+    async def close(self) -> None:
+        type(self).open -= 1
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: FunctionTools([]), "env.tools is empty"),
+        (lambda: FunctionTools([]), "env.functions is empty"),
         (lambda: FunctionTools([undescribed]), "'undescribed' cannot be described"),
         (lambda: FunctionTools([double, double]), "Two tools are called 'double'"),
         (lambda: FunctionTools(["./nowhere.py:f"]), "env.functions: there is no file"),
@@ -79,6 +94,7 @@ SHARED = Game()
         (lambda: CustomEnvironment(Nothing, style="step"), "env.style=step, and Nothing has no method step"),
         (lambda: CustomEnvironment(Needs), "Needs.. raised TypeError.*without arguments"),
         (lambda: CustomEnvironment(lambda: SHARED), "returned the same object twice"),
+        (lambda: CustomEnvironment(Single), "returned the same object twice"),
         (lambda: CustomEnvironment(Game, functions=[double]), "env.functions names tools, and Game is stepped"),
         (lambda: CustomEnvironment({}), "env.path is empty"),
         (lambda: CustomEnvironment(Game, style="stepp"), "env.style='stepp'.*Did you mean 'step'"),  # type: ignore[arg-type]
@@ -194,3 +210,9 @@ def test_demonstrations_follow_the_hints() -> None:
             guess, hint = int(part[:-1]), part[-1]
             low, high = (guess + 1, high) if hint == ">" else (low, guess - 1)
         assert low <= int(row["completion"]) <= high
+
+
+def test_the_objects_that_are_looked_at_are_closed() -> None:
+    CustomEnvironment(Opened)
+    CustomEnvironment(lambda: Opened())
+    assert Opened.open == 0

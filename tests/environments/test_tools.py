@@ -96,17 +96,14 @@ def test_a_tool_that_raises_is_answered_in_a_line_and_logged_once(caplog: pytest
     assert len(caplog.records) == 1 and caplog.records[0].exc_info is not None
 
 
-def test_what_cannot_be_answered_ends_the_run_and_names_the_tool() -> None:
-    def shapes(a: int) -> Any:
-        """Shapes.
+def test_what_cannot_be_answered_is_an_error_that_names_the_tool(caplog: pytest.LogCaptureFixture) -> None:
+    def shapes() -> Any:
+        """Get shapes."""
+        return {3}
 
-        Args:
-            a: A number.
-        """
-        return {a}
-
-    with pytest.raises(ConfigError, match=r"tool 'shapes' returned \{3\}, which is neither text nor JSON"):
-        asyncio.run(Tool(shapes).answer({"a": 3}))
+    answer = asyncio.run(Toolbox([shapes]).answer(ToolCall("shapes", {})))
+    assert answer == ToolAnswer("error: shapes gave no answer that can be written", failed=True)
+    assert "'shapes' returned {3}, which is neither text nor JSON" in caplog.text
 
 
 def test_tools_that_nothing_describes_are_refused_by_name() -> None:
@@ -133,7 +130,7 @@ def test_tools_that_nothing_describes_are_refused_by_name() -> None:
         Tool(undocumented)
     with pytest.raises(ConfigError, match="Two tools are called 'multiply'"):
         Toolbox([multiply, multiply])
-    with pytest.raises(ConfigError, match=r"env\.tools is empty"):
+    with pytest.raises(ConfigError, match=r"env\.functions is empty"):
         Toolbox([])
 
 

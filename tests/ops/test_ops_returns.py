@@ -1,10 +1,13 @@
 import math
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lit_rl.ops.advantages import centered, remax, whiten_tokens
 from lit_rl.ops.returns import (
@@ -278,3 +281,64 @@ class TestProcessSupervised:
         got = process_supervised(token_rewards.sum(1), group_id, token_rewards, mask)
         alone = process_supervised(token_rewards[:2].sum(1), group_id[:2], token_rewards[:2], mask[:2])
         torch.testing.assert_close(got[:2], alone)
+
+
+# ------------------------------------------------------------------ turns: a policy that may stop, enumerated
+
+
+def stopping_episodes(logits: Tensor, rewards: Tensor) -> list[tuple[Tensor, Tensor, float]]:
+    """Every episode of a policy that goes on or stops at each of its turns.
+
+    Each: log-probs of its turns `(t,)`, with gradient; what each turn earned `(t,)`; its probability. A turn that goes
+    on earns `rewards[turn, 0]`, one that stops `rewards[turn, 1]`.
+    """
+    go, stop = torch.nn.functional.logsigmoid(logits), torch.nn.functional.logsigmoid(-logits)
+    found = []
+    for turns in range(1, len(logits) + 1):
+        for stops in (True, False):
+            if not stops and turns < len(logits):
+                continue
+            last = stop[turns - 1] if stops else go[turns - 1]
+            logprobs = torch.cat([go[: turns - 1], last[None]])
+            earned = torch.cat([rewards[: turns - 1, 0], rewards[turns - 1, 1 if stops else 0][None]])
+            found.append((logprobs, earned, float(logprobs.sum().exp())))
+    return found
+
+
+def expected_gradient(estimator: Callable[..., Tensor], logits: Tensor, rewards: Tensor) -> Tensor:
+    """The mean over all pairs of episodes of ``sum_t A_t grad log pi(a_t)``, of one row of two."""
+    episodes, most = stopping_episodes(logits, rewards), len(logits)
+    total = torch.zeros_like(logits)
+    for first, second in product(episodes, episodes):
+        mask, earned = torch.zeros(2, most, dtype=torch.bool), torch.zeros(2, most, dtype=torch.float64)
+        for row, (logprobs, got, _) in enumerate((first, second)):
+            mask[row, : len(logprobs)], earned[row, : len(logprobs)] = True, got
+        group = torch.zeros(2, dtype=torch.long)
+        advantages = estimator(earned.sum(1), group, token_rewards=earned, mask=mask)
+        objective = sum((advantages[row][mask[row]] * each[0]).sum() for row, each in enumerate((first, second))) / 2
+        (gradient,) = torch.autograd.grad(objective, logits, retain_graph=True)
+        total += first[2] * second[2] * gradient
+    return total
+
+
+@reproducible
+@given(st.lists(st.floats(-2, 2), min_size=3, max_size=3), st.lists(st.floats(-3, 3), min_size=6, max_size=6))
+def test_credit_of_turns_points_where_the_expected_reward_rises(logits: list[float], earned: list[float]) -> None:
+    """Half of the gradient, since a group of two compares a row with itself too: 1 - 1 / group size."""
+    at, rewards = (
+        torch.tensor(logits, dtype=torch.float64, requires_grad=True),
+        torch.tensor(earned).double().view(3, 2),
+    )
+    expected = sum(logprobs.sum().exp() * got.sum() for logprobs, got, _ in stopping_episodes(at, rewards))
+    (gradient,) = torch.autograd.grad(expected, at)  # type: ignore[arg-type]
+    found = expected_gradient(centered_return_to_go, at, rewards)
+    torch.testing.assert_close(found, gradient / 2, rtol=1e-9, atol=1e-9)
+
+
+def test_normalised_step_rewards_do_not_teach_to_go_on() -> None:
+    """Where each turn earns the same, the mean over steps is that reward, however many there were: a trap of
+    `process_supervised` with turns, which return-to-go does not have."""
+    at = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    rewards = torch.ones(3, 2, dtype=torch.float64)
+    assert expected_gradient(process_supervised, at, rewards).abs().max() == 0
+    assert (expected_gradient(centered_return_to_go, at, rewards)[:2] > 0.05).all()

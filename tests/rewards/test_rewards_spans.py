@@ -74,7 +74,7 @@ WRONG = {
     "inf": ((0, 3, math.inf), "not finite"),
     "text": ((0, 3, "1"), "is a str"),
     "none": ((0, 3, None), "NoneType"),
-    "two": ((0, 3), "is a list"),
+    "two": ((0, 3), "mixes spans and turns"),
     "not_a_tuple": (3, "is a list"),
 }
 
@@ -85,3 +85,23 @@ def test_wrong_spans_are_refused(span, told):
         Rewards({"mine": lambda completions: [0.0, [(0, 1, 1.0), span]]}).score(["", ""], [TEXT, TEXT], {})
     for part in ("'mine'", "completion 1", told):
         assert part in str(error.value)
+
+
+def test_turns_earn_in_the_place_of_spans():
+    def turns(completions):
+        return [[(0, 1.0), (2, 0.5)], [(1, -1.0)], None]
+
+    def number(completions):
+        return [1.0, 2.0, 3.0]
+
+    scores = Rewards([turns, number], [2.0, 1.0]).score(["?"] * 3, ["a", "b", "c"], {})
+    assert scores.total.tolist() == [4.0, 0.0, 3.0]
+    assert scores.span_rewards == [[(0, 2.0), (2, 1.0)], [(1, -2.0)], []]
+
+
+@pytest.mark.parametrize(
+    ("part", "told"), [((-1, 1.0), "the turn -1"), ((0.5, 1.0), "the turn 0.5"), ((0, math.inf), "not finite")]
+)
+def test_wrong_turns_are_refused(part, told):
+    with pytest.raises(RewardError, match=told):
+        Rewards([lambda completions: [[part]]]).score(["?"], ["a"], {})

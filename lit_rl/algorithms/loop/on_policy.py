@@ -146,6 +146,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
+        if self.env is not None:
+            self.source.failures.check(self.env.max_failed, self.ranks)
         if draws_more:
             self._request_ahead(batch.upcoming)
         old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
@@ -206,7 +208,8 @@ class OnPolicyModule(GeneratingModule, ABC):
     def greedy_rewards(self, batch: PromptBatch) -> Tensor:
         """`(b,)`: the reward of the likeliest completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
-        completions = self.generate(batch, greedy, group_size=1)
+        with failing_together(self.ranks):
+            completions = self.generate(batch, greedy, group_size=1)
         total = self.reward(batch, completions).total
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 
@@ -284,10 +287,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         preflight.one_accumulation(trainer, "a rollout would no longer divide into them")
         if self.env is not None:
             environments.rewarded(self.env, self.reward_functions)
-            drawn = self.generator, self.sampling
-            self.interaction = environments.interaction_of(
-                self.env, self.model, data, *drawn, evaluation=self.evaluation
-            )
+            environments.fits(self.env, self.generator, self.sampling, self.evaluation)
+            self.interaction = environments.interaction_of(self.env, self.model, data)
         episodes = () if self.env is None else ("episodes",)
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])

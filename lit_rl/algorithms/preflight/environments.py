@@ -11,28 +11,17 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
 from lit_rl.generation.collect import check_converses
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.rewards.builtin.environment import environment
+from lit_rl.rewards.builtin.environment import environment, environment_turns
 from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Sampling
 
-_ALL = 1 << 62
-"""More rows than there are."""
 
-
-def interaction_of(
-    factory: EnvironmentFactory,
-    model: LanguageModel,
-    data: Any,
-    generator: Generator,
-    sampling: Sampling,
-    *,
-    evaluation: Evaluation,
-) -> Interaction:
-    """What answers the policy of a run.
+def fits(factory: EnvironmentFactory, generator: Generator, sampling: Sampling, evaluation: Evaluation) -> None:
+    """Refuse what episodes do not go with.
 
     Raises:
-        ConfigError: the generator holds no conversations, an episode is shorter than a turn, the data's rows do not fit
-            the environments, or see `Interaction`.
+        ConfigError: the generator holds no conversations, an episode is shorter than a turn, or the evaluation compares
+            completions of one turn.
     """
     check_converses(generator)
     if evaluation.win_rate_against is not None:
@@ -40,18 +29,27 @@ def interaction_of(
             f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, and env= makes "
             "episodes: leave one of the two out."
         )
-    if factory.max_tokens < sampling.max_new_tokens:
-        raise ConfigError(
-            f"env.max_tokens={factory.max_tokens} is less than sampling.max_new_tokens={sampling.max_new_tokens}, and "
-            "an episode is one turn or more: raise the first, or lower the second."
-        )
+    turns = {"sampling": sampling.max_new_tokens, "eval": evaluation.max_new_tokens or 0}
+    for group, tokens in turns.items():
+        if factory.max_tokens < tokens:
+            raise ConfigError(
+                f"env.max_tokens={factory.max_tokens} is less than {group}.max_new_tokens={tokens}, and an episode is "
+                "one turn or more: raise the first, or lower the second."
+            )
+
+
+def interaction_of(factory: EnvironmentFactory, model: LanguageModel, data: Any) -> Interaction:
+    """What answers the policy of a run.
+
+    Raises:
+        ConfigError: the data's rows do not fit the environments, or see `Interaction`.
+    """
     if data.options.overlong == "truncate_left":
         raise ConfigError(
             "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew, with their "
             "tools and what the environment begins with. Take data.overlong=drop, or error."
         )
-    factory.check_columns(data.peek(_ALL).columns)
-    for columns in data.val_columns.values():
+    for columns in data.columns_of_sets():
         factory.check_columns(columns)
     return Interaction(
         factory,
@@ -85,7 +83,7 @@ def rewarded(factory: EnvironmentFactory, rewards: Rewards) -> None:
     Raises:
         ConfigError: the reward is the environment's own, and it gives none.
     """
-    asked = [name for name, function in rewards.functions.items() if function is environment]
+    asked = [name for name, function in rewards.functions.items() if function in (environment, environment_turns)]
     if asked and not factory.gives_reward:
         raise ConfigError(
             f"reward={asked[0]} takes the reward that environments give, and these have neither step nor get_reward. "

@@ -4,15 +4,52 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.episodes import Episode
-from lit_rl.errors import RewardError
+from lit_rl.errors import GenerationError, RewardError
 from lit_rl.ops.step import Highest, Metrics
+from lit_rl.rewards.functions.contract import Part
 from lit_rl.rewards.sums.weighted import Scores
+
+
+class Failures:
+    """Episodes that failed by no fault of the policy, of those that were drawn for a rollout."""
+
+    def __init__(self) -> None:
+        self.episodes = 0
+        self.errors: Counter[str] = Counter()
+
+    def count(self, episodes: Sequence[Episode]) -> None:
+        """Of one request."""
+        self.episodes += len(episodes)
+        self.errors.update(str(each.error) for each in episodes if each.failed)
+
+    def check(self, most: float, ranks: Ranks) -> None:
+        """Refuse to go on where too many failed. A collective.
+
+        Args:
+            most: Share of the episodes of all ranks.
+            ranks: They all raise, or none.
+
+        Raises:
+            GenerationError: names the commonest error of this rank.
+        """
+        failed, drawn = sum(ranks.counts(self.errors.total())), sum(ranks.counts(self.episodes))
+        if failed <= most * drawn:
+            return
+        told = "".join(f"; {times} times: {kind}" for kind, times in self.errors.most_common(1)) or "; see other ranks"
+        error = GenerationError(
+            f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}. "
+            "Mend the environment, or allow more with env.max_failed, env.step_timeout or env.episode_timeout."
+        )
+        error.on_every_rank = True
+        raise error
 
 
 def scores_of(scores: Scores, episodes: Sequence[Episode]) -> Scores:
@@ -25,10 +62,10 @@ def scores_of(scores: Scores, episodes: Sequence[Episode]) -> Scores:
     """
     failed = torch.tensor([episode.failed for episode in episodes])
     spans = scores.span_rewards
-    if spans is not None and any(of and each.turns > 1 for of, each in zip(spans, episodes) if _is_chat(each)):
+    if spans is not None and any(_of_characters(of) for of, each in zip(spans, episodes) if _has_messages(each)):
         raise RewardError(
             "A reward function returned spans of characters for an episode of several messages, and a span is of one "
-            "text. Return a number for the episode."
+            "text. Return a number for the episode, or (turn, value) for its turns."
         )
     return dataclasses.replace(
         scores,
@@ -38,8 +75,13 @@ def scores_of(scores: Scores, episodes: Sequence[Episode]) -> Scores:
     )
 
 
-def _is_chat(episode: Episode) -> bool:
-    return not isinstance(episode.prompt, str)
+def _of_characters(parts: Sequence[Part]) -> bool:
+    return any(len(part) == len(("start", "end", "value")) for part in parts)
+
+
+def _has_messages(episode: Episode) -> bool:
+    """Whether rewards see several messages, of which no text is that of the tokens."""
+    return episode.turns > 1 and not isinstance(episode.prompt, str)
 
 
 def metrics_of(episodes: Sequence[Episode], device: torch.device | str) -> Metrics:

@@ -22,6 +22,7 @@ from torch import nn
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts.episodes import Failures
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.environments.interaction import Interaction
@@ -70,12 +71,15 @@ class RolloutSource:
         self.generator = generator
         self.sampled_tokens = 0
         """Drawn for the rollout at hand, also those that nothing was learned from."""
+        self.failures = Failures()
+        """Of the episodes that were drawn for the rollout at hand."""
         self._stopwatch = stopwatch
         self._ahead = Ahead()
 
     def begin_rollout(self) -> None:
         """What is drawn from now on is drawn for another rollout."""
         self.sampled_tokens = 0
+        self.failures = Failures()
 
     # ------------------------------------------------------------------ now
 
@@ -102,15 +106,17 @@ class RolloutSource:
 
     def _received(self, completions: Completions, batch: PromptBatch, ranks: Ranks) -> Completions:
         self.sampled_tokens += int(completions.lengths.sum())
+        self.failures.count(completions.episodes or ())
         return replace(completions, group_id=completions.group_id + ranks.rank * len(batch))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Draw what is no part of the rollout at hand: neither its seconds nor its tokens count."""
-        sampled = self.sampled_tokens
+        sampled, failures = self.sampled_tokens, self.failures
+        self.failures = Failures()
         with self._stopwatch.aside():
             yield
-        self.sampled_tokens = sampled
+        self.sampled_tokens, self.failures = sampled, failures
 
     # ------------------------------------------------------------------ ahead
 

@@ -13,11 +13,10 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.running_norm import RunningNorm
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, RewardError
 from lit_rl.generation.collect import response_ids
+from lit_rl.rewards.functions.contract import Part
 from lit_rl.rollout import Completions
-
-Span = tuple[int, int, float]
 
 
 @dataclass(frozen=True)
@@ -131,12 +130,16 @@ class CreditAssignment:
 
 
 def token_rewards(
-    rewards: Tensor, completions: Completions, spans: Sequence[Sequence[Span]] | None, tokenizer: Any
+    rewards: Tensor, completions: Completions, spans: Sequence[Sequence[Part]] | None, tokenizer: Any
 ) -> tuple[Tensor, Tensor]:
     """`(b, t)`: each row's reward at the token where it was earned, 0 everywhere in a row without a reward; and where.
 
-    A span's value stands at the token that writes its last character. What is left of the row's reward (all of it, if
-    no function gave spans) stands at the row's last token. So a row always sums to its reward.
+    A span's value stands at the token that writes its last character, a turn's at the turn's last token. What is left
+    of the row's reward (all of it, if no function gave spans or turns) stands at the row's last token. So a row always
+    sums to its reward.
+
+    Raises:
+        RewardError: a turn earned something, and the row has none of that number.
     """
     mask = completions.response_mask
     out, ends = torch.zeros(mask.shape, device=rewards.device), torch.zeros_like(mask)
@@ -146,8 +149,11 @@ def token_rewards(
         for row, row_spans in enumerate(spans):
             columns = mask[row].nonzero().flatten().tolist()
             if columns and not rewards[row].isnan():
-                for _, end, value in row_spans:
-                    token = columns[_token_at(ids[row], end, tokenizer)]
+                for *place, value in row_spans:
+                    if len(place) == 1:
+                        token = _last_of_turn(completions, row, int(place[0]))
+                    else:
+                        token = columns[_token_at(ids[row], int(place[1]), tokenizer)]
                     out[row, token] += value
                     ends[row, token] = True
                     rest[row] -= value
@@ -157,6 +163,19 @@ def token_rewards(
     without_spans = rows[~ends[rows].any(1)]
     ends[without_spans, last[without_spans]] = True
     return out, ends
+
+
+def _last_of_turn(completions: Completions, row: int, turn: int) -> int:
+    """The column of the last token that the policy wrote in a turn."""
+    mask = completions.response_mask[row]
+    turns = torch.zeros_like(mask, dtype=torch.long) if completions.turn is None else completions.turn[row]
+    columns = (mask & (turns == turn)).nonzero().flatten()
+    if not len(columns):
+        raise RewardError(
+            f"A reward function gave a reward for turn {turn} of a completion that has {int(turns[mask].max()) + 1}; "
+            "they are counted from 0."
+        )
+    return int(columns[-1])
 
 
 def _token_at(ids: list[int], end: int, tokenizer: Any) -> int:

@@ -13,3 +13,17 @@ def environment(episodes: Sequence[Mapping[str, Any]]) -> list[float | None]:
         episodes: The fields of `lit_rl.episodes.Episode`. They are there where something answers the policy (``env=``).
     """
     return [episode["reward"] for episode in episodes]
+
+
+def environment_turns(episodes: Sequence[Mapping[str, Any]]) -> list[float | list[tuple[int, float]] | None]:
+    """The same where each turn of an episode is credited with what it earned: ``(turn, value)`` for each.
+
+    What an environment gives for the whole alone is for its last turn. Estimators that read rewards of tokens tell the
+    turns apart (``algo/advantage=centered_return_to_go``, PPO's ``gae``); others see the sum.
+    """
+    return [_turns(episode) for episode in episodes]
+
+
+def _turns(episode: Mapping[str, Any]) -> float | list[tuple[int, float]] | None:
+    given = [(turn, value) for turn, value in enumerate(episode["turn_rewards"]) if value is not None]
+    return given or episode["reward"]

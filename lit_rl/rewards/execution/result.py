@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rl.rewards.functions.contract import Span
+from lit_rl.rewards.functions.contract import Part
 from lit_rl.rewards.workers.job import Failure
 
 
@@ -16,7 +16,7 @@ class FunctionScores:
 
     values: list[float]
     """NaN where it does not apply."""
-    spans: list[list[Span] | None]
+    spans: list[list[Part] | None]
     failures: list[Failure | None]
     metrics: dict[str, list[float]] = field(default_factory=dict)
     extras: dict[str, list[Any]] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class FunctionScores:
     cache_hits: int = 0
     """Completions that the cache knew."""
 
-    def entry(self, i: int) -> tuple[float, list[Span] | None, Failure | None, dict[str, Any]]:
+    def entry(self, i: int) -> tuple[float, list[Part] | None, Failure | None, dict[str, Any]]:
         """All about one completion, as a cache keeps it."""
         extras = {column: values[i] for column, values in self.extras.items()}
         return self.values[i], self.spans[i], self.failures[i], extras

@@ -19,8 +19,16 @@ from lit_rl.rewards.workers.plain_values import Opaque
 
 Function = Callable[..., Any]
 
+_SPAN = ("start", "end", "value")
+
 Span = tuple[int, int, float]
 """``(start, end, value)``: characters ``start`` to ``end`` (exclusive) of the text of a completion earned ``value``."""
+
+TurnReward = tuple[int, float]
+"""``(turn, value)``: the policy's turn ``turn``, counted from 0, earned ``value``."""
+
+Part = Span | TurnReward
+"""Of a reward: where in a completion it was earned."""
 
 ARGUMENTS = ("prompts", "completions", "completion_ids", *SERVICES)
 """What a reward function may name besides the columns of the data."""
@@ -138,24 +146,33 @@ def check_rows(name: str, returned: Any, rows: int) -> None:
         )
 
 
-def check_value(name: str, index: int, value: Any, completion: Completion) -> tuple[float, list[Span] | None]:
-    """One entry as a finite float, NaN standing for None, and the spans that it is the sum of, if it was spans.
+def check_value(name: str, index: int, value: Any, completion: Completion) -> tuple[float, list[Part] | None]:
+    """One entry as a finite float, NaN standing for None, and the parts that it is the sum of, if it was a list.
 
     Raises:
-        RewardError: it is neither a finite number, nor None, nor a list of spans inside the text of the completion.
+        RewardError: it is neither a finite number, nor None, nor a list of turns, or of spans inside the text of the
+            completion.
     """
     if value is None:
         return math.nan, None
-    spans = None
+    parts = None
     if isinstance(value, list):
-        spans = [_span(name, index, span, completion) for span in value]
-        value = math.fsum(span[2] for span in spans)
-    return _number(name, index, value, completion), spans
+        if len(set(map(len, value))) > 1:
+            raise RewardError(
+                f"reward function {name!r} returned {reprlib.repr(value)} for completion {index}, which mixes spans "
+                "and turns: a list holds (start, end, value), or it holds (turn, value)."
+            )
+        parts = [_part(name, index, part, completion) for part in value]
+        value = math.fsum(part[-1] for part in parts)
+    return _number(name, index, value, completion), parts
 
 
 def _number(name: str, index: int, value: Any, completion: Completion) -> float:
     if isinstance(value, Opaque):
-        shown, fault = value.text, f"is a {value.kind}, not a number, None or a list of (start, end, value)"
+        shown, fault = (
+            value.text,
+            f"is a {value.kind}, not a number, None or a list of (start, end, value) or of (turn, value)",
+        )
     elif isinstance(value, int | float):
         try:
             number = float(value)
@@ -170,6 +187,19 @@ def _number(name: str, index: int, value: Any, completion: Completion) -> float:
         f"reward function {name!r} returned {shown} for completion {index}, which {fault}. "
         f"The completion starts {text_of(completion)[:80]!r}."
     )
+
+
+def _part(name: str, index: int, part: Any, completion: Completion) -> Part:
+    if len(part) == len(_SPAN):
+        return _span(name, index, part, completion)
+    turn, value = part
+    if not isinstance(turn, int) or turn < 0:
+        shown = turn.text if isinstance(turn, Opaque) else reprlib.repr(turn)
+        raise RewardError(
+            f"reward function {name!r} returned the turn {shown} for completion {index}. The reward of a turn is "
+            "(turn, value), and turns of the policy are counted 0, 1, 2, ..."
+        )
+    return turn, _number(name, index, value, completion)
 
 
 def _span(name: str, index: int, span: Any, completion: Completion) -> Span:

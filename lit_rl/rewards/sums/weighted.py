@@ -19,7 +19,7 @@ from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.caller import Caller
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
-from lit_rl.rewards.functions.contract import Span
+from lit_rl.rewards.functions.contract import Part
 from lit_rl.rewards.scorers.classifier import Classifier
 from lit_rl.rewards.sums.by_name import functions_by_name, weights_by_name
 from lit_rl.rewards.sums.watch import ValueWatch
@@ -45,9 +45,10 @@ class Scores:
     """Sum and count of each metric: over the calls of ``log_metric``, or over completions."""
     extras: dict[str, list[Any]] = field(default_factory=dict)
     """From ``log_extra``: one value a completion."""
-    span_rewards: list[list[Span]] | None = None
+    span_rewards: list[list[Part]] | None = None
     """The part of ``total`` that was earned at known places: for each completion ``(start, end, weight * value)`` of
-    every function that gave spans, in characters of its text. None where no function gave any."""
+    every function that gave spans, in characters of its text, and ``(turn, weight * value)`` of those that gave turns.
+    None where no function gave any."""
 
 
 class Rewards:
@@ -57,7 +58,8 @@ class Rewards:
     ``completion_ids``, ``trainer_state``, ``log_metric(name, value)``, ``log_extra(column, values)``; with ``**kwargs``
     it gets all of them. It returns one number a completion, or None where it does not apply: None is left out of the
     sum and of every mean, it is never a zero. In the place of a number it may return a list of ``(start, end, value)``:
-    characters of the completion's text that earned a value; the completion's reward is their sum.
+    characters of the completion's text that earned a value; or of ``(turn, value)``: turns of the policy that did. The
+    completion's reward is their sum.
 
     A function that names ``prompt`` or ``completion`` instead is called once a completion, with one value of each, and
     returns one number. Both kinds may be ``async def``; these run at the same time as each other.
@@ -243,13 +245,13 @@ class Rewards:
         return metrics
 
 
-def _span_rewards(by_function: Mapping[str, FunctionScores], weights: Tensor) -> list[list[Span]] | None:
+def _span_rewards(by_function: Mapping[str, FunctionScores], weights: Tensor) -> list[list[Part]] | None:
     if not any(spans is not None for scores in by_function.values() for spans in scores.spans):
         return None
-    weighted: list[list[Span]] = [[] for _ in weights]
+    weighted: list[list[Part]] = [[] for _ in weights]
     for scores, row_weights in zip(by_function.values(), weights.T.tolist(), strict=True):
         for row, (spans, weight) in enumerate(zip(scores.spans, row_weights, strict=True)):
-            weighted[row] += [(start, end, weight * value) for start, end, value in spans or ()]
+            weighted[row] += [(*place, weight * value) for *place, value in spans or ()]  # pyright: ignore
     return weighted
 
 

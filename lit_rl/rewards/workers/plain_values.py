@@ -47,8 +47,10 @@ def _element(value: Any) -> Any:
         return value
     if isinstance(value, Real):
         return _float(value)
-    if isinstance(value, list | tuple) and all(isinstance(span, list | tuple) and len(span) == 3 for span in value):
-        return [tuple(_element(part) for part in span) for span in value]
+    if isinstance(value, list | tuple) and all(
+        isinstance(part, list | tuple) and len(part) in (2, 3) for part in value
+    ):
+        return [tuple(_element(each) for each in part) for part in value]  # turns, and spans
     return Opaque(type(value).__name__, reprlib.repr(value))
 
 
