@@ -173,6 +173,38 @@ MUTATIONS = [
         "pass",
         "tests/runs/test_memory_cut.py::test_a_resumed_run_keeps_its_cut_whatever_memory_is_free",
     ),
+    Mutation(
+        "failed-scored",
+        "an episode whose environment failed is learned from",
+        "lit_rl/algorithms/rollouts/episodes.py",
+        "total=scores.total.masked_fill(failed, math.nan)",
+        "total=scores.total",
+        "tests/algorithms/test_agents.py::test_scores_of_what_failed_are_none",
+    ),
+    Mutation(
+        "episode-room",
+        "an episode may be longer than its limit",
+        "lit_rl/environments/conversation.py",
+        "self.max_tokens - row.tokens - len(ids)",
+        "self.max_tokens - row.tokens",
+        "tests/environments/test_conversation.py",
+    ),
+    Mutation(
+        "shared-generators",
+        "what an environment draws depends on what ran before it",
+        "lit_rl/environments/runner.py",
+        "            random.seed(task.seed)\n",
+        "",
+        "tests/environments/test_conversation.py",
+    ),
+    Mutation(
+        "turn-twice",
+        "the end of a turn stands twice before an answer",
+        "lit_rl/environments/frames.py",
+        "or 0] + closed :]",
+        "or 0] :]",
+        "tests/environments",
+    ),
 ]
 
 

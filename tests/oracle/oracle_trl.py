@@ -7,6 +7,7 @@ are given to them. A trainer is made once, since that costs seconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -49,12 +50,12 @@ def make_tokenizer() -> Any:
     )
 
 
-def save_policy(folder: Path) -> Any:
+def save_policy(folder: Path, tokenizer: Any = None) -> Any:
     """A mixture of experts, so that the router's loss is there to compare; returns its tokenizer."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer() if tokenizer is None else tokenizer
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=32,
@@ -83,16 +84,27 @@ class Oracle:
     weights: dict[str, dict[str, Tensor]]
 
     @classmethod
-    def of(cls, trainer_class: Any, config_class: Any, folder: Path) -> Oracle:
+    def of(
+        cls,
+        trainer_class: Any,
+        config_class: Any,
+        folder: Path,
+        *,
+        tokenizer: Any = None,
+        prompts: Sequence[Any] = ("ab", "cde"),
+        longest: int = LIMIT,
+        **more: Any,
+    ) -> Oracle:
+        """A trainer of these prompts; `more` are further arguments of its constructor."""
         from datasets import Dataset
 
-        tokenizer = save_policy(folder / "model")
+        tokenizer = save_policy(folder / "model", tokenizer)
         args = config_class(
             output_dir=str(folder),
             per_device_train_batch_size=GROUP,
             gradient_accumulation_steps=2,
             num_generations=GROUP,
-            max_completion_length=LIMIT,
+            max_completion_length=longest,
             temperature=TEMPERATURE,
             beta=0.1,  # makes a reference; switched off where a test does not want it
             reward_weights=list(WEIGHTS.values()),
@@ -105,8 +117,9 @@ class Oracle:
             model=str(folder / "model"),
             args=args,
             reward_funcs=[first, second],
-            train_dataset=Dataset.from_dict({"prompt": ["ab", "cde"] * 4}),
+            train_dataset=Dataset.from_dict({"prompt": [*prompts] * 4}),
             processing_class=tokenizer,
+            **more,
         )
         reports = config_class.__name__ == "GRPOConfig"  # RLOO has no use for log-probs of the engine
         trainer._generate_single_turn = lambda *_: (GIVEN["ids"], GIVEN["logprobs"]) if reports else GIVEN["ids"]
