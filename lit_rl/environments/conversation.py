@@ -57,7 +57,8 @@ class Row:
     environment: Environment | None = None
     """Made by its reset."""
     prompt: Prompt = ""
-    started: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    """When its first turn was over. A row may have to wait for its place before that."""
     messages: list[Message] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     reward: float | None = None
@@ -172,6 +173,7 @@ class Conversations(Responder):
     def tell(self, said: Said) -> None:
         row = self._rows[said.row]
         row.tokens += len(said.token_ids)
+        row.started = time.perf_counter() if row.started is None else row.started
         if row.end is None and self._is_late(row):
             self._sound(row, self._too_late(row))
         if row.end is not None or row.environment is None:
@@ -324,12 +326,12 @@ class Conversations(Responder):
     def _seconds_left(self, row: Row) -> float:
         """That an answer may take."""
         whole = self._factory.episode_timeout
-        left = math.inf if whole is None else row.started + whole - time.perf_counter()
+        left = math.inf if whole is None or row.started is None else row.started + whole - time.perf_counter()
         return max(0.0, min(self._factory.step_timeout, left))
 
     def _is_late(self, row: Row) -> bool:
         whole = self._factory.episode_timeout
-        return whole is not None and time.perf_counter() - row.started > whole
+        return whole is not None and row.started is not None and time.perf_counter() - row.started > whole
 
     def _too_late(self, row: Row) -> _Failed:
         if self._is_late(row):

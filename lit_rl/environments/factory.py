@@ -55,7 +55,8 @@ class EnvironmentFactory(ABC):
             those of one turn.
         max_observation_tokens: Tokens of an answer; what is longer is cut, and marked.
         step_timeout: Seconds that an answer, a reset or a reward may take.
-        episode_timeout: Seconds that an episode may take, generation included; None is no limit.
+        episode_timeout: Seconds that an episode may take from the end of its first turn on, generation included; None
+            is no limit.
         max_failed: Share of a rollout's episodes that may fail or run into a time limit. They are not learned from;
             more of them end the run.
         seed: ``group``: the episodes of one prompt begin with the same seed. ``sample``: each with its own.

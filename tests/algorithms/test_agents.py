@@ -137,6 +137,7 @@ def test_rewards_are_given_the_episodes(tmp_path: Path) -> None:
     assert "episodes" not in table and set(table["end"]) <= {"done", "max_turns", "max_tokens", "cut"}
 
 
+@pytest.mark.all
 def test_one_episode_at_a_time(tmp_path: Path) -> None:
     def turns(completion: str, episodes: Mapping[str, Any]) -> float:
         return float(episodes["turns"])
@@ -170,11 +171,13 @@ def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> No
     assert trainer.callback_metrics["train/env/failed"] == failed.float().mean()
 
 
+@pytest.mark.all
 def test_too_many_failures_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match=r"episodes failed.*env.max_failed=0.1.*RuntimeError: no connection"):
         trainer_of(tmp_path).fit(module_of(env=guessing(FailsOften, seed="sample")), prompts())
 
 
+@pytest.mark.all
 def test_spans_of_several_messages_are_refused(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(
@@ -235,6 +238,7 @@ class WaitsByTheText(GuessNumber):
         return super().step(action)
 
 
+@pytest.mark.all
 def test_the_order_of_answers_changes_no_sample(tmp_path: Path) -> None:
     WaitsByTheText.asked.clear()
     WaitsByTheText.answered.clear()
@@ -263,6 +267,7 @@ def test_a_run_that_stopped_within_a_rollout_goes_on_to_the_bit(tmp_path: Path) 
         assert torch.equal(tensor, resumed.policy.state_dict()[name]), name
 
 
+@pytest.mark.all
 def test_a_rollout_that_is_learned_from_holds_tensors_alone(tmp_path: Path) -> None:
     module = module_of()
     trainer_of(tmp_path).fit(module, prompts())
@@ -346,12 +351,14 @@ def test_what_cannot_converse_is_refused_before_weights_are_loaded(case: str, tm
     assert module.policy is None
 
 
+@pytest.mark.all
 def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     module = GRPO(LanguageModel("tiny"), environment, sampling=SAMPLED, group_size=4)
     with pytest.raises(RewardError, match="'episodes'.*env="):
         trainer_of(tmp_path).fit(module, prompts())
 
 
+@pytest.mark.all
 def test_validation_plays_the_same_games_each_time(tmp_path: Path) -> None:
     module, data = module_of(), prompts()
     trainer = trainer_of(tmp_path, limit_val_batches=None)
@@ -401,6 +408,7 @@ def test_scores_of_what_failed_are_none() -> None:
     assert found.total[0] == 1.0 and scores.total.tolist() == [1.0, 2.0, 3.0]
 
 
+@pytest.mark.all
 def test_episodes_go_with_their_rows(tmp_path: Path) -> None:
     completions = drawn(module_of(), tmp_path)
     assert completions.episodes is not None
@@ -426,6 +434,7 @@ def test_failures_are_counted_over_a_rollout_and_its_ranks() -> None:
     Failures().check(0.0, Ranks())
 
 
+@pytest.mark.all
 def test_what_does_not_know_episodes_refuses_them(tmp_path: Path) -> None:
     compared = module_of(evaluation=Evaluation(win_rate_against="base"))
     with pytest.raises(ConfigError, match=r"eval.win_rate_against='base' compares completions of one turn"):
@@ -439,6 +448,7 @@ def test_what_does_not_know_episodes_refuses_them(tmp_path: Path) -> None:
         check_answered(build(tree["algo"]), tree)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["best", "dynamic"])
 def test_groups_are_chosen_of_episodes(name: str, tmp_path: Path) -> None:
     """Whole groups are drawn anew, or some of their members alone are learned from."""
@@ -451,6 +461,7 @@ def test_groups_are_chosen_of_episodes(name: str, tmp_path: Path) -> None:
     assert len(module.scored.completions.episodes) == len(rollout)
 
 
+@pytest.mark.all
 def test_the_greedy_episode_is_a_baseline(tmp_path: Path) -> None:
     tree = tree_of("experiment=guess", "algo=remax")
     module = build(tree["algo"])

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from talks import Talk, asked, bytes_tokenizer, chats, one, texts
+from tiers import quick
 
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import GuessNumber
@@ -351,8 +352,12 @@ class HangsAsync(Hangs):
         return super().step(action)
 
 
-@pytest.mark.parametrize("kind", [Hangs, HangsAwaiting, HangsAsync])
-def test_what_hangs_is_given_up_and_the_others_go_on(kind: type) -> None:
+HANGS = {kind.__name__: kind for kind in (Hangs, HangsAwaiting, HangsAsync)}
+
+
+@pytest.mark.parametrize("name", quick(list(HANGS), {"Hangs"}))
+def test_what_hangs_is_given_up_and_the_others_go_on(name: str) -> None:
+    kind = HANGS[name]
     talk = Talk(texts(CustomEnvironment(kind, step_timeout=0.2)), asked("?", "?", "?"), [1, 2, 3])
     begun = time.perf_counter()
     for row, text in enumerate(["go", "hang", "on"]):
@@ -372,6 +377,7 @@ def test_what_hangs_is_given_up_and_the_others_go_on(kind: type) -> None:
     assert Talk(texts(CustomEnvironment(kind)), asked("?"), [1]).heard(0, "go") == "heard go"
 
 
+@pytest.mark.all
 def test_an_episode_that_takes_too_long_is_over() -> None:
     talk = Talk(texts(CustomEnvironment(Endless, episode_timeout=2)), asked("?"), [1])
     assert talk.heard(0, "a") == "more"
@@ -387,6 +393,7 @@ class Slow(Hangs):
         return action, 0.0, False, False, {}
 
 
+@pytest.mark.all
 def test_awaited_answers_come_as_they_are_ready_and_at_the_same_time() -> None:
     talk = Talk(texts(CustomEnvironment(Slow)), asked(*"????"), [1, 2, 3, 4])
     for row, seconds in enumerate(["1.0", "0.1", "1.0", "0.5"]):
@@ -420,6 +427,7 @@ class CountedSync(Counted):
         return "x", 1.0, True, False, {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", [Counted, CountedSync])
 def test_what_ended_in_time_is_rewarded_and_closed_however_long_others_take(kind: type) -> None:
     talk = Talk(texts(CustomEnvironment(kind, episode_timeout=1)), asked("?"), [1])
@@ -438,6 +446,7 @@ class SlowInAsync(Counted):
         return "x", 1.0, True, False, {}
 
 
+@pytest.mark.all
 def test_many_short_steps_in_one_thread_are_not_late() -> None:
     rows = 20
     talk = Talk(texts(CustomEnvironment(SlowInAsync, step_timeout=0.5)), asked(*"?" * rows), list(range(rows)))
