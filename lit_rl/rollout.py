@@ -229,7 +229,7 @@ class Completions:
     @property
     def without_episodes(self) -> Completions:
         """Tensors alone: what is learned from, and what a checkpoint holds."""
-        return dataclasses.replace(self, episodes=None)
+        return self if self.episodes is None else dataclasses.replace(self, episodes=None)
 
     @property
     def lengths(self) -> Tensor:

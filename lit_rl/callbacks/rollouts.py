@@ -51,7 +51,7 @@ class SavedRollout:
         """The last rollout of an `OnPolicyModule`, as it was scored."""
         scored, rollout, plan = module.scored, module.rollout, module.plan
         # Where a replay buffer stepped in, the log-probs are of other rows than were scored.
-        known = rollout if rollout.completions is scored.completions else None
+        known = rollout if rollout.completions.response_ids is scored.completions.response_ids else None
         return cls(
             step=scored.completions.version,
             number=scored.batch.rollout,
@@ -75,7 +75,7 @@ class SavedRollout:
         """
         try:
             plain = torch.load(path, map_location="cpu", weights_only=True)
-            plain["completions"] = Completions(**plain["completions"])
+            plain["completions"] = state.completions_of(plain["completions"], torch.device("cpu"))
             plain["scores"] = Scores(**plain["scores"])
             return cls(**plain)
         except Exception as error:  # an unpickler fails on a file of another kind in every way there is

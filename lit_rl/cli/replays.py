@@ -43,6 +43,7 @@ _OF_THE_RUN = ("model", "reward", "generator", "sampling", "reference", "seed")
 """Parts of an algorithm that are no part of an objective: they are the run's, whatever preset is asked for."""
 
 _OF_NO_USE = (
+    "env",
     "judge",
     "optimizer",
     "scheduler",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -286,15 +287,34 @@ def test_a_text_beyond_the_context_is_refused(engine: Any) -> None:
         talk(engine, shared("qwen2"), responder=Scripted(reply, 60))
 
 
+class ScriptedInteraction:
+    """In the place of an `Interaction`: opens each prompt with a token, and answers by the script."""
+
+    factory = SimpleNamespace(seed="group")
+
+    def begin(self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int) -> tuple[list[list[int]], Any]:
+        class Closing(Scripted):
+            def episodes(self) -> tuple[str, ...]:
+                return ("as it went",)
+
+            def close(self) -> None: ...
+
+        assert len(set(seeds)) == 1 and len(seeds) == 2, "one seed for the group"
+        return [[*ids, 5] for ids in batch.prompt_ids], Closing(reply)
+
+
 def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:
     batch = PromptBatch(["a"], [[3, 4]], {}, [0], [0])
     vocabulary, policy = Vocabulary((EOS,), PAD, spell, unspell), shared("qwen2")
 
     def asked(generator: Any) -> Callable[[], Completions]:
         settings = {"sampling": SAMPLED, "group_size": 2, "vocabulary": vocabulary, "version": 0, "seed": 0}
-        return request(generator, policy, batch, **settings, responder=Scripted(reply))
+        scripted: Any = ScriptedInteraction()
+        return request(generator, policy, batch, **settings, interaction=scripted)
 
-    assert asked(NativeGenerator())().turn is not None
+    completions = asked(NativeGenerator())()
+    assert completions.turn is not None and completions.episodes == ("as it went",)
+    assert completions.prompt_ids[0].tolist() == [3, 4, 5], "as it was opened"
     deaf = VLLMServerGenerator(urls=["http://127.0.0.1:9"])
     with pytest.raises(ConfigError, match="VLLMServerGenerator draws completions of one turn.*generator=native"):
         asked(deaf)

@@ -420,7 +420,8 @@ def test_logprobs_of_rows_that_a_buffer_replaced_are_left_out(finished):
     saved = SavedRollout.read(finished(*MINIBATCHES) / "rollouts" / "step_00000004.pt")
     module = _module(saved)
     assert SavedRollout.of(module).old_logprobs is saved.old_logprobs
-    module.rollout = dataclasses.replace(module.rollout, completions=dataclasses.replace(saved.completions, version=1))
+    others = dataclasses.replace(saved.completions, response_ids=saved.completions.response_ids.flip(0))
+    module.rollout = dataclasses.replace(module.rollout, completions=others)
     again = SavedRollout.of(module)
     assert again.old_logprobs is None and again.completions is saved.completions
 
