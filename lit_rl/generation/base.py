@@ -105,12 +105,24 @@ class Generator(ABC):
         """Refuse, before the run begins, what `generate` would refuse in it. Refuses nothing by default.
 
         Args:
-            sampling: How completions will be drawn.
+            sampling: How completions will be drawn; ``max_new_tokens`` are those of a whole response.
             longest: Tokens of the longest prompt.
 
         Raises:
             ConfigError: the settings or the lengths cannot be generated.
         """
+
+    def check_converses(self) -> None:
+        """Refuse to hold conversations, where it cannot.
+
+        Raises:
+            ConfigError: it would not hear what answers it.
+        """
+        if not self.converses:
+            raise ConfigError(
+                f"{type(self).__name__} draws completions of one turn and would not hear what answers them. Use "
+                "generator=native, hf, vllm or vllm_server."
+            )
 
     def rest(self) -> None:  # noqa: B027 (optional)
         """Nothing is drawn until the next sync: memory may be given back. Does nothing by default."""
@@ -139,6 +151,10 @@ def as_generator(generator: Any) -> Generator:
 
 class EngineLost(GenerationError):
     """An engine died, hangs, or was restarted: it may be brought back, and synced again."""
+
+
+class ConversationsLost(GenerationError):
+    """An engine was lost and is back, synced: conversations that it held have to begin anew, environments and all."""
 
 
 class InProcessGenerator(Generator):

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from lit_rl.environments.interaction import Interaction
 from lit_rl.episodes import Episode
-from lit_rl.errors import ConfigError
-from lit_rl.generation.base import Generator
+from lit_rl.generation.base import ConversationsLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
@@ -74,7 +74,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         ConfigError: the generator cannot hold conversations.
     """
     if interaction is not None:
-        check_converses(generator)
+        generator.check_converses()
     generator.sync(policy, version)
     keys = [
         int(prompt_key(seed, batch.rollout, row, occurrence))
@@ -89,7 +89,20 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
 def _converse(
     generator: Generator, batch: PromptBatch, asked: Prompts, sampling: Sampling, interaction: Interaction
 ) -> Completions:
-    """The completions of prompts that environments open and answer, with their episodes."""
+    """The completions of prompts that environments open and answer, with their episodes.
+
+    An engine that was lost in the middle and came back does not know what it was told: all of it begins anew, once.
+    """
+    try:
+        return _conversed(generator, batch, asked, sampling, interaction)
+    except ConversationsLost as lost:
+        rank_zero_warn(str(lost))
+        return _conversed(generator, batch, asked, sampling, interaction)
+
+
+def _conversed(
+    generator: Generator, batch: PromptBatch, asked: Prompts, sampling: Sampling, interaction: Interaction
+) -> Completions:
     per_sample = interaction.factory.seed == "sample"
     keys = row_keys(asked.keys, asked.group_size).tolist() if per_sample else _repeated(asked.keys, asked.group_size)
     prompt_ids, conversations = interaction.begin(batch, keys, max_new_tokens=sampling.max_new_tokens)
@@ -100,19 +113,6 @@ def _converse(
 
 def _repeated(keys: Sequence[int], times: int) -> list[int]:
     return [key for key in keys for _ in range(times)]
-
-
-def check_converses(generator: Generator) -> None:
-    """Refuse a generator that knows of one turn only.
-
-    Raises:
-        ConfigError: it would not hear what answers a turn.
-    """
-    if not generator.converses:
-        raise ConfigError(
-            f"{type(generator).__name__} draws completions of one turn and would not hear what answers them. Use "
-            "generator=native or generator=hf."
-        )
 
 
 def response_ids(completions: Completions) -> list[list[int]]:

@@ -77,6 +77,11 @@ def prompt_key(seed: int | Tensor, rollout: int | Tensor, row: int | Tensor, occ
     return name
 
 
+def turn_key(key: int, turn: int) -> int:
+    """The key of a turn of a conversation, where each is drawn by itself: of the first turn, the prompt's."""
+    return key if turn == 0 else _fold_int(key, turn)
+
+
 def _as_tensor(part: int | Tensor) -> Tensor:
     return part.long() if isinstance(part, Tensor) else torch.tensor(_signed(part))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -67,6 +69,22 @@ class Responses:
         self.lengths[rows] += running
         self._columns[rows] = (column + 1).where(goes_on, self._longest)
         return goes_on
+
+    def take(self, row: int, token_ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
+        """Write a whole turn of a row, which an engine has drawn and ended by rules of its own."""
+        assert self._turns is not None
+        begin = int(self.lengths[row])
+        end = begin + len(token_ids)
+        if not begin < end <= int(self._limits[row]):
+            raise GenerationError(
+                f"The engine wrote {len(token_ids)} tokens in a turn of row {row}; asked for were 1 to "
+                f"{self.room(row)}."
+            )
+        self._ids[row, begin:end] = torch.tensor(token_ids, dtype=torch.long, device=self._ids.device)
+        self._logprobs[row, begin:end] = torch.tensor(logprobs, device=self._ids.device)
+        self._turns.sampled[row, begin:end] = True
+        self._turns.index[row, begin:end] = self._turns.now[row]
+        self.ended[row], self.lengths[row], self._columns[row] = ended, end, self._longest
 
     def said(self, rows: Tensor) -> list[Said]:
         """The newest turn of each of these rows, as the responder is told of it."""

@@ -30,6 +30,7 @@ from lit_rl.errors import ConfigError, GenerationError, RewardError
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.rewards import Rewards, environment
 from lit_rl.rollout import Completions, Rollout, Sampling, join_completions, select
@@ -303,6 +304,11 @@ class TwoKinds:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "generator": (lambda: module_of(generator=Deaf()), prompts, "Deaf draws completions of one turn"),
+    "lag": (
+        lambda: module_of(generator=VLLMServerGenerator(urls=["http://127.0.0.1:9"], lag=1)),
+        prompts,
+        "generator.lag=1 draws while the policy learns.*async def",
+    ),
     "turn": (
         lambda: module_of(env=guessing(max_tokens=3)),
         prompts,

@@ -26,6 +26,7 @@ SMALL = [
     "eval.limit=2",
     "trainer.max_epochs=-1",
 ]
+GAME = ["experiment=guess", *(word for word in SMALL if not word.startswith("data.task."))]
 SECONDS = 400.0
 
 
@@ -138,6 +139,14 @@ def test_training_scores_what_a_truncated_engine_draws_from(run: Callable[..., R
     assert all(abs(ratio - 1) < 1e-3 for column in ratios for ratio in column)
 
 
+def test_a_game_of_several_turns(run: Callable[..., Run]) -> None:
+    """Training scores every turn as the engine drew it, whose text before it lies in the engine's cache."""
+    one = run(*GAME, "generator=vllm", "trainer.max_steps=3")
+    assert one.end() == 0, one.said
+    assert max(one.column("train/turns/max")) > 1
+    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
+
+
 def test_groups_drawn_anew_on_two_ranks(run: Callable[..., Run]) -> None:
     """A rank whose groups all teach something draws no others, and yet takes part where an engine is asked."""
     two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "algo=dapo"]
@@ -157,15 +166,16 @@ def test_two_ranks_each_with_an_engine(run: Callable[..., Run], strategy: str) -
 
 
 def test_two_ranks_share_a_server(run: Callable[..., Run], started: Callable[[str], Case]) -> None:
-    """Rank 0 sends what both gather; each asks for its own prompts."""
+    """Rank 0 sends what both gather; each asks for its own prompts, and holds its own conversations."""
     server = started("server-tied")
     server.fresh()
     url = server.generator.engine.clients[0].url  # pyright: ignore
     two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=fsdp"]
     ask = ["generator=vllm_server", f"generator.urls=[{url}]"]
-    one = run(*SMALL, *two, *ask, "trainer.max_steps=3")
+    one = run(*GAME, *two, *ask, "trainer.max_steps=3")
     assert one.end() == 0, one.said
     assert len(one.column("train/reward")) == 3
+    assert max(one.column("train/turns/max")) > 1
     assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
 
 

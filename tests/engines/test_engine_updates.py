@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,18 @@ import torch
 from engine_cases import ask, described, largest_gap, perturb, with_lora
 from engine_fixtures import Case
 from server_processes import end, start
+from turn_cases import Scripted
 
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm import worker
-from lit_rl.generation.vllm.engine import push_weights
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.engine import complete, push_weights
 from lit_rl.generation.vllm.in_process import VLLMGenerator
 from lit_rl.generation.vllm.in_process_engine import InProcessEngine
 from lit_rl.generation.vllm.requests import requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
+from lit_rl.models import LanguageModel
 from lit_rl.rollout import Sampling
 
 SAMPLED = Sampling(max_new_tokens=12)
@@ -133,11 +136,12 @@ def test_the_completions_of_a_rollout_have_a_deadline(
     """A server that lives and is too slow counts as lost when `generator.deadline` comes."""
     case = started("server-tied")
     policy, engine = case.fresh(), case.generator.engine
+    assert engine is not None
     with monkeypatch.context() as patch:
         patch.setattr(engine, "deadline", 0.02)
         many = requests_of(ask(case.model, group_size=32, eos_ids=()), Sampling(max_new_tokens=200))
         with pytest.raises(EngineLost, match=r"no answer within|no time was left"):
-            engine.complete(many)  # pyright: ignore[reportOptionalMemberAccess]
+            complete(engine, many)
     case_is_well_again(case, policy)
 
 
@@ -156,6 +160,7 @@ def test_several_servers_share_the_work_and_an_adapter_travels_alone(
             both.sync(policy, version)
             assert largest_gap(policy, both.generate(prompts, SAMPLED), prompts) < 1e-4
             perturb(policy, version)
+        conversations_keep_to_their_server(both, first.model, addresses)
         model = with_lora(Path(first.model.name))
         lora, alone = model.load(), VLLMServerGenerator(urls=addresses[1:], push="adapter", heartbeat=None)
         alone.prepare(model)
@@ -168,6 +173,27 @@ def test_several_servers_share_the_work_and_an_adapter_travels_alone(
             both.sync(policy, 2)
     finally:
         end(served)
+
+
+def conversations_keep_to_their_server(
+    both: VLLMServerGenerator, model: LanguageModel, addresses: Sequence[str]
+) -> None:
+    """There its text is in the cache; and both have some."""
+    asked: dict[tuple[int, ...], list[str]] = {}
+    usual = Client.complete
+
+    def noted(self: Client, payload: Any, deadline: float) -> Any:
+        asked.setdefault(next(ids for ids in firsts if payload["prompt"][: len(ids)] == [*ids]), []).append(self.url)
+        return usual(self, payload, deadline)
+
+    prompts = ask(model, group_size=1, responder=Scripted(lambda said: None if said.turn == 2 else [7, 8]))
+    firsts = [tuple(ids) for ids in prompts.token_ids]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Client, "complete", noted)
+        both.generate(prompts, Sampling(max_new_tokens=4))
+    assert [len(urls) for urls in asked.values()] == [3] * 4
+    assert [len(set(urls)) for urls in asked.values()] == [1] * 4, "each at one server"
+    assert {url for urls in asked.values() for url in urls} == set(addresses)
 
 
 def case_is_well_again(case: Case, policy: Any) -> None:
@@ -217,7 +243,7 @@ def test_an_adapter_that_cannot_travel_alone(tiny_dir: Path, here: Case) -> None
 def test_memory_is_given_back_between_rollouts_in_this_order(tiny_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order only: on a CPU vLLM ignores both calls. Weights wake before the update, the cache after it."""
     verbs: list[str] = []
-    for name in ("sleep", "wake", "begin", "finish", "reset_caches", "complete"):
+    for name in ("sleep", "wake", "begin", "finish", "reset_caches", "run"):
         verb = getattr(InProcessEngine, name)
 
         def noted(self: Any, *arguments: Any, _verb: Any = verb, _name: str = name, **named: Any) -> Any:
@@ -241,12 +267,12 @@ def test_memory_is_given_back_between_rollouts_in_this_order(tiny_dir: Path, mon
     update = ["begin", "finish", "reset_caches"]
     assert verbs == [
         *update,
-        "complete",
+        "run",
         "sleep",
         "wake weights",
         *update[:2],
         "reset_caches",
         "wake kv_cache",
-        "complete",
+        "run",
     ]
     assert largest_gap(policy, out, ask(model)) < 1e-4

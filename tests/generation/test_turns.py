@@ -13,13 +13,13 @@ import transformers
 from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, spell, unspell
 from tiers import quick
 from torch import nn
+from turn_cases import Scripted, reply, rows_of
 
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.turns import Heard, Responder, Said
@@ -35,7 +35,6 @@ ENGINES: dict[str, Callable[[], Any]] = {
     "hf_continuous": HFContinuousGenerator,
     "hf_continuous-places": lambda: HFContinuousGenerator(batch_size=4),
 }
-MAX_TOKENS = 24
 SAMPLED = Sampling(max_new_tokens=6)
 
 _policies: dict[str, nn.Module] = {}
@@ -55,69 +54,12 @@ def policy(request: pytest.FixtureRequest) -> nn.Module:
     return shared(request.param)
 
 
-class Scripted(Responder):
-    """Answers by what was said, and by nothing else; gives its answers late, and the last one first.
-
-    Args:
-        reply: The tokens that answer a turn; None ends the conversation.
-        max_tokens: As in `Responder`.
-        at_once: Answers given out together; 0 is all.
-    """
-
-    def __init__(
-        self, reply: Callable[[Said], Sequence[int] | None], max_tokens: int = MAX_TOKENS, at_once: int = 0
-    ) -> None:
-        self._reply, self._max_tokens, self._at_once = reply, max_tokens, at_once
-        self._waiting: list[Heard] = []
-        self._lengths: dict[int, int] = {}
-        self.told: dict[int, list[Said]] = {}
-
-    @property
-    def max_tokens(self) -> int:
-        return self._max_tokens
-
-    def tell(self, said: Said) -> None:
-        self.told.setdefault(said.row, []).append(said)
-        ids = self._reply(said)
-        length = self._lengths.get(said.row, 0) + len(said.token_ids) + len(ids or ())
-        room = self._max_tokens - length
-        if ids is None or room < 1:
-            self._waiting.append(Heard(said.row, None, ended=ids is None))
-            return
-        self._lengths[said.row] = length
-        self._waiting.append(Heard(said.row, ids, room))
-
-    def answers(self, *, wait: bool) -> list[Heard]:
-        if not wait and len(self._waiting) < 3:
-            return []
-        count = self._at_once or len(self._waiting)
-        given = self._waiting[::-1][:count]
-        self._waiting = self._waiting[::-1][count:][::-1]
-        assert given or not wait, "nobody is waiting"
-        return given
-
-
-def reply(said: Said) -> list[int] | None:
-    """Up to four tokens, sometimes none; some conversations are over after one, two or three turns."""
-    total = sum(said.token_ids) + said.turn
-    return None if total % 5 == 0 or said.turn == 3 else [2 + (total + 3 * i) % 30 for i in range(total % 5)]
-
-
 def talk(
     engine: Any, policy: nn.Module, sampling: Sampling = SAMPLED, responder: Responder | None = None, **asked: Any
 ) -> tuple[Completions, Prompts]:
     prompts = dataclasses.replace(ask(**({"eos_ids": (EOS, 5, 9)} | asked)), responder=responder or Scripted(reply))
     engine.sync(policy, 3)
     return engine.generate(prompts, sampling), prompts
-
-
-def rows_of(out: Completions) -> list[tuple[list[int], list[bool], list[int], bool]]:
-    """Of each row: its tokens, which were sampled, in which turn, and whether it came to its end."""
-    assert out.attended is not None and out.turn is not None
-    return [
-        (out.response_ids[i][there].tolist(), out.response_mask[i][there].tolist(), out.turn[i][there].tolist(), ended)
-        for i, (there, ended) in enumerate(zip(out.attended, out.ended.tolist()))
-    ]
 
 
 def test_what_was_said_and_heard_stands_in_its_row(engine: Any, policy: nn.Module) -> None:
@@ -315,9 +257,14 @@ def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:
     completions = asked(NativeGenerator())()
     assert completions.turn is not None and completions.episodes == ("as it went",)
     assert completions.prompt_ids[0].tolist() == [3, 4, 5], "as it was opened"
-    deaf = VLLMServerGenerator(urls=["http://127.0.0.1:9"])
-    with pytest.raises(ConfigError, match="VLLMServerGenerator draws completions of one turn.*generator=native"):
-        asked(deaf)
+    with pytest.raises(ConfigError, match="OneTurn draws completions of one turn.*generator=native"):
+        asked(OneTurn())
+
+
+class OneTurn(NativeGenerator):
+    """Hears nothing."""
+
+    converses = False
 
 
 def test_an_answer_without_room_is_refused(engine: Any) -> None:

@@ -331,7 +331,8 @@ class OnPolicyModule(GeneratingModule, ABC):
             preflight.fits_context(self.model, key, longest, sampling.max_new_tokens)
         else:
             environments.fits_context(self.model, self.interaction, longest)
-        preflight.engine_takes(self.generator, sampling, self.longest_prompt(longest))
+        whole = replace(sampling, max_new_tokens=self.longest_response(sampling))
+        preflight.engine_takes(self.generator, whole, self.longest_prompt(longest))
 
     @property
     def _slices_by_hand(self) -> int:

@@ -9,7 +9,6 @@ from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
-from lit_rl.generation.collect import check_converses
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rewards.builtin.environment import environment, environment_turns
 from lit_rl.rewards.sums.weighted import Rewards
@@ -20,10 +19,16 @@ def fits(factory: EnvironmentFactory, generator: Generator, sampling: Sampling, 
     """Refuse what episodes do not go with.
 
     Raises:
-        ConfigError: the generator holds no conversations, an episode is shorter than a turn, or the evaluation compares
-            completions of one turn.
+        ConfigError: the generator holds no conversations, or holds them while the policy learns; an episode is shorter
+            than a turn; or the evaluation compares completions of one turn.
     """
-    check_converses(generator)
+    generator.check_converses()
+    if generator.lag and not factory.is_async:
+        raise ConfigError(
+            f"generator.lag={generator.lag} draws while the policy learns, and what answers the policy would run in "
+            "this process meanwhile, where it may move the training's random generators. Take generator.lag=0, or "
+            "write what answers as `async def`, which draws from generators of its own."
+        )
     if evaluation.win_rate_against is not None:
         raise ConfigError(
             f"eval.win_rate_against={evaluation.win_rate_against!r} compares completions of one turn, and env= makes "

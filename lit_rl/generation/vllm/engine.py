@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_rl.errors import GenerationError, LitRLError
 from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.generation.vllm.work import Completing, Work
 from lit_rl.models.export.shipping import base_weights, weight_shapes, whole_weights
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -106,8 +107,8 @@ class Engine(Protocol):
 
     def resume(self) -> None: ...
 
-    def complete(self, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
-        """Completions of each request, in order."""
+    def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
+        """Answer requests as they come, many at a time, until all is done. See `complete`."""
         ...
 
     def sleep(self) -> None:
@@ -119,6 +120,13 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def complete(engine: Engine, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
+    """Completions of each request, in order."""
+    work = Completing(requests)
+    engine.run(work, heartbeat)
+    return work.answers
 
 
 def push_weights(engine: Engine, weights: Weights, version: int) -> None:

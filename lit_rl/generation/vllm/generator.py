@@ -13,12 +13,14 @@ from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, on
 from lit_rl.generation import ranks
 from lit_rl.generation.base import Gap, Generator, check_request
 from lit_rl.generation.ranks import together
+from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine, Facts, Weights
 from lit_rl.generation.vllm.heartbeat import Beat
 from lit_rl.generation.vllm.probe import Probe
-from lit_rl.generation.vllm.requests import Answer, Request, check_temperature, completions_of, requests_of
+from lit_rl.generation.vllm.requests import check_temperature, completions_of, requests_of
 from lit_rl.generation.vllm.sender import PUSHES, Sender, rank_of_adapter, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
+from lit_rl.generation.vllm.work import Completing
 from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.export.shipping import fingerprint
 from lit_rl.models.policy.language_model import LanguageModel
@@ -51,6 +53,7 @@ class EngineGenerator(Generator):
     """
 
     reports_kept_mass = False
+    converses = True
     exact = False
     """The engine's log-probs are nearly, not exactly, those of the policy that learns."""
 
@@ -223,17 +226,19 @@ class EngineGenerator(Generator):
     def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
         if self.engine is None or self._policy is None or self._pushed is None:
             raise GenerationError(f"{type(self).__name__}.generate was called before sync: its engine has no policy.")
-        answers = self._complete(together(lambda: self._requests(prompts, sampling)))
-        if sampling.greedy:
-            answers = [group * prompts.group_size for group in answers]
-        device = next(self._policy.parameters()).device
-        return together(lambda: completions_of(prompts, answers, version=self._version, device=device))
+        device, version = next(self._policy.parameters()).device, self._version
+        work = together(lambda: self._work(prompts, sampling))
+        self._run(work)
+        if isinstance(work, Conversing):
+            return together(lambda: work.completions(device))
+        answers = [group * prompts.group_size for group in work.answers] if sampling.greedy else work.answers
+        return together(lambda: completions_of(prompts, answers, version=version, device=device))
 
     def check(self, sampling: Sampling, longest: int) -> None:
         """Refuse what the engine would refuse, as far as it is known before there is one.
 
         Args:
-            sampling: How completions will be drawn.
+            sampling: How completions will be drawn; `max_new_tokens` are those of a whole response.
             longest: Tokens of the longest prompt.
 
         Raises:
@@ -243,26 +248,33 @@ class EngineGenerator(Generator):
         holds, needed = self.settings.max_model_len, longest + sampling.max_new_tokens
         if holds is not None and needed > holds:
             raise ConfigError(
-                f"generator.max_model_len={holds}, and the longest prompt ({longest} tokens) plus "
-                f"max_new_tokens={sampling.max_new_tokens} is {needed}: raise it to {needed}, or shorten them."
+                f"generator.max_model_len={holds}, and the longest prompt ({longest} tokens) plus the longest response "
+                f"({sampling.max_new_tokens}) is {needed}: raise it to {needed}, or shorten them."
             )
 
-    def _requests(self, prompts: Prompts, sampling: Sampling) -> list[Request]:
+    def _work(self, prompts: Prompts, sampling: Sampling) -> Completing | Conversing:
+        """What the engine is to do; refuses what it cannot."""
         assert self.facts is not None and self._policy is not None
         check_request(prompts, sampling, self._policy, structured=True)
         holds, longest = self.facts.max_model_len, max(map(len, prompts.token_ids))
-        if longest + sampling.max_new_tokens > holds:
+        response = prompts.longest_response(sampling)
+        if longest + response > holds:
+            key = "sampling.max_new_tokens" if prompts.responder is None else "env.max_tokens"
             raise ConfigError(
-                f"The longest prompt ({longest} tokens) plus sampling.max_new_tokens={sampling.max_new_tokens} is more "
-                f"than the engine's max_model_len={holds}. Set generator.max_model_len to "
-                f"{longest + sampling.max_new_tokens}; a server that runs already has to be started anew with it."
+                f"The longest prompt ({longest} tokens) plus {key}={response} is more than the engine's "
+                f"max_model_len={holds}. Set generator.max_model_len to {longest + response}; a server that runs "
+                "already has to be started anew with it."
             )
-        return requests_of(prompts, sampling)
+        if prompts.responder is not None:
+            check_temperature(sampling)
+            return Conversing(prompts, sampling, self._version)
+        return Completing(requests_of(prompts, sampling))
 
-    def _complete(self, requests: list[Request]) -> list[list[Answer]]:
+    def _run(self, work: Completing | Conversing) -> None:
+        """Let the engine do it. A collective."""
         engine = self.engine
         assert engine is not None
-        return together(lambda: engine.complete(requests, Beat(self.heartbeat if ranks.rank() == 0 else None)))
+        together(lambda: engine.run(work, Beat(self.heartbeat if ranks.rank() == 0 else None)))
 
     def close(self) -> None:
         """Stop the engine. The next sync starts another one."""

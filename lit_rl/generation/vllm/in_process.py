@@ -11,11 +11,12 @@ from torch import nn
 from lit_rl.errors import ConfigError, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.vllm import settings as vllm_settings
+from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.in_process_engine import InProcessEngine
 from lit_rl.generation.vllm.model_files import write_model_files
-from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.generation.vllm.work import Completing
 
 
 class VLLMGenerator(EngineGenerator):
@@ -61,16 +62,27 @@ class VLLMGenerator(EngineGenerator):
             write_model_files(policy, self.model, folder)
             return InProcessEngine(folder, settings, sleeps=sleeps, trust_remote_code=self.model.trust_remote_code)
 
-    def _complete(self, requests: list[Request]) -> list[list[Answer]]:
+    def check_converses(self) -> None:
+        size = self.settings.tensor_parallel_size
+        if size > 1:
+            raise ConfigError(
+                f"generator=vllm with generator.tensor_parallel_size={size} holds no conversations: ranks that share "
+                "an engine go through the same requests in step. Take generator=vllm_server, or an engine a rank."
+            )
+
+    def _run(self, work: Completing | Conversing) -> None:
         """Ranks that share an engine ask it for the prompts of all of them, and keep their own."""
         size = self.settings.tensor_parallel_size
         if size == 1:
-            return super()._complete(requests)
+            return super()._run(work)
         first = ranks.rank() // size * size
-        of_group = ranks.everyone_says(requests)[first : first + size]
-        answers = super()._complete([request for theirs in of_group for request in theirs])
+        mine = [request for _, request in work.requests(wait=False)]
+        of_group = ranks.everyone_says(mine)[first : first + size]
+        whole = Completing([request for theirs in of_group for request in theirs])
+        super()._run(whole)
         start = sum(map(len, of_group[: ranks.rank() - first]))
-        return answers[start : start + len(requests)]
+        for number, answers in enumerate(whole.answers[start : start + len(mine)]):
+            work.done(number, answers)
 
     # ------------------------------------------------------------------ sleep
 

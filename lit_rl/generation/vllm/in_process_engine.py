@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from lit_rl.generation.vllm import settings as vllm_settings
 from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
 from lit_rl.generation.vllm.host import undisturbed
 from lit_rl.generation.vllm.in_process_outputs import answer_of, sampling_arguments
-from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.generation.vllm.requests import Request
 from lit_rl.generation.vllm.settings import EngineSettings
+from lit_rl.generation.vllm.work import Work
 
 ADAPTER = "policy"
 """The one adapter that an engine runs, under this name."""
@@ -36,6 +38,21 @@ _closed: list[Any] = []
 """Engines of this process that are in use, and vLLM's parts of those that were closed. They share groups of processes
 that vLLM takes down with any of them, so all are shut down with the last.
 """
+
+
+def _step(engine: Any) -> list[Any]:
+    """Let all that runs go on by a token; the outputs of what is done then."""
+    with _failing():
+        return [output for output in engine.step() if output.finished]
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """What vLLM raises, as an error of generation."""
+    try:
+        yield
+    except Exception as error:
+        raise GenerationError(f"vLLM failed while it generated: {error}") from error
 
 
 class InProcessEngine:
@@ -77,7 +94,7 @@ class InProcessEngine:
         return self._facts
 
     def pause(self) -> None:
-        """Nothing runs: `complete` returns when everything is done."""
+        """Nothing runs: `run` returns when everything is done."""
 
     def begin(self, shapes: Shapes) -> None:
         self._call("lit_rl_expect", {name: list(shape) for name, shape in shapes.items()})
@@ -111,32 +128,33 @@ class InProcessEngine:
     def resume(self) -> None:
         """See `pause`."""
 
-    def complete(self, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
+    def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
+        engine, numbers = self._llm.llm_engine, dict[str, int]()
         with undisturbed():
-            from vllm import SamplingParams  # pyright: ignore
-
-            asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
-            prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
             try:
-                self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
-                outputs = self._run(sum(request.completions for request in requests), heartbeat)
-            except Exception as error:
-                raise GenerationError(f"vLLM failed while it generated: {error}") from error
+                while True:
+                    given = work.requests(wait=not numbers)
+                    numbers |= zip(self._enqueue([request for _, request in given]), (number for number, _ in given))
+                    if not numbers:
+                        return
+                    for output in _step(engine):
+                        work.done(numbers.pop(output.request_id), [answer_of(output, one) for one in output.outputs])
+                    if heartbeat is not None:
+                        heartbeat(*work.progress)
             finally:
                 self._abort()
-        return [[answer_of(output, one) for one in output.outputs] for output in outputs]
 
-    def _run(self, asked: int, heartbeat: Heartbeat | None) -> list[Any]:
-        """Every request to its end; the outputs in the order of the requests."""
-        engine, outputs, done = self._llm.llm_engine, [], 0
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    outputs.append(output)
-                    done += len(output.outputs)
-            if heartbeat is not None:
-                heartbeat(done, asked)
-        return sorted(outputs, key=lambda output: int(output.request_id))
+    def _enqueue(self, requests: Sequence[Request]) -> list[str]:
+        """Give vLLM requests; the names that their outputs will have."""
+        from vllm import SamplingParams  # pyright: ignore
+
+        if not requests:
+            return []
+        with _failing():
+            asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
+            prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
+            names = self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
+        return [name.partition("-")[0] for name in names]  # vLLM adds something random, and takes it off again
 
     def _abort(self) -> None:
         """Nothing of a rollout that was interrupted may run in the next one."""

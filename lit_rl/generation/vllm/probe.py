@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lit_rl.errors import GenerationError
 from lit_rl.generation.base import Gap, rollout_mode
 from lit_rl.generation.batches import left_pad
-from lit_rl.generation.vllm.engine import Engine, Facts
+from lit_rl.generation.vllm.engine import Engine, Facts, complete
 from lit_rl.generation.vllm.requests import Answer, Request, completions_of
 from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Completions, Prompts, Sampling
@@ -82,7 +82,7 @@ class Probe:
         """What the engine says of the probe."""
         facts = engine.facts()
         ids = self._prompt(facts)
-        scored, written = engine.complete(_requests(ids))
+        scored, written = complete(engine, _requests(ids))
         return Asked(ids, torch.tensor(scored[0].prompt_logprobs), written, facts.dtype)
 
     def compare(self, asked: Asked, policy: nn.Module) -> Gap:

@@ -15,6 +15,7 @@ import torch
 
 from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation.batches import Decoded, assemble
+from lit_rl.generation.noise import turn_key
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 _TEMPERATURES = 0.01, 2.0
@@ -60,9 +61,34 @@ def requests_of(prompts: Prompts, sampling: Sampling) -> list[Request]:
     check_temperature(sampling)
     fields = _fields(sampling, prompts)
     return [
-        Request(list(ids), fields | {"seed": key & ((1 << _SEED_BITS) - 1)})
+        Request(list(ids), fields | {"seed": _seed(key)})
         for ids, key in zip(prompts.token_ids, prompts.keys, strict=True)
     ]
+
+
+def turn_request(prompts: Prompts, sampling: Sampling, row: int, turn: int, text: Sequence[int], room: int) -> Request:
+    """One turn of one row.
+
+    Args:
+        prompts: What was asked for.
+        sampling: How to draw.
+        row: Of the completions.
+        turn: 0, 1, 2, ... in the row. The first is what `requests_of` would have drawn.
+        text: What stands in the row already.
+        room: Tokens that it may say.
+    """
+    number, sample = divmod(row, prompts.group_size)
+    changed = {
+        "n": 1,
+        "seed": _seed(turn_key(prompts.keys[number], turn)) + sample,
+        "max_tokens": room,
+        "min_tokens": min(sampling.min_new_tokens, room),
+    }
+    return Request([*prompts.token_ids[number], *text], _fields(sampling, prompts) | changed)
+
+
+def _seed(key: int) -> int:
+    return key & ((1 << _SEED_BITS) - 1)
 
 
 def check_temperature(sampling: Sampling) -> None:
@@ -116,6 +142,26 @@ def structured_fields(sampling: Sampling) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
+def checked(answer: Answer, row: int, version: int) -> None:
+    """Refuse what no engine may answer.
+
+    Raises:
+        GenerationError: tokens or log-probs are missing.
+        NumericError: a log-prob is NaN.
+    """
+    if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
+        raise GenerationError(
+            f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
+            "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
+        )
+    if any(map(math.isnan, answer.logprobs)):
+        raise NumericError(
+            f"The engine's log-probs of completion {row} hold NaN (policy version {version}): the weights "
+            "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
+            "generator.dtype=bfloat16 or float32."
+        )
+
+
 def completions_of(
     prompts: Prompts, answers: Sequence[Sequence[Answer]], *, version: int, device: torch.device
 ) -> Completions:
@@ -132,17 +178,7 @@ def completions_of(
             )
     rows = [answer for group in answers for answer in group]
     for row, answer in enumerate(rows):
-        if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
-            raise GenerationError(
-                f"Completion {row} of the engine has {len(answer.token_ids)} tokens and {len(answer.logprobs)} "
-                "log-probs: it takes one or more, and one for each. A server has to be started by `lit-rl serve`."
-            )
-        if any(map(math.isnan, answer.logprobs)):
-            raise NumericError(
-                f"The engine's log-probs of completion {row} hold NaN (policy version {version}): the weights "
-                "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
-                "generator.dtype=bfloat16 or float32."
-            )
+        checked(answer, row, version)
     width = max(len(answer.token_ids) for answer in rows)
     lengths = torch.tensor([len(answer.token_ids) for answer in rows])
     ids = torch.tensor([answer.token_ids + [prompts.pad_id] * (width - len(answer.token_ids)) for answer in rows])

@@ -15,12 +15,13 @@ from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm import settings as vllm_settings
 from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.own_server import OwnServer, wait_for
-from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
+from lit_rl.generation.vllm.work import Completing
 
 
 class VLLMServerGenerator(EngineGenerator):
@@ -141,24 +142,25 @@ class VLLMServerGenerator(EngineGenerator):
     def _is_current(self) -> bool:
         return self.engine is not None and ranks.together(self.engine.facts).version == self._version
 
-    def _complete(self, requests: list[Request]) -> list[list[Answer]]:
+    def _run(self, work: Completing | Conversing) -> None:
         if ranks.beside_the_training():
-            return self._attempt(requests)
+            return self._attempt(work)
         policy, version = self._policy, self._version
         assert policy is not None
 
-        def synced() -> list[list[Answer]]:
+        def synced() -> None:
             if self._pushed is None:  # it was lost and is back
                 super(VLLMServerGenerator, self).sync(policy, version)
-            return self._attempt(requests)
+                work.again()
+            self._attempt(work)
 
-        return self._with_recovery(synced, policy)
+        self._with_recovery(synced, policy)
 
-    def _attempt(self, requests: list[Request]) -> list[list[Answer]]:
+    def _attempt(self, work: Completing | Conversing) -> None:
         assert self.engine is not None
-        engine, answers = self.engine, super()._complete(requests)
+        engine = self.engine
+        super()._run(work)
         ranks.together(lambda: self._unchanged(engine))
-        return answers
 
     def _unchanged(self, engine: Engine) -> None:
         """A server that was restarted, or updated by somebody else, has answered with other weights."""

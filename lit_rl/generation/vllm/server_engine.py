@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -20,11 +21,15 @@ from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
 from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.generation.vllm.settings import WORKER_EXTENSION
 from lit_rl.generation.vllm.transports import Transport
+from lit_rl.generation.vllm.work import Work
 
 ADAPTER = "lit_rl_policy"
 _LOOK_EVERY = 2.0
-_AT_ONCE = 64
-"""Requests that wait on one server at the same time, each for all completions of a prompt; vLLM queues the rest."""
+_NEXT = 0.02
+"""Seconds until requests that follow from others are looked for again."""
+_AT_ONCE = 256
+"""Requests that wait on one server at the same time; vLLM queues those that it does not run."""
+_Todo = queue.SimpleQueue[tuple[int, Request] | None]
 
 
 class ServerEngine:
@@ -140,58 +145,61 @@ class ServerEngine:
 
     # ------------------------------------------------------------------ completions
 
-    def complete(self, requests: Sequence[Request], heartbeat: Heartbeat | None = None) -> list[list[Answer]]:
-        """Completions of each request. The servers are looked after meanwhile: one that is silent is found out."""
+    def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
+        """Each request goes to the server that has the fewest, and what follows from it to the same one, whose cache
+        holds its text. The servers are looked after meanwhile: one that is silent is found out."""
         until = time.monotonic() + self.deadline
-        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        todo = [_Todo() for _ in self.clients]
         done: queue.SimpleQueue[tuple[int, list[Answer] | Exception]] = queue.SimpleQueue()
-        for index in range(len(requests)):
-            todo.put(index)
         stop = threading.Event()
 
-        def work(number: int) -> None:
-            client, name = self.clients[number], self._adapter or self._names[number]
-            while not stop.is_set():
+        def ask(server: int) -> None:
+            client, name = self.clients[server], self._adapter or self._names[server]
+            while (asked := todo[server].get()) is not None and not stop.is_set():
+                number, request = asked
                 try:
-                    index = todo.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    answer = client.complete(_body(requests[index], name), until - time.monotonic())
-                    done.put((index, _answers(answer, requests[index])))
+                    answer = client.complete(_body(request, name), until - time.monotonic())
+                    done.put((number, _answers(answer, request)))
                 except Exception as error:
-                    done.put((index, error))
+                    done.put((number, error))
 
         # Daemons: a thread that waits for a server which hangs must not keep the process from ending.
-        workers = min(_AT_ONCE * len(self.clients), len(requests))
-        for number in range(workers):
-            threading.Thread(target=work, args=(number % len(self.clients),), daemon=True).start()
+        threads = min(_AT_ONCE, work.at_once)
+        for server in range(len(self.clients)):
+            for _ in range(threads):
+                threading.Thread(target=ask, args=(server,), daemon=True).start()
         try:
             with server_errors():
-                return self._gather(requests, done, heartbeat)
+                self._deal(work, todo, done, heartbeat)
         finally:
             stop.set()
+            for each in todo:
+                for _ in range(threads):
+                    each.put(None)
 
-    def _gather(
-        self, requests: Sequence[Request], done: queue.SimpleQueue[Any], heartbeat: Heartbeat | None
-    ) -> list[list[Answer]]:
-        answers: dict[int, list[Answer]] = {}
-        asked, looked = sum(request.completions for request in requests), time.monotonic()
-        while len(answers) < len(requests):
-            try:
-                index, answer = done.get(timeout=_LOOK_EVERY)
-            except queue.Empty:
-                pass
-            else:
-                if isinstance(answer, Exception):
-                    raise answer
-                answers[index] = answer
+    def _deal(
+        self, work: Work, todo: Sequence[_Todo], done: queue.SimpleQueue[Any], heartbeat: Heartbeat | None
+    ) -> None:
+        """Give out what comes and take in what is done, until nothing is left."""
+        running, homes, looked = [0] * len(todo), dict[int, int](), time.monotonic()
+        while True:
+            for number, request in work.requests(wait=not any(running)):
+                home = homes.setdefault(number, running.index(min(running)))
+                running[home] += 1
+                todo[home].put((number, request))
+            if not any(running):
+                return
+            with contextlib.suppress(queue.Empty):
+                number, answers = done.get(timeout=_NEXT)
+                if isinstance(answers, Exception):
+                    raise answers
+                running[homes[number]] -= 1
+                work.done(number, answers)
             if heartbeat is not None:
-                heartbeat(sum(map(len, answers.values())), asked)
+                heartbeat(*work.progress)
             if time.monotonic() - looked > _LOOK_EVERY:
                 self.facts()  # /health is answered by a process in front of the engine, also where the engine hangs
                 looked = time.monotonic()
-        return [answers[index] for index in range(len(requests))]
 
 
 class server_errors:

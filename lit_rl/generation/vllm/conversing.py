@@ -1,0 +1,82 @@
+"""Conversations with vLLM: a request for each row and turn, and no row waits for another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lit_rl.generation.base import ConversationsLost
+from lit_rl.generation.batches import Decoded, assemble
+from lit_rl.generation.responses import Responses
+from lit_rl.generation.vllm.requests import Answer, Request, checked, turn_request
+from lit_rl.generation.vllm.work import Work
+from lit_rl.rollout import Completions, Prompts, Sampling
+
+
+class Conversing(Work):
+    """The conversations of all rows of a request, numbered as the completions are.
+
+    The first turns are those that the rows would have without a responder: the seed of a later one is made of the
+    prompt's key, the turn and the sample, and so depends on no other row. What stands in a row already is in the
+    engine's prefix cache, but for the last block.
+
+    Args:
+        prompts: What is asked for; its responder answers.
+        sampling: How to draw; ``max_new_tokens`` are those of a turn.
+        version: Of the engine's weights.
+    """
+
+    def __init__(self, prompts: Prompts, sampling: Sampling, version: int) -> None:
+        self.at_once = len(prompts) * prompts.group_size
+        self._prompts, self._sampling, self._version = prompts, sampling, version
+        self._responses = Responses(prompts, sampling, self.at_once, torch.device("cpu"))
+        self._turns = [0] * self.at_once
+        self._requests = [(row, self._request(row)) for row in range(self.at_once)]
+        self._open = self.at_once
+
+    def requests(self, *, wait: bool) -> list[tuple[int, Request]]:
+        responder = self._prompts.responder
+        assert responder is not None
+        given, self._requests = self._requests, []
+        while self._open and not given:
+            heard = responder.answers(wait=wait)
+            for each in heard:
+                if self._responses.hear(each):
+                    self._turns[each.row] += 1
+                    given.append((each.row, self._request(each.row)))
+                else:
+                    self._open -= 1
+            if not wait:
+                break
+        return given
+
+    def done(self, number: int, answers: list[Answer]) -> None:
+        responder, (answer,) = self._prompts.responder, answers
+        assert responder is not None
+        checked(answer, number, self._version)
+        self._responses.take(number, answer.token_ids, answer.logprobs, ended=answer.ended)
+        (said,) = self._responses.said(torch.tensor([number]))
+        responder.tell(said)
+
+    def again(self) -> None:
+        raise ConversationsLost(
+            f"The engine was lost while it held {self._open} conversations, and is back: they begin anew."
+        )
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.at_once - self._open, self.at_once
+
+    def completions(self, device: torch.device) -> Completions:
+        """What was said and heard, on this device. When all is done."""
+        said = replace(self._responses.decoded(), kept_logmass=None)  # the engine does not report it
+        moved: dict[str, Any] = {name: None if part is None else part.to(device) for name, part in vars(said).items()}
+        rows = torch.arange(self.at_once)
+        return assemble(self._prompts, [(rows, Decoded(**moved))], version=self._version, device=device)
+
+    def _request(self, row: int) -> Request:
+        """The next turn of a row: all of its text so far, and what it may say now."""
+        text, room = self._responses.text(row), self._responses.room(row)
+        return turn_request(self._prompts, self._sampling, row, self._turns[row], text, room)

@@ -1,0 +1,216 @@
+"""Conversations with the real vLLM, in this process and as a server: the part of the contract that has turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import ask, described, logits_of, perturb
+from engine_fixtures import Case
+from turn_cases import MAX_TOKENS, Scripted, reply, rows_of
+
+from lit_rl.environments.custom import CustomEnvironment
+from lit_rl.environments.guess import GuessNumber
+from lit_rl.environments.interaction import Interaction
+from lit_rl.errors import ConfigError
+from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.vllm.server import VLLMServerGenerator
+from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
+from lit_rl.turns import Responder, Said
+
+SAMPLED = Sampling(max_new_tokens=6)
+
+
+def asked(case: Case, **changes: Any) -> Prompts:
+    """Rows that end often, and differ."""
+    many = (*case.model.eos_ids, *range(40, 60))
+    return ask(case.model, **({"eos_ids": many} | changes))
+
+
+def talk(
+    case: Case, sampling: Sampling = SAMPLED, responder: Responder | None = None, **changes: Any
+) -> tuple[Completions, Prompts]:
+    prompts = dataclasses.replace(asked(case, **changes), responder=responder or Scripted(reply))
+    return case.generator.generate(prompts, sampling), prompts
+
+
+def largest_gap(policy: Any, out: Completions, prompts: Prompts) -> float:
+    """Between the engine's log-probs and those of an unpadded pass over the whole text, in nats."""
+    gaps = []
+    for row, (ids, sampled, _, _) in enumerate(rows_of(out)):
+        fresh = logits_of(policy, prompts.token_ids[row // prompts.group_size], ids).log_softmax(-1)
+        fresh = fresh.gather(1, torch.tensor(ids)[:, None])[:, 0] * torch.tensor(sampled)
+        gaps.append((out.sampler_logprobs[row, : len(ids)] - fresh).abs().max().item())
+    return max(gaps)
+
+
+def test_what_was_said_and_heard_stands_in_its_row(tied: Case) -> None:
+    policy, responder = tied.fresh(), Scripted(reply)
+    out, prompts = talk(tied, responder=responder)
+    assert out.attended is not None and out.kept_logmass is None
+    turns = []
+    for row, (ids, sampled, turn, ended) in enumerate(rows_of(out)):
+        told = responder.told[row]
+        expected, mask, numbers = list[int](), list[bool](), list[int]()
+        for said in told:
+            heard = [] if said is told[-1] else reply(said) or []
+            expected += [*said.token_ids, *heard]
+            mask += [True] * len(said.token_ids) + [False] * len(heard)
+            numbers += [said.turn] * (len(said.token_ids) + len(heard))
+        assert (ids, sampled, turn) == (expected, mask, numbers)
+        assert ended == (reply(told[-1]) is None) and len(ids) <= MAX_TOKENS
+        assert all(said.ended == (said.token_ids[-1] in prompts.eos_ids) for said in told)
+        turns.append(len(told))
+    assert len(set(turns)) >= 3, "the case needs all kinds"
+    assert (out.sampler_logprobs[~out.response_mask] == 0).all()
+    assert largest_gap(policy, out, prompts) < 1e-4
+
+
+def test_weights_of_an_update_are_read_by_later_turns_too(tied: Case) -> None:
+    """Long prompts, of which blocks stay in the engine's cache from turn to turn: they must not outlive an update."""
+    policy = tied.fresh()
+    before, _ = talk(tied)
+    perturb(policy, 3)
+    tied.sync(policy)
+    out, prompts = talk(tied)
+    assert largest_gap(policy, out, prompts) < 1e-4
+    assert out.response_ids.tolist() != before.response_ids.tolist(), "the update must have changed something"
+
+
+def test_neither_batch_nor_order_of_answers_changes_a_sample(tied: Case) -> None:
+    tied.fresh()
+    together = rows_of(talk(tied)[0])
+    assert rows_of(talk(tied)[0]) == together
+    assert rows_of(talk(tied, responder=Scripted(reply, at_once=1))[0]) == together
+    one = asked(tied)
+    alone, _ = talk(tied, token_ids=one.token_ids[1:2], keys=one.keys[1:2])
+    assert rows_of(alone) == together[3:6]
+    assert rows_of(talk(tied, seed=1)[0]) != together
+
+
+def test_turns_of_a_row_are_drawn_anew(tied: Case) -> None:
+    """The seed of a turn is its own: with the first turn's, each would repeat it where the texts allow."""
+    tied.fresh()
+    flat = Sampling(max_new_tokens=6, temperature=2.0)
+    out, _ = talk(tied, flat, Scripted(lambda said: None if said.turn == 2 else []), eos_ids=(), group_size=6)
+    said = [[row[0][6 * turn : 6 * turn + 6] for turn in range(3)] for row in rows_of(out)]
+    assert sum(first in others for first, *others in said) <= 2
+    assert len({str(turns) for turns in said[:6]}) > 3, "samples of a group differ"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_conversations_of_one_turn_are_the_usual_completions(tied: Case, temperature: float) -> None:
+    tied.fresh()
+    sampling = Sampling(max_new_tokens=6, temperature=temperature)
+    out, prompts = talk(tied, sampling, Scripted(lambda said: None))
+    usual = tied.generator.generate(dataclasses.replace(prompts, responder=None), sampling)
+    assert torch.equal(out.response_ids, usual.response_ids) and torch.equal(out.response_mask, usual.response_mask)
+    torch.testing.assert_close(out.sampler_logprobs, usual.sampler_logprobs, atol=1e-4, rtol=0)
+
+
+def test_a_row_waits_for_nobody(tied: Case) -> None:
+    """One row's answer comes when all other rows are over: they had said everything by then."""
+
+    class Late(Scripted):
+        def answers(self, *, wait: bool) -> Any:
+            first = [each for each in self._waiting if each.row == 0 and len(self.told[0]) == 1]
+            others = [each for each in self._waiting if each not in first]
+            self._waiting = first if others or not wait else []
+            return others or (first if wait else [])
+
+    tied.fresh()
+    count = {"answered": 0}
+
+    def until_three(said: Said) -> list[int] | None:
+        count["answered"] += said.row != 0
+        return None if said.turn == 2 else [7]
+
+    responder = Late(until_three, max_tokens=40)
+    out, _ = talk(tied, responder=responder)
+    assert [len(responder.told[row]) for row in range(12)] == [3] * 12 and count["answered"] == 33
+    assert rows_of(out) == rows_of(talk(tied, responder=Scripted(until_three, max_tokens=40))[0])
+
+
+def test_a_conversation_that_the_engine_cannot_hold_is_refused(tied: Case) -> None:
+    tied.fresh()
+    facts = tied.generator.facts
+    assert facts is not None
+    tied.generator.facts = dataclasses.replace(facts, max_model_len=320)
+    try:
+        with pytest.raises(ConfigError, match=r"env\.max_tokens=24 is more.*generator\.max_model_len to 325"):
+            talk(tied)
+    finally:
+        tied.generator.facts = facts
+
+
+def test_an_error_of_an_environment_leaves_the_engine_well(tied: Case) -> None:
+    """What ran for others is ended with it, and no answer of then comes into a later rollout."""
+
+    def fails(said: Said) -> list[int]:
+        if said.turn == 1:
+            raise ConfigError("what the environment says")
+        return [5]
+
+    policy = tied.fresh()
+    expected = rows_of(talk(tied)[0])
+    with pytest.raises(ConfigError, match="what the environment says"):
+        talk(tied, responder=Scripted(fails))
+    assert rows_of(talk(tied)[0]) == expected
+    perturb(policy, 5)
+    tied.sync(policy)
+
+
+class Killing(GuessNumber):
+    """Ends the server that a test names, at the turn that it says, once."""
+
+    _turns, _at, _kill = 0, 0, staticmethod(lambda: None)
+
+    def step(self, action: str) -> Any:
+        Killing._turns += 1
+        if Killing._turns == Killing._at:
+            Killing._kill()
+        return super().step(action)
+
+
+def test_a_server_that_dies_in_the_middle_comes_back_and_conversations_begin_anew(tiny_dir: Path) -> None:
+    model = described(tiny_dir)
+    tokenizer: Any = model.tokenizer
+    policy = model.load()
+    generator = VLLMServerGenerator(launch=True, heartbeat=None)
+    generator.prepare(model)
+    batch = PromptBatch(
+        ["0..9="] * 4, [tokenizer("0..9=", add_special_tokens=False)["input_ids"]] * 4, {}, [0, 1, 2, 3], [0] * 4
+    )
+
+    def draw() -> Completions:
+        factory = CustomEnvironment(Killing, max_turns=4, max_tokens=60)
+        eos_ids = (*model.eos_ids, *range(40, 60))
+        interaction = Interaction(factory, tokenizer, eos_ids=eos_ids, chat=False, template_kwargs={})
+        vocabulary = dataclasses.replace(Vocabulary.of(model), eos_ids=eos_ids)
+        sampling = Sampling(max_new_tokens=6)
+        settings = {"sampling": sampling, "group_size": 3, "vocabulary": vocabulary, "version": 0, "seed": 0}
+        return request(generator, policy, batch, **settings, interaction=interaction)()
+
+    def kill() -> None:
+        assert generator._process is not None and generator._process.group is not None
+        os.killpg(generator._process.group, signal.SIGKILL)
+
+    try:
+        undisturbed = draw()
+        assert undisturbed.turn is not None and undisturbed.turn.max() > 0, "the case needs turns"
+        Killing._turns, Killing._at, Killing._kill = 0, 9, staticmethod(kill)
+        with pytest.warns(UserWarning, match=r"lost while it held \d+ conversations, and is back"):
+            out = draw()
+        assert Killing._turns > 9
+    finally:
+        generator.close()
+    assert rows_of(out) == rows_of(undisturbed)
+    assert out.episodes == tuple(
+        dataclasses.replace(theirs, seconds=ours.seconds)
+        for ours, theirs in zip(out.episodes or (), undisturbed.episodes or ())
+    )

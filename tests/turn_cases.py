@@ -1,0 +1,67 @@
+"""Conversations by a script, for every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lit_rl.rollout import Completions
+from lit_rl.turns import Heard, Responder, Said
+
+MAX_TOKENS = 24
+
+
+class Scripted(Responder):
+    """Answers by what was said, and by nothing else; gives its answers late, and the last one first.
+
+    Args:
+        reply: The tokens that answer a turn; None ends the conversation.
+        max_tokens: As in `Responder`.
+        at_once: Answers given out together; 0 is all.
+    """
+
+    def __init__(
+        self, reply: Callable[[Said], Sequence[int] | None], max_tokens: int = MAX_TOKENS, at_once: int = 0
+    ) -> None:
+        self._reply, self._max_tokens, self._at_once = reply, max_tokens, at_once
+        self._waiting: list[Heard] = []
+        self._lengths: dict[int, int] = {}
+        self.told: dict[int, list[Said]] = {}
+
+    @property
+    def max_tokens(self) -> int:
+        return self._max_tokens
+
+    def tell(self, said: Said) -> None:
+        self.told.setdefault(said.row, []).append(said)
+        ids = self._reply(said)
+        length = self._lengths.get(said.row, 0) + len(said.token_ids) + len(ids or ())
+        room = self._max_tokens - length
+        if ids is None or room < 1:
+            self._waiting.append(Heard(said.row, None, ended=ids is None))
+            return
+        self._lengths[said.row] = length
+        self._waiting.append(Heard(said.row, ids, room))
+
+    def answers(self, *, wait: bool) -> list[Heard]:
+        if not wait and len(self._waiting) < 3:
+            return []
+        count = self._at_once or len(self._waiting)
+        given = self._waiting[::-1][:count]
+        self._waiting = self._waiting[::-1][count:][::-1]
+        assert given or not wait, "nobody is waiting"
+        return given
+
+
+def reply(said: Said) -> list[int] | None:
+    """Up to four tokens, sometimes none; some conversations are over after one, two or three turns."""
+    total = sum(said.token_ids) + said.turn
+    return None if total % 5 == 0 or said.turn == 3 else [2 + (total + 3 * i) % 30 for i in range(total % 5)]
+
+
+def rows_of(out: Completions) -> list[tuple[list[int], list[bool], list[int], bool]]:
+    """Of each row: its tokens, which were sampled, in which turn, and whether it came to its end."""
+    assert out.attended is not None and out.turn is not None
+    return [
+        (out.response_ids[i][there].tolist(), out.response_mask[i][there].tolist(), out.turn[i][there].tolist(), ended)
+        for i, (there, ended) in enumerate(zip(out.attended, out.ended.tolist()))
+    ]
