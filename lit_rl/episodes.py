@@ -36,6 +36,8 @@ class Episode:
     """Tokens that the policy read between its turns."""
     seconds: float = 0.0
     """That the environment took."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What a rollout function gave for rewards, by name: the same names in every episode of a rollout."""
     error: str | None = None
     """What went wrong where ``end`` is ``failed`` or ``timeout``."""
 

@@ -95,7 +95,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("sampling", "", ["Sampling"]),
     ("generator", "", ["NativeGenerator", "HFGenerator", "HFContinuousGenerator"]),
     ("generator", "vLLM", ["VLLMGenerator", "VLLMServerGenerator"]),
-    ("env", "", ["FunctionTools", "CustomEnvironment"]),
+    ("env", "", ["FunctionTools", "CustomEnvironment", "RolloutFunction"]),
     ("optimizer", "", ["AdamW", "AdamW8bit", "AdamWSplit", "ByPath"]),
     ("scheduler", "", ["Linear", "Cosine", "Constant"]),
     ("eval", "", ["Evaluation"]),

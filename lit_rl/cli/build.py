@@ -49,7 +49,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 _HINTS = {
-    "env.path": " (package.module:Class or ./file.py:Class)",
+    "env.path": " (package.module:Name or ./file.py:Name)",
     "env.functions": " (such as [./my_tools.py:multiply])",
     "reward.fn": " (package.module:name or ./file.py:name)",
     "optimizer.path": " (such as torch.optim.SGD)",

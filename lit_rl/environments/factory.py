@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lit_rl.environments.base import Environment
 from lit_rl.environments.frames import Kind
 from lit_rl.environments.parsers import PARSERS, Parser
+from lit_rl.environments.source import Interactive
 from lit_rl.environments.tools import Toolbox
 from lit_rl.errors import ConfigError, in_range, one_of
 
@@ -42,7 +43,7 @@ class EnvironmentKind(ABC):
         """
 
 
-class EnvironmentFactory(ABC):
+class EnvironmentFactory(Interactive):
     """Abstract: subclasses say which kinds of environments there are.
 
     Args:
@@ -111,26 +112,20 @@ class EnvironmentFactory(ABC):
         return next(iter(self.kinds))
 
     @property
-    def is_async(self) -> bool:
-        """Whether episodes go on at the same time."""
+    def is_async(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(kind.is_async for kind in self.kinds.values())
 
     @property
-    def gives_reward(self) -> bool:
-        """Whether episodes have a reward of their own."""
+    def gives_reward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return any(kind.gives_reward for kind in self.kinds.values())
 
     def check_columns(self, columns: Mapping[str, Sequence[Any]] | Sequence[str]) -> None:
         """Refuse data that the environments could not begin with.
 
         Raises:
-            ConfigError: see `EnvironmentKind.check_columns`; or the data has a column ``episodes``.
+            ConfigError: see `EnvironmentKind.check_columns`.
         """
-        if "episodes" in columns:
-            raise ConfigError(
-                "The data has a column 'episodes', and reward functions get the episodes by this name: rename it, "
-                "data.rename={episodes: episodes_column}."
-            )
+        super().check_columns(columns)
         for kind in self.kinds.values():
             kind.check_columns(list(columns))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +17,9 @@ from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids
 from lit_rl.environments.parsers import Parser, parser_for
 from lit_rl.environments.runner import Runner
+from lit_rl.environments.source import EpisodeSource, Generate
 from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.rollout import Message, Prompt, PromptBatch
+from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
 
 _SEED_BITS = 31
 
@@ -33,7 +35,7 @@ class _Ready:
     """What its prompts are rendered with: its tools among them."""
 
 
-class Interaction:
+class Interaction(EpisodeSource):
     """What answers the policy of a run.
 
     Args:
@@ -62,10 +64,13 @@ class Interaction:
         self._control = control_tokens(tokenizer)
         self._runner, self._told = Runner(), set[str]()
 
+    @property
+    def settings(self) -> EnvironmentFactory:
+        return self.factory
+
     # ------------------------------------------------------------------ lengths
 
     def lengths(self, longest: int) -> dict[str, int]:
-        """The tokens that an episode may have, by what asks for them; the data's prompts have at most `longest`."""
         opens = any(ready.kind.opens for ready in self._ready.values())
         return {
             "the longest prompt": longest,
@@ -73,10 +78,6 @@ class Interaction:
             "env.max_observation_tokens": self.factory.max_observation_tokens if opens else 0,
             "env.max_tokens": self.factory.max_tokens,
         }
-
-    def longest_prompt(self, longest: int) -> int:
-        """Tokens that a prompt may have with tools and an opening, where it has at most so many without."""
-        return sum(self.lengths(longest).values()) - self.factory.max_tokens
 
     def _tool_tokens(self, ready: _Ready) -> int:
         if not ready.template_kwargs.get("tools"):
@@ -90,6 +91,16 @@ class Interaction:
         return max(0, lengths[0] - lengths[1])
 
     # ------------------------------------------------------------------ a batch
+
+    def draw(
+        self, generate: Generate, batch: PromptBatch, asked: Prompts, sampling: Sampling, row_keys: Sequence[int]
+    ) -> Completions:
+        of_group = [key for key in asked.keys for _ in range(asked.group_size)]
+        seeds = row_keys if self.factory.seed == "sample" else of_group
+        prompt_ids, conversations = self.begin(batch, seeds, max_new_tokens=sampling.max_new_tokens)
+        with closing(conversations):
+            completions = generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
+            return replace(completions, episodes=conversations.episodes())
 
     def begin(
         self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
 
-from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.source import EpisodeSource
 from lit_rl.episodes import Episode
-from lit_rl.generation.base import ConversationsLost, Generator
+from lit_rl.generation.base import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys
+from lit_rl.generation.ranks import beside_the_training
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
 
@@ -52,7 +52,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     vocabulary: Vocabulary,
     version: int,
     seed: int,
-    interaction: Interaction | None = None,
+    interaction: EpisodeSource | None = None,
 ) -> Callable[[], Completions]:
     """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
 
@@ -68,12 +68,12 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         vocabulary: Of the tokenizer that the prompts are tokens of.
         version: The policy's, for the completions to say which it was.
         seed: Of the samples.
-        interaction: What answers the policy's turns. None: each completion is over with its first turn.
+        interaction: Makes completions of more than one turn. None: each is over with its first.
 
     Raises:
         ConfigError: the generator cannot hold conversations.
     """
-    if interaction is not None:
+    if interaction is not None and interaction.settings.converses:
         generator.check_converses()
     generator.sync(policy, version)
     keys = [
@@ -83,36 +83,32 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     if interaction is None:
         return partial(generator.generate, vocabulary.prompts(batch.prompt_ids, keys, group_size), sampling)
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
-    return partial(_converse, generator, batch, asked, sampling, interaction)
+    sources = row_keys(keys, group_size).tolist()
+    device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
+
+    def draw() -> Completions:
+        drawn = interaction.draw(generator.generate, batch, asked, sampling, sources)
+        moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
+        return replace(drawn, version=version, **moved)
+
+    return partial(_twice_where_lost, draw, partial(generator.sync, policy, version))
 
 
-def _converse(
-    generator: Generator, batch: PromptBatch, asked: Prompts, sampling: Sampling, interaction: Interaction
-) -> Completions:
-    """The completions of prompts that environments open and answer, with their episodes.
+def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], None]) -> Completions:
+    """Episodes begin anew, once, where an engine was lost in the middle: it does not know what it was told.
 
-    An engine that was lost in the middle and came back does not know what it was told: all of it begins anew, once.
+    In a thread beside the training nobody can bring it back: who asked for that has to.
     """
     try:
-        return _conversed(generator, batch, asked, sampling, interaction)
-    except ConversationsLost as lost:
+        return draw()
+    except ConversationsLost as lost:  # it is back
         rank_zero_warn(str(lost))
-        return _conversed(generator, batch, asked, sampling, interaction)
-
-
-def _conversed(
-    generator: Generator, batch: PromptBatch, asked: Prompts, sampling: Sampling, interaction: Interaction
-) -> Completions:
-    per_sample = interaction.factory.seed == "sample"
-    keys = row_keys(asked.keys, asked.group_size).tolist() if per_sample else _repeated(asked.keys, asked.group_size)
-    prompt_ids, conversations = interaction.begin(batch, keys, max_new_tokens=sampling.max_new_tokens)
-    with closing(conversations):
-        completions = generator.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
-        return replace(completions, episodes=conversations.episodes())
-
-
-def _repeated(keys: Sequence[int], times: int) -> list[int]:
-    return [key for key in keys for _ in range(times)]
+    except EngineLost as lost:
+        if beside_the_training():
+            raise
+        rank_zero_warn(f"{lost} What was drawn of the rollout is thrown away.")
+        bring_back()
+    return draw()
 
 
 def response_ids(completions: Completions) -> list[list[int]]:
@@ -133,7 +129,7 @@ def as_reward_input(
     """Prompts, completions and columns, one entry a completion, as the reward functions take them.
 
     A message prompt makes its completions message lists too: `[{"role": "assistant", "content": text}]`, or all of the
-    messages of its episode. Episodes are a column of their own.
+    messages of its episode. Episodes are a column of their own, and so is each of their `extra` values.
     """
     rows = torch.arange(len(batch)).repeat_interleave(group_size).tolist()
     columns = {name: [values[i] for i in rows] for name, values in batch.columns.items()}
@@ -142,6 +138,7 @@ def as_reward_input(
     if episodes is not None:
         prompts, messages = [each.prompt for each in episodes], [each.messages for each in episodes]
         columns |= {"episodes": [each.plain() for each in episodes]}
+        columns |= {name: [each.extra[name] for each in episodes] for name in episodes[0].extra}
     completions: list[str | list[Message]] = [
         text if isinstance(prompt, str) else said for prompt, text, said in zip(prompts, texts, messages, strict=True)
     ]

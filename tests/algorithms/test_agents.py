@@ -27,6 +27,7 @@ from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import PROMPT, GuessNumber
 from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, GenerationError, RewardError
+from lit_rl.generation import RolloutFunction
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
@@ -114,6 +115,47 @@ def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     metrics = trainer.callback_metrics
     assert 1 <= metrics["train/turns/mean"] <= 3 and metrics["train/completions/observation_length"] > 0
     assert metrics["train/env/failed"] == metrics["train/env/timeouts"] == 0
+
+
+def draft_and_answer(texts: Sequence[str], trainer: Any) -> dict[str, Any]:
+    """Two turns, with a token between them that the policy reads."""
+    draft = trainer.generate([trainer.encode(text) for text in texts])
+    turns = [[*prompt, *said, 61] for prompt, said in zip(draft["prompt_ids"], draft["completion_ids"])]
+    answer = trainer.generate(turns)
+    pairs = list(zip(draft["completion_ids"], answer["completion_ids"]))
+    logprobs = list(zip(draft["logprobs"], answer["logprobs"]))
+    return {
+        "prompt_ids": draft["prompt_ids"],
+        "completion_ids": [[*first, 61, *second] for first, second in pairs],
+        "logprobs": [[*first, 0.0, *second] for first, second in logprobs],
+        "env_mask": [[1] * len(first) + [0] + [1] * len(second) for first, second in pairs],
+        "drafted": [len(first) for first, _ in pairs],
+    }
+
+
+def drafts(completions: Sequence[str], drafted: Sequence[int]) -> list[float]:
+    return [float(length) for length in drafted]
+
+
+@pytest.mark.parametrize("method", quick(list(METHODS), {"grpo"}))
+def test_every_method_learns_from_what_a_function_made(method: str, tmp_path: Path) -> None:
+    env = RolloutFunction(draft_and_answer, columns=["drafted"], max_tokens=12)
+    module = module_of(METHODS[method], env=env, reward=drafts)
+    trainer = trainer_of(tmp_path, 4)  # one rollout of PPO
+    trainer.fit(module, prompts())
+    completions = module.rollout.completions
+    assert completions.attended is not None
+    heard = completions.attended & ~completions.response_mask
+    assert (heard.sum(1) == 1).all() and not module.rollout.loss_mask[heard].any()
+    assert (completions.response_ids[heard] == 61).all()
+    assert trainer.callback_metrics["train/turns/mean"] == 2
+    assert trainer.callback_metrics["train/completions/observation_length"] == 1
+
+
+@pytest.mark.all
+def test_what_a_reward_names_has_to_be_declared(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="needs the argument 'drafted', which is no column"):
+        trainer_of(tmp_path).fit(module_of(env=RolloutFunction(draft_and_answer), reward=drafts), prompts())
 
 
 # ------------------------------------------------------------------ what rewards and tables see
@@ -308,6 +350,16 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         lambda: module_of(generator=VLLMServerGenerator(urls=["http://127.0.0.1:9"], lag=1)),
         prompts,
         "generator.lag=1 draws while the policy learns.*async def",
+    ),
+    "truncation": (
+        lambda: module_of(env=RolloutFunction(draft_and_answer), reward=drafts, sampling=Sampling(top_k=3)),
+        prompts,
+        "what a rollout function returns does not say how much.*top_k=0",
+    ),
+    "its own reward": (
+        lambda: module_of(env=RolloutFunction(draft_and_answer)),
+        prompts,
+        "reward=environment takes the reward that environments give",
     ),
     "turn": (
         lambda: module_of(env=guessing(max_tokens=3)),

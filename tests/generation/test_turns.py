@@ -15,6 +15,7 @@ from tiers import quick
 from torch import nn
 from turn_cases import Scripted, reply, rows_of
 
+from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.continuous import HFContinuousGenerator
@@ -232,7 +233,9 @@ def test_a_text_beyond_the_context_is_refused(engine: Any) -> None:
 class ScriptedInteraction:
     """In the place of an `Interaction`: opens each prompt with a token, and answers by the script."""
 
-    factory = SimpleNamespace(seed="group")
+    factory = SimpleNamespace(seed="group", converses=True)
+    settings = factory
+    draw = Interaction.draw
 
     def begin(self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int) -> tuple[list[list[int]], Any]:
         class Closing(Scripted):

@@ -20,9 +20,12 @@ from torch import Tensor, nn
 
 from lit_rl.environments import FunctionTools
 from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.source import EpisodeSource
+from lit_rl.generation import RolloutFunction
 from lit_rl.generation.base import Generator
 from lit_rl.generation.batches import DecodeBatch, Decoded, assemble
 from lit_rl.generation.collect import Vocabulary, as_reward_input, request, texts_of
+from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.generation.turn_by_turn import TurnByTurn
 from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 
@@ -167,7 +170,12 @@ def our_completions(oracle: Oracle) -> tuple[PromptBatch, Completions]:
     tokenizer = oracle.trainer.processing_class
     factory = FunctionTools([multiply, shout], max_tokens=LONGEST, parser="hermes")
     ends = (tokenizer.eos_token_id,)
-    interaction = Interaction(factory, tokenizer, eos_ids=ends, chat=True, template_kwargs={})
+    return completions_of(oracle, Interaction(factory, tokenizer, eos_ids=ends, chat=True, template_kwargs={}))
+
+
+def completions_of(oracle: Oracle, interaction: EpisodeSource) -> tuple[PromptBatch, Completions]:
+    tokenizer = oracle.trainer.processing_class
+    ends = (tokenizer.eos_token_id,)
     vocabulary = Vocabulary(ends, tokenizer.pad_token_id, tokenizer.decode, tokenizer.encode)
     batch = PromptBatch(CHATS, [[1]] * len(CHATS), {}, [0, 1], [0, 0])
     draw = request(
@@ -231,6 +239,64 @@ def test_loss_and_gradient(oracle: Oracle, loss_type: str, monkeypatch: pytest.M
     heard = completions.attended & ~completions.response_mask  # type: ignore[operator]
     learned = ours(oracle, our_grpo(settings), case, without_mask(completions, heard))
     assert (learned.gradient - mine.gradient).norm() > 1e-3 * mine.gradient.norm(), "the mask does nothing here"
+
+
+# ------------------------------------------------------------------ a function that makes the rollouts
+
+
+def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+    """The turns of `SAID` with something between them, by TRL's signature: both are given this very function."""
+    tokenizer = trainer.processing_class
+    heard = list(tokenizer("<|im_start|>user\nGo on.<|im_end|>", add_special_tokens=False)["input_ids"])
+    made: dict[str, Any] = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "turns")}
+    for row, prompt in enumerate(prompts):
+        ids, mask = list[int](), list[int]()
+        for turn, text in enumerate(SAID[row]):
+            said = ids_of(tokenizer, text)
+            ids += [*(heard if turn else []), *said]
+            mask += [*([0] * len(heard) if turn else []), *[1] * len(said)]
+        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        made["prompt_ids"].append(list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+        made["completion_ids"].append(ids)
+        made["logprobs"].append([-0.5] * len(ids))
+        made["env_mask"].append(mask)
+        made["turns"].append(len(SAID[row]))
+    return made
+
+
+def test_the_same_rollout_function_makes_the_same_rollout(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens, who wrote them, the columns that rewards are given, loss and gradient."""
+    from trl.trainer.utils import split_tensor_dict
+
+    trainer, tokenizer, seen = oracle.trainer, oracle.trainer.processing_class, dict[str, Any]()
+    settings, case = {"loss_type": "dapo", "beta": 0.3, "epsilon_high": 0.4}, Case(micro_batches=1)
+
+    def watched(completions: Any, turns: Any, **_: Any) -> list[float | None]:
+        seen.update(turns=list(turns))
+        return list(GIVEN["first"])
+
+    oracle.configure(settings, case)
+    monkeypatch.setattr(trainer, "rollout_func", rollout)
+    monkeypatch.setattr(trainer, "tools", [])
+    monkeypatch.setattr(trainer, "reward_funcs", [watched, second])
+    GIVEN.update(first=case.first, second=case.second)
+    oracle.at("rollout")
+    taken = trainer._generate_and_score_completions([{"prompt": CHATS[row // GROUP]} for row in range(ROWS)])
+    oracle.at("update")
+    theirs = oracle.step(split_tensor_dict(taken, case.micro_batches))
+    theirs.advantages = taken["advantages"]
+
+    source = RolloutCalls(RolloutFunction(rollout, columns=["turns"], max_tokens=LONGEST), tokenizer, {})
+    batch, completions = completions_of(oracle, source)
+    assert completions.attended is not None
+    assert tokens(completions.prompt_ids, completions.prompt_mask) == tokens(taken["prompt_ids"], taken["prompt_mask"])
+    written = tokens(completions.response_ids, completions.attended)
+    assert written == tokens(taken["completion_ids"], taken["completion_mask"])
+    who = tokens(completions.response_mask.long(), completions.attended)
+    assert who == tokens(taken["tool_mask"].long(), taken["completion_mask"]) and any(0 in row for row in who)
+    _, _, columns = as_reward_input(batch, texts_of(completions, tokenizer), GROUP, completions.episodes)
+    assert columns["turns"] == seen["turns"] == [len(said) for said in SAID]
+    assert_same_step(ours(oracle, our_grpo(settings), case, completions), theirs, size=1.0)
 
 
 def without_mask(completions: Completions, heard: Tensor) -> Completions:

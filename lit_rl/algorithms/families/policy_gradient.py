@@ -39,7 +39,7 @@ from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
 from lit_rl.algorithms.terms.step_tokens import step_tokens
-from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.source import Interactive
 from lit_rl.errors import StorageError, in_range
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.models.policy.language_model import LanguageModel
@@ -86,7 +86,8 @@ class PolicyGradient(OnPolicyModule, ABC):
         router_aux_loss_coef: Weight of the router's load-balancing loss of a mixture-of-experts model.
         mask_truncated: Leave completions that `max_new_tokens` cut out of the loss.
         replay: Groups without spread are replaced by good ones of earlier rollouts. None: they are not.
-        env: Makes what answers the policy between its turns: tools and environments. None: a completion is one turn.
+        env: What answers the policy between its turns, tools and environments, or a function that makes whole
+            rollouts. None: a completion is one turn.
         skip_zero_advantages: Leave rows whose advantages are all 0 out of the training's forward pass, where that
             changes no gradient: where no other term learns from them, and loss and reduction are lit_rl's own.
         shared: What every `OnPolicyModule` takes.
@@ -119,7 +120,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         router_aux_loss_coef: float = 0.0,
         mask_truncated: bool = False,
         replay: GroupReplay | None = None,
-        env: EnvironmentFactory | None = None,
+        env: Interactive | None = None,
         skip_zero_advantages: bool = True,
         **shared: Any,
     ) -> None:

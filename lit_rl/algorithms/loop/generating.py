@@ -19,7 +19,7 @@ from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.episodes import scores_of
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
-from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.source import EpisodeSource
 from lit_rl.episodes import Episode
 from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
@@ -84,7 +84,7 @@ class GeneratingModule(PolicyModule):
     group_size = 1
     """Completions a prompt, where nothing else is asked for."""
 
-    interaction: Interaction | None = None
+    interaction: EpisodeSource | None = None
     """What answers the policy between its turns. None: a completion is one turn."""
 
     def longest_prompt(self, longest: int) -> int:
@@ -93,7 +93,7 @@ class GeneratingModule(PolicyModule):
 
     def longest_response(self, sampling: Sampling) -> int:
         """Tokens that a completion may have, what the policy reads between its turns included."""
-        return sampling.max_new_tokens if self.interaction is None else self.interaction.factory.max_tokens
+        return sampling.max_new_tokens if self.interaction is None else self.interaction.settings.max_tokens
 
     def configure_model(self) -> None:
         against = self.evaluation.win_rate_against

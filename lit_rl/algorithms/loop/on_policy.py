@@ -34,7 +34,7 @@ from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
-from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.source import Interactive
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
@@ -118,7 +118,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     compares_in_step = False
     """Whether `loss` compares completions of one prompt, so that a micro-batch has to hold whole groups."""
 
-    env: EnvironmentFactory | None = None
+    env: Interactive | None = None
     """Makes what answers the policy between its turns. None: a completion is one turn."""
 
     needs_step = False
@@ -288,8 +288,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.env is not None:
             environments.rewarded(self.env, self.reward_functions)
             environments.fits(self.env, self.generator, self.sampling, self.evaluation)
-            self.interaction = environments.interaction_of(self.env, self.model, data)
-        episodes = () if self.env is None else ("episodes",)
+            self.interaction = environments.source_of(self.env, self.model, data)
+        episodes = () if self.env is None else self.env.columns
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])
             self._fits(data.longest_prompt, self.sampling, "sampling.max_new_tokens")

@@ -7,27 +7,35 @@ from typing import Any
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.source import EpisodeSource, Interactive
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
+from lit_rl.generation.rollout_function import RolloutCalls, RolloutFunction
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rewards.builtin.environment import environment, environment_turns
 from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Sampling
 
 
-def fits(factory: EnvironmentFactory, generator: Generator, sampling: Sampling, evaluation: Evaluation) -> None:
+def fits(env: Interactive, generator: Generator, sampling: Sampling, evaluation: Evaluation) -> None:
     """Refuse what episodes do not go with.
 
     Raises:
         ConfigError: the generator holds no conversations, or holds them while the policy learns; an episode is shorter
             than a turn; or the evaluation compares completions of one turn.
     """
-    generator.check_converses()
-    if generator.lag and not factory.is_async:
+    if env.converses:
+        generator.check_converses()
+    elif not sampling.truncation.off:
+        raise ConfigError(
+            "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
+            "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
+        )
+    if generator.lag and not env.is_async:
         raise ConfigError(
             f"generator.lag={generator.lag} draws while the policy learns, and what answers the policy would run in "
             "this process meanwhile, where it may move the training's random generators. Take generator.lag=0, or "
-            "write what answers as `async def`, which draws from generators of its own."
+            "let environments answer by `async def` methods, which draw from generators of their own."
         )
     if evaluation.win_rate_against is not None:
         raise ConfigError(
@@ -36,26 +44,33 @@ def fits(factory: EnvironmentFactory, generator: Generator, sampling: Sampling, 
         )
     turns = {"sampling": sampling.max_new_tokens, "eval": evaluation.max_new_tokens or 0}
     for group, tokens in turns.items():
-        if factory.max_tokens < tokens:
+        if env.max_tokens < tokens:
             raise ConfigError(
-                f"env.max_tokens={factory.max_tokens} is less than {group}.max_new_tokens={tokens}, and an episode is "
+                f"env.max_tokens={env.max_tokens} is less than {group}.max_new_tokens={tokens}, and an episode is "
                 "one turn or more: raise the first, or lower the second."
             )
 
 
-def interaction_of(factory: EnvironmentFactory, model: LanguageModel, data: Any) -> Interaction:
-    """What answers the policy of a run.
+def source_of(env: Interactive, model: LanguageModel, data: Any) -> EpisodeSource:
+    """What makes the completions of a run.
 
     Raises:
         ConfigError: the data's rows do not fit the environments, or see `Interaction`.
     """
+    for columns in data.columns_of_sets():
+        env.check_columns(columns)
+    if isinstance(env, RolloutFunction):
+        return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs)
+    assert isinstance(env, EnvironmentFactory)
+    return _interaction_of(env, model, data)
+
+
+def _interaction_of(factory: EnvironmentFactory, model: LanguageModel, data: Any) -> Interaction:
     if data.options.overlong == "truncate_left":
         raise ConfigError(
             "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew, with their "
             "tools and what the environment begins with. Take data.overlong=drop, or error."
         )
-    for columns in data.columns_of_sets():
-        factory.check_columns(columns)
     return Interaction(
         factory,
         model.tokenizer,
@@ -65,7 +80,7 @@ def interaction_of(factory: EnvironmentFactory, model: LanguageModel, data: Any)
     )
 
 
-def fits_context(model: LanguageModel, interaction: Interaction, longest: int) -> None:
+def fits_context(model: LanguageModel, interaction: EpisodeSource, longest: int) -> None:
     """Refuse episodes that the model's context cannot hold.
 
     Raises:
@@ -82,14 +97,14 @@ def fits_context(model: LanguageModel, interaction: Interaction, longest: int) -
     )
 
 
-def rewarded(factory: EnvironmentFactory, rewards: Rewards) -> None:
+def rewarded(env: Interactive, rewards: Rewards) -> None:
     """Refuse episodes that nothing rewards.
 
     Raises:
         ConfigError: the reward is the environment's own, and it gives none.
     """
     asked = [name for name, function in rewards.functions.items() if function in (environment, environment_turns)]
-    if asked and not factory.gives_reward:
+    if asked and not env.gives_reward:
         raise ConfigError(
             f"reward={asked[0]} takes the reward that environments give, and these have neither step nor get_reward. "
             "Write get_reward(self), or take another reward."

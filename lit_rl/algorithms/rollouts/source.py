@@ -25,7 +25,7 @@ from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.episodes import Failures
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
-from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.source import EpisodeSource
 from lit_rl.errors import GenerationError, LitRLError
 from lit_rl.generation.ahead import Ahead, Name
 from lit_rl.generation.base import EngineLost, Generator
@@ -51,7 +51,7 @@ class RolloutRequest:
     """Completions of each prompt."""
     seed: int
     """Of the samples."""
-    interaction: Interaction | None = None
+    interaction: EpisodeSource | None = None
     """What answers the policy's turns. None: a completion is one turn."""
 
     def by_another(self, policy: nn.Module) -> RolloutRequest:

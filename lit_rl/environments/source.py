@@ -1,0 +1,82 @@
+"""What `env=` is, and what a run makes of it: completions that are more than one turn of the policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lit_rl.errors import ConfigError
+from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
+
+Generate = Callable[[Prompts, Sampling], Completions]
+"""Of a generator that has the policy's weights."""
+
+
+class Interactive(ABC):
+    """Abstract: the settings of `env=`. Subclassed by environments that answer the policy, and by functions of the
+    user's that make whole rollouts."""
+
+    max_tokens: int
+    """Tokens of a completion, what the policy reads between its turns included."""
+    converses: bool = True
+    """Whether the run's generator holds its conversations."""
+    max_failed: float = 1.0
+    """Share of a rollout's episodes that may fail; more end the run."""
+    is_async: bool = False
+    """Whether episodes go on at the same time, and none uses the global random generators."""
+    gives_reward: bool = False
+    """Whether episodes have a reward of their own."""
+    columns: tuple[str, ...] = ("episodes",)
+    """What rewards get by name, beside the columns of the data."""
+
+    def check_columns(self, columns: Mapping[str, Sequence[Any]] | Sequence[str]) -> None:
+        """Refuse data that it does not go with.
+
+        Args:
+            columns: Of a set of the data; their names, or by name.
+
+        Raises:
+            ConfigError: a column has the name of something that rewards get of episodes.
+        """
+        for name in self.columns:
+            if name in columns:
+                raise ConfigError(
+                    f"The data has a column {name!r}, and reward functions get something of the episodes by this name: "
+                    f"rename it, data.rename={{{name}: {name}_column}}."
+                )
+
+
+class EpisodeSource(ABC):
+    """Abstract: makes the completions of a batch, each with its episode."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> Interactive:
+        """What it was made of."""
+
+    @abstractmethod
+    def lengths(self, longest: int) -> dict[str, int]:
+        """The tokens that prompt and completion may have, by what asks for them.
+
+        Args:
+            longest: Tokens of the longest prompt of the data.
+        """
+
+    def longest_prompt(self, longest: int) -> int:
+        """Tokens that a prompt may have as the policy reads it, where the data's have at most so many."""
+        return sum(self.lengths(longest).values()) - self.settings.max_tokens
+
+    @abstractmethod
+    def draw(
+        self, generate: Generate, batch: PromptBatch, asked: Prompts, sampling: Sampling, row_keys: Sequence[int]
+    ) -> Completions:
+        """The completions of a batch.
+
+        Args:
+            generate: Of the run's generator.
+            batch: The prompts, with the columns of their rows.
+            asked: The same as a generator is asked for them: tokens, noise keys, and the size of groups.
+            sampling: How to draw; ``max_new_tokens`` are those of a turn.
+            row_keys: One a completion, any integers: what is random in it is drawn from its own.
+        """

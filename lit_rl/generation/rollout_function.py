@@ -1,0 +1,155 @@
+"""`env=rollout_func`: a function of the user's makes the rollouts, by TRL's signature and keys.
+
+It is called as ``function(prompts, trainer)`` with a prompt for each completion of this process, those of a group being
+neighbours. It returns a dict of lists, one entry a completion: ``prompt_ids``, ``completion_ids`` and ``logprobs``;
+where the policy did not write every token of a completion, ``env_mask`` with 1 for those that it wrote. What else is in
+it goes to the reward functions under its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from lit_rl.data.templates import encode_prompt
+from lit_rl.environments.source import EpisodeSource, Generate, Interactive
+from lit_rl.episodes import Episode
+from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range
+from lit_rl.generation.batches import assemble
+from lit_rl.generation.ranks import together
+from lit_rl.generation.returned import Returned, ReturnedRow
+from lit_rl.generation.rollout_handle import RolloutHandle
+from lit_rl.rewards.functions.by_path import named_by
+from lit_rl.rollout import Completions, Prompt, PromptBatch, Prompts, Sampling
+
+
+class RolloutFunction(Interactive):
+    """The settings of `env=rollout_func`.
+
+    Args:
+        path: ``package.module:name`` or ``./file.py:name``; in Python also the function itself.
+        columns: Names of what it returns beside TRL's keys, which reward functions take as arguments.
+        max_tokens: Tokens of a completion at most, those included that the policy did not write.
+        max_prompt_tokens: Tokens of a prompt at most; None: of the longest prompt of the data.
+
+    Raises:
+        ConfigError: there is no such function, it cannot be called so, or a setting is out of range.
+    """
+
+    converses = False
+
+    def __init__(
+        self,
+        path: str | Callable[..., Any],
+        *,
+        columns: Sequence[str] = (),
+        max_tokens: int = 2048,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        in_range("env.max_tokens", max_tokens, low=1)
+        if max_prompt_tokens is not None:
+            in_range("env.max_prompt_tokens", max_prompt_tokens, low=1)
+        self.function, self.name = _function(path)
+        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
+        self.columns = ("episodes", *columns)
+
+
+def _function(path: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    """The function and its name; refuses what cannot be called with two arguments."""
+    function: Any = named_by(path, "env.path").value if isinstance(path, str) else path
+    name = path if isinstance(path, str) else getattr(path, "__name__", type(path).__name__)
+    if not callable(function):
+        raise ConfigError(f"env.path={name} is a {type(function).__name__}; it takes a function(prompts, trainer).")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"env.path={name} is async. It is called as function(prompts, trainer) and waited for: write it as `def`, "
+            "with asyncio.run inside where it needs one."
+        )
+    try:
+        inspect.signature(function).bind([], None)
+    except TypeError as error:
+        raise ConfigError(f"env.path={name} cannot be called as function(prompts, trainer): {error}.") from error
+    except ValueError:
+        pass  # a builtin without a signature
+    return function, name
+
+
+class RolloutCalls(EpisodeSource):
+    """The calls of a rollout function.
+
+    Args:
+        settings: Names it.
+        tokenizer: Of the policy.
+        template_kwargs: What prompts are rendered with, of the data.
+    """
+
+    def __init__(self, settings: RolloutFunction, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+        self._settings, self._tokenizer, self._template_kwargs = settings, tokenizer, dict(template_kwargs)
+
+    @property
+    def settings(self) -> RolloutFunction:
+        return self._settings
+
+    def lengths(self, longest: int) -> dict[str, int]:
+        most = self._settings.max_prompt_tokens
+        prompt = {"the longest prompt": longest} if most is None else {"env.max_prompt_tokens": most}
+        return {**prompt, "env.max_tokens": self._settings.max_tokens}
+
+    def draw(
+        self, generate: Generate, batch: PromptBatch, asked: Prompts, sampling: Sampling, row_keys: Sequence[int]
+    ) -> Completions:
+        handle = RolloutHandle(
+            generate,
+            batch,
+            asked,
+            sampling,
+            row_keys,
+            encode=partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs),
+            tokenizer=self._tokenizer,
+        )
+        return together(lambda: self._drawn(handle, batch, asked))
+
+    def _drawn(self, handle: RolloutHandle, batch: PromptBatch, asked: Prompts) -> Completions:
+        begun, count = time.perf_counter(), len(batch) * asked.group_size
+        returned = Returned(
+            self._called(batch, handle),
+            self._settings.name,
+            count,
+            group_size=asked.group_size,
+            max_prompt_tokens=self._settings.max_prompt_tokens,
+            max_tokens=self._settings.max_tokens,
+        )
+        seconds = (time.perf_counter() - begun) / count
+        extra = returned.extra(list(batch.columns), self._settings.columns[1:])
+        asked = replace(asked, token_ids=[row.prompt_ids for row in returned.rows[:: asked.group_size]])
+        decoded = returned.decoded(asked)
+        completions = assemble(asked, [(torch.arange(count), decoded)], version=0, device=torch.device("cpu"))
+        facts = zip(returned.rows, handle.of_completions(batch.prompts), decoded.ended.tolist(), extra, strict=True)
+        return replace(completions, episodes=tuple(self._episode(*each, seconds) for each in facts))
+
+    def _called(self, batch: PromptBatch, handle: RolloutHandle) -> Any:
+        try:
+            return self._settings.function(handle.of_completions(batch.prompts), handle)
+        except LitRLError:
+            raise
+        except Exception as error:
+            raise GenerationError(f"env.path={self._settings.name} raised {type(error).__name__}: {error}") from error
+
+    def _episode(self, row: ReturnedRow, prompt: Prompt, ended: bool, extra: dict[str, Any], seconds: float) -> Episode:
+        written = [token for token, ours in zip(row.token_ids, row.written) if ours]
+        text = self._tokenizer.decode(written, skip_special_tokens=True)
+        return Episode(
+            prompt=prompt,
+            messages=[{"role": "assistant", "content": text}],
+            end="answered" if ended else "cut",
+            turns=row.turns[-1] + 1,
+            observed_tokens=len(row.token_ids) - len(written),
+            seconds=seconds,
+            extra=extra,
+        )

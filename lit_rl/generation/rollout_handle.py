@@ -1,0 +1,119 @@
+"""What a rollout function is given beside the prompts: the run's generator, and what it needs to ask it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.environments.source import Generate
+from lit_rl.errors import GenerationError, in_range
+from lit_rl.generation.noise import turn_key
+from lit_rl.generation.ranks import beside
+from lit_rl.rollout import Prompt, PromptBatch, Prompts, Sampling
+
+
+class RolloutHandle:
+    """What a rollout function gets as `trainer`: the tokenizer, and the run's generator, synced to the policy.
+
+    Args:
+        generate: Of the generator.
+        batch: The prompts.
+        asked: Their tokens and noise keys, and the size of groups.
+        sampling: How the run draws.
+        row_keys: One a completion.
+        encode: A prompt's tokens, as the run would have them.
+        tokenizer: Of the policy.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        batch: PromptBatch,
+        asked: Prompts,
+        sampling: Sampling,
+        row_keys: Sequence[int],
+        *,
+        encode: Callable[[Prompt], list[int]],
+        tokenizer: Any,
+    ) -> None:
+        self._generate, self._asked, self._keys, self._thread = generate, asked, row_keys, threading.get_ident()
+        self._calls = [0] * len(row_keys)
+        self.sampling = sampling
+        """How the run draws."""
+        self.encode = encode
+        """From a prompt to its tokens, by the chat template and its arguments."""
+        self.tokenizer = self.processing_class = tokenizer
+        self.columns = {name: self.of_completions(values) for name, values in batch.columns.items()}
+        """The columns of the data, one entry a completion."""
+        self.num_generations = asked.group_size
+        """Completions of each prompt."""
+
+    def of_completions(self, values: Sequence[Any]) -> list[Any]:
+        """Copies of what is there once a prompt, one for each completion."""
+        return [copy.deepcopy(value) for value in values for _ in range(self._asked.group_size)]
+
+    def generate(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        *,
+        rows: Sequence[int] | None = None,
+        max_new_tokens: int | None = None,
+    ) -> dict[str, list[Any]]:
+        """Let the policy go on with texts. The samples depend on the completion and on how often it went on so far, and
+        on no other text.
+
+        Args:
+            prompt_ids: The tokens of each text.
+            rows: Which completion each is for. None: there is one for every completion, in order.
+            max_new_tokens: None is `sampling.max_new_tokens`.
+
+        Returns:
+            ``prompt_ids``, ``completion_ids`` and ``logprobs``, as a rollout function returns them, and ``ended``:
+            whether each came to its end.
+
+        Raises:
+            GenerationError: a text for no completion, or called in another thread than the function.
+        """
+        numbers = list(range(len(self._keys))) if rows is None else list(rows)
+        self._check(prompt_ids, numbers)
+        sampling = self.sampling
+        if max_new_tokens is not None:
+            in_range("max_new_tokens", max_new_tokens, low=1)
+            least = min(sampling.min_new_tokens, max_new_tokens)
+            sampling = replace(sampling, max_new_tokens=max_new_tokens, min_new_tokens=least)
+        with beside():  # ranks call it as often as they like: none waits for another
+            out = self._generate(self._prompts([list(ids) for ids in prompt_ids], numbers), sampling)
+        for row in numbers:
+            self._calls[row] += 1
+        within = [mask.nonzero()[:, 0] for mask in out.response_mask]
+        return {
+            "prompt_ids": [list(ids) for ids in prompt_ids],
+            "completion_ids": [ids[there].tolist() for ids, there in zip(out.response_ids, within)],
+            "logprobs": [values[there].tolist() for values, there in zip(out.sampler_logprobs, within)],
+            "ended": out.ended.tolist(),
+        }
+
+    def _check(self, prompt_ids: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        if threading.get_ident() != self._thread:
+            raise GenerationError(
+                "trainer.generate was called in another thread than the rollout function: call it there."
+            )
+        if len(prompt_ids) != len(rows) or len(set(rows)) < len(rows) or not set(rows) <= set(range(len(self._keys))):
+            raise GenerationError(
+                f"trainer.generate was given {len(prompt_ids)} texts for the completions {excerpt(repr(list(rows)))}. "
+                f"There are {len(self._keys)}, each at most once in a call: say with rows=[...] which they are for."
+            )
+
+    def _prompts(self, prompt_ids: list[list[int]], rows: Sequence[int]) -> Prompts:
+        """What the generator is asked: whole groups at their first turn as it would be without a rollout function."""
+        group, asked = self._asked.group_size, self._asked
+        firsts = prompt_ids[::group]
+        whole = list(rows) == list(range(len(self._keys))) and not any(self._calls)
+        if whole and prompt_ids == [ids for ids in firsts for _ in range(group)]:
+            return replace(asked, token_ids=firsts)
+        keys = [turn_key(self._keys[row], self._calls[row] + 1) for row in rows]
+        return replace(asked, token_ids=prompt_ids, keys=keys, group_size=1)

@@ -1,0 +1,253 @@
+"""`env=rollout_func`: what a function of the user's returns becomes completions, and what it asks is drawn as usual."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from generation_cases import EOS, PAD, build, responses, spell, unspell
+from torch import nn
+
+from lit_rl.errors import ConfigError, GenerationError, LitRLError, NumericError
+from lit_rl.generation import RolloutFunction
+from lit_rl.generation.collect import Vocabulary, as_reward_input, request
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.generation.rollout_function import RolloutCalls
+from lit_rl.rollout import Completions, PromptBatch, Sampling
+
+PROMPTS = [spell([3, 4]), spell([11, 6, 7])]
+SAMPLED = Sampling(max_new_tokens=6)
+
+
+class Tokenizer:
+    """A letter a token, as the other tests of generators spell."""
+
+    chat_template = None
+    all_special_tokens: tuple[str, ...] = ()
+    bos_token = eos_token = bos_token_id = eos_token_id = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": list(unspell(text))}
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return spell(ids)
+
+
+@pytest.fixture(scope="module")
+def policy() -> nn.Module:
+    return build("qwen2").eval()
+
+
+def batch(**columns: list[Any]) -> PromptBatch:
+    return PromptBatch(PROMPTS, [list(unspell(text)) for text in PROMPTS], columns, [0, 1], [0, 0])
+
+
+def draw(
+    policy: nn.Module, function: Callable[..., Any] | None, group_size: int = 3, seed: int = 0, **settings: Any
+) -> Completions:
+    columns = settings.pop("data", {})
+    source = None
+    if function is not None:
+        source = RolloutCalls(RolloutFunction(function, **settings), Tokenizer(), {})
+    return request(
+        NativeGenerator(),
+        policy,
+        batch(**columns),
+        sampling=SAMPLED,
+        group_size=group_size,
+        vocabulary=Vocabulary((EOS, 5, 9), PAD, spell, unspell),
+        version=7,
+        seed=seed,
+        interaction=source,
+    )()
+
+
+def single(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+    return trainer.generate([trainer.encode(prompt) for prompt in prompts])
+
+
+def test_one_that_only_generates_is_as_none(policy: nn.Module) -> None:
+    """The same samples and log-probs, to the bit."""
+    ours, usual = draw(policy, single), draw(policy, None)
+    assert ours.version == 7 and ours.attended is None and ours.turn is None and ours.episodes is not None
+    for name in ("prompt_ids", "prompt_mask", "response_ids", "response_mask", "sampler_logprobs", "ended", "group_id"):
+        assert torch.equal(getattr(ours, name), getattr(usual, name)), name
+    assert [each.messages[0]["content"] for each in ours.episodes] == [spell(ids) for ids in responses(usual)]
+    assert [each.end == "answered" for each in ours.episodes] == usual.ended.tolist()
+
+
+def turns(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+    """Two turns, the second of those rows only that did not end; between them something is said to the policy."""
+    first = trainer.generate([trainer.encode(prompt) for prompt in prompts])
+    rows = [row for row, ended in enumerate(first["ended"]) if not ended]
+    texts = [first["prompt_ids"][row] + first["completion_ids"][row] + [7, 8] for row in rows]
+    second = trainer.generate(texts, rows=rows, max_new_tokens=2)
+    masks = [[1] * len(ids) for ids in first["completion_ids"]]
+    for row, ids, logprobs in zip(rows, second["completion_ids"], second["logprobs"]):
+        first["completion_ids"][row] += [7, 8, *ids]
+        first["logprobs"][row] += [0.0, 0.0, *logprobs]
+        masks[row] += [0, 0, *[1] * len(ids)]
+    return {name: first[name] for name in ("prompt_ids", "completion_ids", "logprobs")} | {"env_mask": masks}
+
+
+def test_what_the_policy_did_not_write_is_read_and_not_learned_from(policy: nn.Module) -> None:
+    out = draw(policy, turns, group_size=6)
+    assert out.attended is not None and out.turn is not None and out.episodes is not None
+    heard = out.attended & ~out.response_mask
+    assert heard.any() and (out.response_ids[heard].view(-1, 2) == torch.tensor([7, 8])).all()
+    assert (out.sampler_logprobs[heard] == 0).all() and (out.turn[heard] == 0).all()
+    assert [each.turns for each in out.episodes] == (out.turn.amax(1) + 1).tolist()
+    assert [each.observed_tokens for each in out.episodes] == heard.sum(1).tolist()
+    assert {each.turns for each in out.episodes} == {1, 2}
+    later = out.turn == 1
+    assert ((out.response_mask & later).sum(1) <= 2).all(), "cut by max_new_tokens"
+
+
+def test_samples_depend_on_the_completion_and_its_turn_alone(policy: nn.Module) -> None:
+    """Asked for one after another, and backwards, the second turns are those that were asked for together."""
+
+    def one_by_one(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        class Alone:
+            encode = trainer.encode
+
+            @staticmethod
+            def generate(texts: Any, rows: Any = None, max_new_tokens: int | None = None) -> Any:
+                if rows is None:
+                    return trainer.generate(texts)
+                parts = {
+                    row: trainer.generate([text], rows=[row], max_new_tokens=max_new_tokens)
+                    for row, text in reversed(list(zip(rows, texts)))
+                }
+                return {name: [parts[row][name][0] for row in rows] for name in ("completion_ids", "logprobs")}
+
+        return turns(prompts, Alone)
+
+    together, alone = draw(policy, turns, group_size=6), draw(policy, one_by_one, group_size=6)
+    assert torch.equal(together.response_ids, alone.response_ids)
+    torch.testing.assert_close(together.sampler_logprobs, alone.sampler_logprobs, atol=1e-4, rtol=0)
+    assert not torch.equal(together.response_ids, draw(policy, turns, group_size=6, seed=1).response_ids)
+
+
+def test_a_turn_is_drawn_with_noise_of_its_own(policy: nn.Module) -> None:
+    """The same text again is another sample, and those of a group differ."""
+
+    def again(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        texts = [trainer.encode(prompt) for prompt in prompts]
+        first, second = trainer.generate(texts), trainer.generate(texts)
+        assert first["completion_ids"] != second["completion_ids"]
+        assert len({tuple(ids) for ids in second["completion_ids"][:8]}) > 4
+        return second
+
+    draw(policy, again, group_size=8)
+
+
+def test_what_else_it_returns_goes_to_rewards(policy: nn.Module) -> None:
+    def scored(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        assert trainer.columns == {"answer": ["x"] * 3 + ["y"] * 3} and trainer.num_generations == 3
+        assert list(prompts) == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+        return single(prompts, trainer) | {"env_reward": [0.0, 1, 2, 3, 4, 5], "game": "chess"}
+
+    data = {"answer": ["x", "y"]}
+    out = draw(policy, scored, columns=["env_reward"], data=data)
+    _, _, columns = as_reward_input(batch(**data), [""] * 6, 3, out.episodes)
+    assert columns["env_reward"] == [0, 1, 2, 3, 4, 5] and columns["game"] == ["chess"] * 6
+    assert columns["answer"] == ["x"] * 3 + ["y"] * 3
+
+
+def test_tokens_behind_the_last_of_the_policy_are_read_by_nobody(policy: nn.Module) -> None:
+    def more(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        ids = [[3, 4, EOS, 7, 8]] * len(prompts)
+        mask = [[0, 1, 1, 0, 0]] * len(prompts)
+        return {"prompt_ids": [[1]] * 6, "completion_ids": ids, "logprobs": [[[-1.0]] * 5] * 6, "env_mask": mask}
+
+    out = draw(policy, more)
+    assert out.attended is not None and out.turn is not None
+    assert out.response_ids.tolist() == [[3, 4, EOS]] * 6 and out.attended.all() and out.ended.all()
+    assert out.response_mask.tolist() == [[False, True, True]] * 6 and (out.turn == 0).all()
+    assert out.sampler_logprobs.tolist() == [[0, -1, -1]] * 6
+
+
+GOOD = {"prompt_ids": [[1]] * 6, "completion_ids": [[2, 3]] * 6, "logprobs": [[-1.0, -2.0]] * 6}
+WRONG: dict[str, tuple[Any, type[LitRLError], str]] = {
+    "nothing": (None, GenerationError, "returned NoneType; it returns a dict with prompt_ids,"),
+    "a key": ({"prompt_ids": [], "logprobs": []}, GenerationError, "a dict without completion_ids"),
+    "too few": (GOOD | {"logprobs": [[-1.0, -2.0]]}, GenerationError, "1 entries as logprobs; it takes a list of 6"),
+    "no ids": (GOOD | {"completion_ids": [[2, 3]] * 5 + [[]]}, GenerationError, r"completion 5 \[\] as completion_ids"),
+    "text": (GOOD | {"completion_ids": ["ab"] * 6}, GenerationError, "completion 0 'ab' as completion_ids"),
+    "log-probs": (GOOD | {"logprobs": [[-1.0]] * 6}, GenerationError, "completion 0 1 logprobs for 2 tokens"),
+    "none": (GOOD | {"logprobs": [None] * 6}, GenerationError, "completion 0 None logprobs for 2 tokens"),
+    "nan": (GOOD | {"logprobs": [[-1.0, float("nan")]] * 6}, NumericError, "completion 0 the log-prob nan"),
+    "no number": (GOOD | {"logprobs": [["a", "b"]] * 6}, GenerationError, "the log-prob 'a', which is no number"),
+    "mask": (GOOD | {"env_mask": [[1, 2]] * 6}, GenerationError, "completion 0 2 in env_mask; it takes 1"),
+    "no policy": (GOOD | {"env_mask": [[0, 0]] * 6}, GenerationError, "an env_mask without a token of the policy"),
+    "prompts": (GOOD | {"prompt_ids": [[1], [1], [2]] * 2}, GenerationError, "completion 2 other prompt_ids than"),
+    "long": (GOOD | {"completion_ids": [[2] * 9] * 6, "logprobs": [[-1.0] * 9] * 6}, GenerationError,
+             "completion 0 9 tokens, and env.max_tokens=8"),
+    "long prompt": (GOOD | {"prompt_ids": [[1] * 5] * 6}, GenerationError, "prompt of 5 tokens.*env.max_prompt_tokens"),
+    "undeclared": (GOOD, GenerationError, "did not return score, which env.columns names"),
+    "taken": (GOOD | {"score": 1, "answer": 1}, GenerationError, "returned answer, which the rewards get of the data"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_learned_from_is_refused_by_name(policy: nn.Module, name: str) -> None:
+    returned, kind, match = WRONG[name]
+    settings = {"columns": ["score"], "max_tokens": 8, "max_prompt_tokens": 4, "data": {"answer": ["x", "y"]}}
+    returned = returned if name == "undeclared" or returned is None else {"score": 0.0, **returned}
+    with pytest.raises(kind, match=f"env.path=<lambda> .*{match}"):
+        draw(policy, lambda prompts, trainer: returned, **settings)
+
+
+def test_errors_of_the_function_say_whose_they_are(policy: nn.Module) -> None:
+    def fails(prompts: Sequence[str], trainer: Any) -> Any:
+        raise KeyError("url")
+
+    with pytest.raises(GenerationError, match=r"env.path=fails raised KeyError: 'url'"):
+        draw(policy, fails)
+
+
+def test_the_handle_is_used_as_it_has_to_be(policy: nn.Module) -> None:
+    def elsewhere(prompts: Sequence[str], trainer: Any) -> Any:
+        raised: list[Exception] = []
+
+        def work() -> None:
+            try:
+                trainer.generate([[1]] * 6)
+            except GenerationError as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        raise raised[0]
+
+    with pytest.raises(GenerationError, match="another thread"):
+        draw(policy, elsewhere)
+    for texts, rows in (([[1]], None), ([[1]] * 2, [0, 0]), ([[1]], [6])):
+        with pytest.raises(GenerationError, match=r"There are 6, each at most once"):
+            draw(policy, lambda prompts, trainer, texts=texts, rows=rows: trainer.generate(texts, rows=rows))
+
+
+async def later(prompts: Any, trainer: Any) -> Any: ...
+
+
+def without_trainer(prompts: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("path", "settings", "match"),
+    [
+        ("nowhere", {}, "env.path='nowhere' names no function"),
+        (later, {}, "env.path=later is async"),
+        (without_trainer, {}, r"env.path=without_trainer cannot be called as function\(prompts, trainer\)"),
+        (3, {}, "env.path=int is a int; it takes a function"),
+        (single, {"max_tokens": 0}, "env.max_tokens=0"),
+        (single, {"max_prompt_tokens": 0}, "env.max_prompt_tokens=0"),
+    ],
+)
+def test_settings_that_cannot_be(path: Any, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        RolloutFunction(path, **settings)
