@@ -75,6 +75,7 @@ TARGETS = {
     "HFContinuousGenerator": "lit_rl.generation.continuous.HFContinuousGenerator",
     "FunctionTools": "lit_rl.environments.FunctionTools",
     "CustomEnvironment": "lit_rl.environments.CustomEnvironment",
+    "MCPTools": "lit_rl.environments.MCPTools",
     "RolloutDataModule": "lit_rl.data.datamodule.RolloutDataModule",
     "SupervisedDataModule": "lit_rl.data.offline.datamodule.SupervisedDataModule",
     "PreferenceDataModule": "lit_rl.data.offline.datamodule.PreferenceDataModule",
