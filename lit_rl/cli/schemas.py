@@ -76,6 +76,7 @@ TARGETS = {
     "FunctionTools": "lit_rl.environments.FunctionTools",
     "CustomEnvironment": "lit_rl.environments.CustomEnvironment",
     "RolloutFunction": "lit_rl.generation.rollout_function.RolloutFunction",
+    "MCPTools": "lit_rl.environments.MCPTools",
     "RolloutDataModule": "lit_rl.data.datamodule.RolloutDataModule",
     "SupervisedDataModule": "lit_rl.data.offline.datamodule.SupervisedDataModule",
     "PreferenceDataModule": "lit_rl.data.offline.datamodule.PreferenceDataModule",

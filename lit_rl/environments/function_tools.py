@@ -27,14 +27,16 @@ class FunctionTools(EnvironmentFactory):
 
     def __init__(self, functions: Functions, **limits: Any) -> None:
         super().__init__(**limits)
-        self._kinds = {"tools": _OnlyTools(toolbox_of(functions, "env.functions"))}
+        self._kinds = {"tools": OnlyTools(toolbox_of(functions, "env.functions"))}
 
     @property
     def kinds(self) -> Mapping[str, EnvironmentKind]:
         return self._kinds
 
 
-class _OnlyTools(EnvironmentKind):
+class OnlyTools(EnvironmentKind):
+    """Tools, and nothing beside them."""
+
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox, self.is_async = toolbox, toolbox.is_async
 

@@ -1,4 +1,4 @@
-"""Tools: Python functions that the policy calls between its turns, with checked arguments and one answer a call."""
+"""Tools: what the policy calls between its turns, with checked arguments and one answer a call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import inspect
 import json
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jsonschema import Draft202012Validator
+from jsonschema.protocols import Validator
 
 from lit_rl.data.checks import excerpt
 from lit_rl.errors import ConfigError
@@ -38,7 +40,50 @@ class ToolAnswer:
     """Whether the call was wrong, or the tool raised: the text says what."""
 
 
-class Tool:
+class Tool(ABC):
+    """What the policy may call by a name.
+
+    Args:
+        schema: What the chat template tells of it: ``{"type": "function", "function": {"name": ..., "description":
+            ..., "parameters": ...}}``.
+        validator: Of the arguments of a call.
+    """
+
+    def __init__(self, schema: dict[str, Any], validator: Validator) -> None:
+        self.schema, self._validator = schema, validator
+        self.name: str = schema["function"]["name"]
+
+    @property
+    @abstractmethod
+    def is_async(self) -> bool:
+        """Whether it has to be awaited."""
+
+    def of(self, made: Any) -> Tool:
+        """The same of another object of the user's, where it is a method of one."""
+        return self
+
+    def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
+        """What is wrong with the arguments of a call; None: nothing."""
+        error = next(
+            iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
+        )
+        if error is None:
+            return _not_finite(arguments)
+        where = f" of {'.'.join(map(str, error.path))}" if error.path else ""
+        return f"{error.message}{where}"
+
+    async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """One answer to a call, whatever its arguments are like."""
+        if wrong := self.wrong_with(arguments):
+            return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
+        return await self._answer(arguments)
+
+    @abstractmethod
+    async def _answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
+        """To a call whose arguments are right."""
+
+
+class FunctionTool(Tool):
     """One function that the policy may call.
 
     Args:
@@ -55,43 +100,29 @@ class Tool:
         self.function = function
         name = getattr(function, "__name__", type(function).__name__)
         try:
-            self.schema: dict[str, Any] = get_json_schema(function)
+            schema = get_json_schema(function)
         except Exception as error:  # whatever the reader of docstrings makes of this one
             raise ConfigError(
                 f"The tool {name!r} cannot be described to the policy: {error} Every argument takes a type, and a line "
                 "under `Args:` in the docstring, which begins with what the tool does."
             ) from error
-        self.name: str = self.schema["function"]["name"]
-        self._validator = Draft202012Validator(_strict(self.schema["function"]["parameters"]))
+        super().__init__(schema, Draft202012Validator(_strict(schema["function"]["parameters"])))
         self._told: set[str] = set()
         """What was logged of it; shared with the same method of other objects."""
 
     @property
     def is_async(self) -> bool:
-        """Whether it has to be awaited."""
         return any(inspect.iscoroutinefunction(part) for part in (self.function, type(self.function).__call__))
 
-    def of(self, made: Any) -> Tool:
+    def of(self, made: Any) -> FunctionTool:
         """The same method of another object."""
         bound = copy.copy(self)
         bound.function = getattr(made, self.name)
         return bound
 
-    def wrong_with(self, arguments: Mapping[str, Any]) -> str | None:
-        """What is wrong with the arguments of a call; None: nothing."""
-        error = next(
-            iter(sorted(self._validator.iter_errors(dict(arguments)), key=lambda e: list(map(str, e.path)))), None
-        )
-        if error is None:
-            return _not_finite(arguments)
-        where = f" of {'.'.join(map(str, error.path))}" if error.path else ""
-        return f"{error.message}{where}"
-
-    async def answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
+    async def _answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
         """Call the function. An exception is told to the policy in a line, and logged with its traceback once; so is
         what can neither be written as text nor as JSON."""
-        if wrong := self.wrong_with(arguments):
-            return ToolAnswer(f"error: {self.name}: {wrong}", failed=True)
         try:
             result = self.function(**arguments)
             if inspect.isawaitable(result):
@@ -114,18 +145,18 @@ class Toolbox:
     """The tools of a conversation.
 
     Args:
-        functions: See `Tool`.
+        functions: See `FunctionTool`; or tools of another kind.
 
     Raises:
         ConfigError: no function, two of one name, or one that cannot be described.
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, functions: Sequence[Callable[..., Any] | Tool]) -> None:
         if not functions:
             raise ConfigError("env.functions is empty: name at least one function, or leave the environment out.")
         self.tools: dict[str, Tool] = {}
-        for tool in map(Tool, functions):
-            _add(self.tools, tool)
+        for each in functions:
+            _add(self.tools, each if isinstance(each, Tool) else FunctionTool(each))
 
     @property
     def is_async(self) -> bool:

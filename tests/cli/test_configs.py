@@ -38,6 +38,7 @@ VALUES = {  # what has no default
     "model/local": ["model.name=tiny"],
     "data/repeated": ["data.task.prompt='?'"],
     "env/tools": [f"env.functions=['{Path(__file__).with_name('small_tools.py')}:double']"],
+    "env/mcp": ["env.command=[python,server.py]"],
     "env/environment": ["env.path=lit_rl.environments.guess:GuessNumber"],
     "env/rollout_func": [f"env.path='{Path(__file__).with_name('small_tools.py')}:rollout'"],
     "experiment/smollm2_dpo": ["model.name=tiny"],

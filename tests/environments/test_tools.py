@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox, ToolCall
+from lit_rl.environments.tools import FunctionTool, ToolAnswer, Toolbox, ToolCall
 from lit_rl.errors import ConfigError
 
 
@@ -89,7 +89,7 @@ def test_a_wrong_call_is_answered_with_what_is_wrong(name: str) -> None:
 
 
 def test_a_tool_that_raises_is_answered_in_a_line_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    tool = Tool(fail)
+    tool = FunctionTool(fail)
     for _ in range(3):
         answer = asyncio.run(tool.answer({"why": "no such place"}))
         assert answer == ToolAnswer("error: fail raised RuntimeError: no such place", failed=True)
@@ -125,9 +125,9 @@ def test_tools_that_nothing_describes_are_refused_by_name() -> None:
         return b
 
     with pytest.raises(ConfigError, match="tool 'untyped' cannot be described.*Argument a is missing a type hint"):
-        Tool(untyped)
+        FunctionTool(untyped)
     with pytest.raises(ConfigError, match="tool 'undocumented'.*no description for the argument 'b'"):
-        Tool(undocumented)
+        FunctionTool(undocumented)
     with pytest.raises(ConfigError, match="Two tools are called 'multiply'"):
         Toolbox([multiply, multiply])
     with pytest.raises(ConfigError, match=r"env\.functions is empty"):

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from lit_rl.generation.vllm import supervisor
+from lit_rl import supervisor
 
 CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
 SERVER = f"""
@@ -28,7 +28,9 @@ def start(kind: str, grace: float = 0.3) -> subprocess.Popen[str]:
     """The supervisor, once its server and that one's child run."""
     server = [sys.executable, "-c", SERVER, kind]
     words = [sys.executable, "-I", supervisor.__file__, str(os.getpid()), str(grace), *server]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return process
 

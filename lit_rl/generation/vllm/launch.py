@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_rl import supervisor
 from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.vllm import supervisor
 from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.settings import SERVER, environment

@@ -1,7 +1,8 @@
 """Runs a server and ends its whole process group when the server ends, when it is told to, or when its parent is gone.
 
-A program of its own, started by `launch.ServerProcess` as the leader of a new session: a trainer that is killed cannot
-stop anything any more, and vLLM's own processes do not all notice. Standard library only.
+A program of its own, started as the leader of a new session: a trainer that is killed cannot stop anything any more,
+and not every server notices. vLLM's server runs under it, and those of `env=mcp`. The server has its stdin, stdout and
+stderr. Standard library only.
 
     python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
 """
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     asked: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, frame: asked.append(received))
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    server = subprocess.Popen(command)
     while server.poll() is None and not asked and os.getppid() == parent:
         time.sleep(_LOOK_EVERY)
     if server.poll() is None:
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str]) -> None:
     else:
         code = server.returncode
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        sys.stdout.write(f"The server process ended by itself: {how}.\n")
-        sys.stdout.flush()
+        sys.stderr.write(f"The server process ended by itself: {how}.\n")
+        sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)
 
 
