@@ -8,7 +8,7 @@ from rich.console import Console
 
 from lit_rl.commands.transcript_page import page
 from lit_rl.commands.transcript_record import read
-from lit_rl.errors import StorageError, in_range
+from lit_rl.errors import ConfigError, StorageError, in_range
 
 NAME = "transcripts.html"
 """In the run's folder. It is written anew each time."""
@@ -25,11 +25,17 @@ def transcripts(run_dir: Path, files: str = "step_*", rollouts: int = 4, episode
         tokens: Of an episode at most.
 
     Raises:
-        ConfigError: there is no such file, or a limit is below 1.
+        ConfigError: there is no such file, or a limit is no number from 1 on.
         StorageError: a file is damaged, or the page cannot be written.
     """
     for name, value in (("rollouts", rollouts), ("episodes", episodes), ("tokens", tokens)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ConfigError(f"transcripts.{name}={value} is no whole number; it takes one from 1 on.")
         in_range(f"transcripts.{name}", value, low=1)
+    if not isinstance(files, str) or not files or Path(files).name != files:
+        raise ConfigError(
+            f"transcripts.files={files} is no name of files in {run_dir / 'samples'}: take such as 'step_*', 'val_*'."
+        )
     found = read(run_dir, files, rollouts, episodes)
     target = run_dir / NAME
     partial = target.with_suffix(".partial")
