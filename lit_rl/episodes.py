@@ -57,10 +57,11 @@ class Episode:
 
     def transcript(self) -> str:
         """The messages as a text for people: each with its author, calls as ``name(argument=value)``."""
-        return "\n".join(f"{message['role']}: {_shown(message)}" for message in self.messages)
+        return "\n".join(f"{message['role']}: {words_of(message)}" for message in self.messages)
 
 
-def _shown(message: Mapping[str, Any]) -> str:
+def words_of(message: Mapping[str, Any]) -> str:
+    """What a message says, its calls as ``name(argument=value)``."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     written = [_call(call["function"]) for call in calls]
     return " ".join(part for part in (str(message.get("content") or ""), *written) if part)

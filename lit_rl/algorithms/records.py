@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lit_rl.algorithms.evaluation.statistics import Averages, rollout_metrics
 from lit_rl.algorithms.evaluation.tables import sample_table
+from lit_rl.algorithms.evaluation.token_columns import token_columns
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.episodes import metrics_of
@@ -82,6 +83,8 @@ class Records:
             self.add({"sampling/kept_mass": (kept, mask.sum())})
         texts = texts_of(completions, tokenizer)
         self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
+        if completions.episodes is not None:
+            self.samples |= token_columns(completions, rollout, tokenizer)
         self._opened = time.perf_counter()
 
     def stepped(self, grad_norm: Tensor, *, skipped: bool) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import lightning as L
 
+from lit_rl.algorithms.evaluation.token_columns import PREFIX
+from lit_rl.callbacks.conversation import conversation_of
 from lit_rl.callbacks.due import Due
 from lit_rl.callbacks.text import console_table, markdown_table, printable
 from lit_rl.errors import in_range
@@ -78,7 +80,7 @@ class Samples(L.Callback):
         import pyarrow
         import pyarrow.parquet
 
-        columns = {key: _storable(values) for key, values in table.items()}
+        columns = {key: _storable(values, lists=key.startswith(PREFIX)) for key, values in table.items()}
         target = self._folder(trainer) / f"{name}.parquet"
         partial = target.with_suffix(".partial")
         pyarrow.parquet.write_table(pyarrow.table(columns), partial)
@@ -105,20 +107,21 @@ class Samples(L.Callback):
             if key in seen:
                 continue
             seen.add(key)
-            shown.append({name: table[name][i] for name in ("prompt", "completion", "reward", "advantage")})
+            row = {name: table[name][i] for name in ("prompt", "completion", "reward", "advantage")}
+            shown.append(row | ({"completion": conversation_of(table, i)} if "tokens/ids" in table else {}))
             if len(shown) == self.print:
                 break
         return shown if self.print else []
 
 
-def _storable(values: list[Any]) -> list[Any]:
-    """A column of one type: numbers as they are, everything else as text (messages as JSON)."""
+def _storable(values: list[Any], *, lists: bool = False) -> list[Any]:
+    """A column of one type: numbers as they are, everything else as text (messages as JSON), or as `lists`."""
     import pyarrow
 
     try:
         kind = pyarrow.array(values).type
     except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):
         kind = None  # mixed kinds, a number of more than 64 bits, half a surrogate pair
-    if kind is None or pyarrow.types.is_nested(kind):
+    if kind is None or (pyarrow.types.is_nested(kind) and not lists):
         return [json.dumps(value, default=str) for value in values]
     return values

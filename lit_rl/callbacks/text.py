@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lit_rl.callbacks.conversation import Conversation
+
 LONGEST = 200
 
 
@@ -21,13 +23,18 @@ def printable(value: Any, longest: int = LONGEST) -> str:
         return f"{value:.3f}"
     if isinstance(value, list):
         value = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in value)
-    text = "".join(
-        char if char == "\n" or unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
-        for char in str(value)
-    )
+    text = visible(str(value))
     if len(text) > longest:
         text = f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
     return text
+
+
+def visible(text: str) -> str:
+    """The text with its control characters as escapes, line ends left as they are."""
+    return "".join(
+        char if char == "\n" or unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
@@ -37,7 +44,7 @@ def _mean_reward(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
-    """One line a row, green above and red below the mean reward of the rows shown."""
+    """One line a row, green above and red below the mean reward of the rows shown; conversations by their authors."""
     middle = _mean_reward(rows)
     table = Table(title=title, title_justify="left", show_lines=len(rows) < 3)
     for name in rows[0]:
@@ -45,8 +52,20 @@ def console_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
         table.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:
         style = "green" if row["reward"] > middle else "red" if row["reward"] < middle else ""
-        table.add_row(*(Text(printable(value), style=style) for value in row.values()))
+        table.add_row(*(_cell(value, style) for value in row.values()))
     Console().print(table)
+
+
+def _cell(value: Any, style: str) -> Text:
+    if isinstance(value, Conversation):
+        lines = (Text(f"{author}: {_indented(words)}", style=by) for author, words, by in value.lines())
+        return Text("\n").join(lines)
+    return Text(printable(value), style=style)
+
+
+def _indented(words: str) -> str:
+    """So that no line of a message looks like the next author's."""
+    return printable(words).replace("\n", "\n  ")
 
 
 def plan_table(rows: Sequence[tuple[str, str]]) -> None:

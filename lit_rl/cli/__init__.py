@@ -22,6 +22,7 @@ HYDRA = {
     "serve": "serve",
     "doctor": "doctor",
     "replay": "replay",
+    "transcripts": "transcripts",
 }
 """Our commands, and the task that each stands for."""
 

@@ -41,7 +41,7 @@ def page() -> str:
     return (
         "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
-        "lit-rl replay run_dir=DIR losses=[grpo,gspo]           (objectives side by side on a saved rollout)\n"
+        "lit-rl replay run_dir=DIR losses=[grpo]; lit-rl transcripts run_dir=DIR (other objectives; episodes as HTML)\n"
         "lit-rl plan [GROUP=CHOICE ...]; lit-rl reward-test [...] (does a step fit? rewards of a few rows)\n"
         "lit-rl data-check data.path=FILE                       (what a data set becomes: tokens, lengths, counts)\n"
         "lit-rl chat run_dir=DIR; lit-rl best-of-n data.path=FILE (talk to a model; the best of several completions)\n"

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
-from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving
+from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving, transcribing
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.cli.micro_batches import cut_by
@@ -41,7 +41,13 @@ TASKS = {
     "best_of_n": best_of_n.best_of_n,
     "plan": lambda run: plan.plan(run, **run.options["plan"]),
 }
-_WITHOUT_A_RUN = {"data_check": data_choice.run, "chat": chats.run, "serve": serving.run, "doctor": doctoring.run}
+_WITHOUT_A_RUN = {
+    "data_check": data_choice.run,
+    "chat": chats.run,
+    "serve": serving.run,
+    "doctor": doctoring.run,
+    "transcripts": transcribing.run,
+}
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)

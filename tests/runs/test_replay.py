@@ -446,3 +446,33 @@ def _module(saved: SavedRollout) -> Any:
         rollout=rollout,
         plan=SimpleNamespace(minibatches=2, accumulate=2, split_groups=1, world_size=1),
     )
+
+
+# ------------------------------------------------------------------ episodes
+
+
+PAYS_DIGITS = """
+class PaysDigits:
+    def reset(self, *, seed):
+        self.turns = 0
+
+    def step(self, action):
+        self.turns += 1
+        return "?=", float(sum(map(int, filter(str.isdigit, action)))), self.turns == 2, False, {}
+"""
+
+
+def test_episodes_are_replayed_with_the_credit_of_their_turns(finished, compare, tmp_path):
+    """Loss masks, turns and their rewards are those that training had; no environment is asked: its file is gone."""
+    game = tmp_path / "pays_digits.py"
+    game.write_text(PAYS_DIGITS)
+    limits = ["env.max_turns=3", "env.max_tokens=48", "env.max_observation_tokens=8", "sampling.max_new_tokens=6"]
+    credit = ["reward=environment_turns", "algo/advantage=centered_return_to_go"]
+    folder = finished("env=environment", f"env.path={game}:PaysDigits", *limits, *credit)
+    game.unlink()
+    (logged,) = [row for row in rows(folder) if row["step"] == 6 and "train/loss" in row]
+    found = compare(folder, "run", "grpo", ckpt_path=folder / "checkpoints" / "step_00000005.ckpt")
+    own, whole = found["objectives"]
+    assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=1e-4) and own["gradient_norm"] > 0
+    assert found["cosines"][0][1] < 0.999, "whole episodes are credited as turns are"
+    assert whole["gradient_norm"] > 0

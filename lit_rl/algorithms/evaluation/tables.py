@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ def sample_table(
     """Columns: step, prompt, completion, reward, each function's reward, advantage, length, ended, then the data's own
     columns and what rewards gave to `log_extra`. A name that is taken already is not overwritten.
 
-    Where something answers the policy, a completion is the transcript of its episode, and there are the columns turns,
-    end, observed_tokens, episode_error and messages, as JSON.
+    Where something answers the policy, a completion is the transcript of its episode, and there are the columns
+    group, turns, end, turn_rewards, episode_reward, calls, failed_calls, unreadable_calls, observed_tokens,
+    episode_error, and messages, as JSON.
 
     `advantages`: `(b,)`; of pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
     """
@@ -39,7 +41,7 @@ def sample_table(
         table["advantage"] = advantages.tolist()
     table |= {"length": completions.lengths.tolist(), "ended": completions.ended.tolist()}
     if completions.episodes is not None:
-        table |= _of_episodes(completions.episodes)
+        table |= {"group": completions.group_id.tolist()} | _of_episodes(completions.episodes)
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
 
 
@@ -48,6 +50,11 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
         "completion": [episode.transcript() for episode in episodes],
         "turns": [episode.turns for episode in episodes],
         "end": [episode.end for episode in episodes],
+        "turn_rewards": [json.dumps(episode.turn_rewards, default=float) for episode in episodes],
+        "episode_reward": [math.nan if episode.reward is None else float(episode.reward) for episode in episodes],
+        "calls": [episode.calls for episode in episodes],
+        "failed_calls": [episode.failed_calls for episode in episodes],
+        "unreadable_calls": [episode.unreadable_calls for episode in episodes],
         "observed_tokens": [episode.observed_tokens for episode in episodes],
         "episode_error": [episode.error or "" for episode in episodes],
         "messages": [json.dumps(episode.messages, ensure_ascii=False) for episode in episodes],

@@ -1,0 +1,50 @@
+"""The tokens of episodes as columns: one list a completion, one entry a token that the policy wrote or read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.generation.pieces import pieces_of
+from lit_rl.rollout import Completions, Rollout
+
+PREFIX = "tokens/"
+"""Of the names of these columns."""
+
+
+def token_columns(completions: Completions, rollout: Rollout | None, tokenizer: Any) -> dict[str, list[Any]]:
+    """`tokens/ids`, `text`, `turn`, `by_policy` (what it wrote: the others it read), `sampler_logprobs`; of a rollout
+    that is learned from also `learned` (in the loss), `advantages`, and `old_logprobs` where the run took them.
+
+    Numbers are numpy arrays, so that long rollouts take little memory; they are 0 on what the policy read.
+    """
+    written = completions.response_mask
+    there = written if completions.attended is None else completions.attended
+    turn = torch.zeros_like(completions.response_ids) if completions.turn is None else completions.turn
+    columns: dict[str, Tensor] = {
+        "ids": completions.response_ids,
+        "turn": turn,
+        "by_policy": written,
+        "sampler_logprobs": completions.sampler_logprobs,
+    }
+    if rollout is not None:
+        columns["learned"] = rollout.loss_mask
+        if rollout.advantages is not None:
+            columns["advantages"] = _per_token(rollout.advantages, written)
+        if rollout.old_logprobs is not None:
+            columns["old_logprobs"] = rollout.old_logprobs.masked_fill(~written, 0.0)
+    found: dict[str, list[Any]] = {PREFIX + name: _rows(values, there) for name, values in columns.items()}
+    return found | {f"{PREFIX}text": pieces_of(found[f"{PREFIX}ids"], tokenizer)}
+
+
+def _per_token(advantages: Tensor, written: Tensor) -> Tensor:
+    per_token = advantages if advantages.ndim == written.ndim else advantages[:, None].expand(written.shape)
+    return per_token.masked_fill(~written, 0.0)
+
+
+def _rows(values: Tensor, there: Tensor) -> list[Any]:
+    kept = values.detach()[there].cpu()
+    kept = kept.float() if kept.is_floating_point() else kept
+    return [part.numpy() for part in kept.split(there.sum(1).tolist())]

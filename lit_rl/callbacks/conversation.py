@@ -1,0 +1,62 @@
+"""An episode as a table shows it: who said what, and what of it is learned from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lit_rl.episodes import words_of
+
+MOST = 12
+"""Messages of an episode that are shown: the first and the last half of them."""
+
+STYLES = {"assistant": "cyan", "tool": "magenta", "user": "yellow"}
+"""Colour of an author; others have none."""
+
+
+class Line(NamedTuple):
+    """A message: its author, its words, and how they are coloured."""
+
+    author: str
+    words: str
+    style: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The messages of an episode, and which of its turns are in the loss."""
+
+    messages: Sequence[Mapping[str, Any]]
+    learned: Sequence[bool]
+    """One a turn of the policy."""
+
+    def __str__(self) -> str:
+        return "\n".join(f"{message['role']}: {words_of(message)}" for message in self.messages)
+
+    def lines(self) -> list[Line]:
+        """One a message. What is not learned from is dim, and where the policy wrote it, says so."""
+        lines = list(self._lines())
+        if len(lines) <= MOST:
+            return lines
+        left_out = Line("...", f"{len(lines) - MOST} messages more", "dim")
+        return [*lines[: MOST // 2], left_out, *lines[-MOST // 2 :]]
+
+    def _lines(self) -> Iterator[Line]:
+        turns = iter(self.learned)
+        for message in self.messages:
+            role = str(message["role"])
+            style, of_policy = STYLES.get(role, ""), role == "assistant"
+            if of_policy and next(turns, True):
+                yield Line(role, words_of(message), style)
+            else:
+                yield Line(f"{role} (not learned)" * of_policy or role, words_of(message), f"dim {style}".strip())
+
+
+def conversation_of(table: Mapping[str, Sequence[Any]], row: int) -> Conversation:
+    """The episode in a row of a table of samples, with the tokens that were learned from."""
+    turn, learned = table["tokens/turn"][row], table["tokens/learned"][row]
+    return Conversation(
+        json.loads(table["messages"][row]), [bool(learned[turn == i].any()) for i in range(table["turns"][row])]
+    )

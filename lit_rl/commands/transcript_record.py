@@ -1,0 +1,193 @@
+"""What a run recorded of its completions, read back from `samples/*.parquet`: episodes, or texts of one turn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lit_rl.errors import ConfigError, StorageError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of an episode behind its prompt, in order: lists of one length."""
+
+    ids: list[int]
+    text: list[str]
+    turn: list[int]
+    by_policy: list[bool]
+    learned: list[bool]
+    """Whether it is in the loss."""
+    sampler_logprobs: list[float]
+    advantages: list[float]
+    old_logprobs: list[float] | None
+    """Of the policy that drew them, as training scores them; None where the run took none."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One completion."""
+
+    number: int
+    """Of its row in the file."""
+    group: int
+    """Equal for completions of one prompt."""
+    prompt: str | list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    """What came after the prompt; of a completion of one turn, its text."""
+    reward: float
+    """NaN: unscored."""
+    advantage: float
+    """The mean of its tokens in the loss; NaN where there is none."""
+    end: str
+    turn_rewards: list[float | None]
+    calls: int
+    failed_calls: int
+    error: str
+    tokens: Tokens | None
+    """None where the file has no tokens: of validations, and of completions of one turn."""
+
+    @property
+    def turns(self) -> int:
+        """Of the policy."""
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+    @property
+    def bad(self) -> bool:
+        """Whether something went wrong in it: the environment, or a call."""
+        return self.end in ("failed", "timeout") or bool(self.error) or self.failed_calls > 0
+
+
+@dataclass(frozen=True)
+class RecordedRollout:
+    """One file, and the completions of it that are shown."""
+
+    name: str
+    step: int
+    """Optimizer steps that the policy had taken."""
+    completions: int
+    """In the file."""
+    mean_reward: float
+    """Of those that were scored; NaN where none was."""
+    shown: list[Recorded]
+    """Of the groups at the file's beginning."""
+
+
+def read(run_dir: Path, files: str, rollouts: int, episodes: int) -> list[RecordedRollout]:
+    """Rollouts that are spread evenly from the first to the last file.
+
+    Args:
+        run_dir: Of the run.
+        files: Which names in its `samples/`, such as `step_*`.
+        rollouts: Files at most.
+        episodes: Completions at most, all files together.
+
+    Raises:
+        ConfigError: there is no such file.
+        StorageError: a file is damaged.
+    """
+    found = sorted((run_dir / "samples").glob(f"{files}.parquet"))
+    if not found:
+        raise ConfigError(
+            f"There is no {files}.parquet in {run_dir / 'samples'}. A run writes them with callbacks=default "
+            "(callbacks.samples); transcripts.files names others, such as 'val_*'."
+        )
+    chosen = spread(found, min(rollouts, episodes))
+    return [_read_file(path, episodes // len(chosen)) for path in chosen]
+
+
+def spread(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of them, the first and the last included; the last where it is one."""
+    if most >= len(items):
+        return list(items)
+    if most == 1:
+        return [items[-1]]
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def _read_file(path: Path, most: int) -> RecordedRollout:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+        columns = table.select(["step", "prompt", "reward"]).to_pydict()
+        groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else columns["prompt"])
+        rows = table.slice(0, whole_groups(groups, most)).to_pylist()
+        shown = [_recorded(i, group, row) for i, (group, row) in enumerate(zip(groups, rows))]
+    except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
+        raise StorageError(f"{path} holds no samples of a run, or is damaged: {error}.") from error
+    scored = [reward for reward in columns["reward"] if not math.isnan(reward)]
+    mean = sum(scored) / len(scored) if scored else math.nan
+    step = columns["step"][0] if len(table) else 0
+    return RecordedRollout(path.stem, step, len(table), mean, shown)
+
+
+def _groups(keys: Sequence[Any]) -> list[int]:
+    """The number of each row's group: neighbours with one key are one."""
+    return [number for number, (_, members) in enumerate(groupby(keys)) for _ in members]
+
+
+def whole_groups(groups: Sequence[int], most: int) -> int:
+    """How many rows to take, `most` or fewer: whole groups, or a part of the first."""
+    if most >= len(groups):
+        return len(groups)
+    end = most
+    while end > 0 and groups[end - 1] == groups[end]:
+        end -= 1
+    return end or most
+
+
+def _recorded(number: int, group: int, row: Mapping[str, Any]) -> Recorded:
+    said = [{"role": "assistant", "content": row["completion"]}]
+    return Recorded(
+        number=number,
+        group=group,
+        prompt=_prompt(row["prompt"]),
+        messages=_json(row["messages"]) if "turns" in row else said,
+        reward=row["reward"],
+        advantage=row.get("advantage", math.nan),
+        end=row.get("end", "ended" if row["ended"] else "cut"),
+        turn_rewards=_json(row.get("turn_rewards", "[]")),
+        calls=row.get("calls", 0),
+        failed_calls=row.get("failed_calls", 0),
+        error=row.get("episode_error", ""),
+        tokens=_tokens(row) if "tokens/ids" in row else None,
+    )
+
+
+def _json(text: str) -> Any:
+    """Text that arrow could not store (half a surrogate pair) was made JSON twice."""
+    value = json.loads(text)
+    return json.loads(value) if isinstance(value, str) else value
+
+
+def _prompt(text: str) -> str | list[dict[str, Any]]:
+    """Messages are stored as JSON, and a prompt that is a text as it is."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    messages = isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
+    return value if messages else text
+
+
+def _tokens(row: Mapping[str, Any]) -> Tokens:
+    return Tokens(
+        ids=row["tokens/ids"],
+        text=row["tokens/text"],
+        turn=row["tokens/turn"],
+        by_policy=row["tokens/by_policy"],
+        learned=row["tokens/learned"],
+        sampler_logprobs=row["tokens/sampler_logprobs"],
+        advantages=row.get("tokens/advantages") or [0.0] * len(row["tokens/ids"]),
+        old_logprobs=row.get("tokens/old_logprobs"),
+    )

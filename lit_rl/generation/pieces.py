@@ -1,0 +1,63 @@
+"""The text of each token, for people who look at tokens. Nothing that is learned from is ever made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+UNFINISHED = "\ufffd"
+"""What a tokenizer writes for bytes that are no whole character."""
+
+
+def pieces_of(rows: Sequence[Sequence[int]], tokenizer: Any) -> list[list[str]]:
+    """The text of every token, special tokens by their names; the pieces of a row are together the text of the row.
+
+    A character that several tokens spell stands at the last of them, and the others are empty.
+
+    Args:
+        rows: Token ids.
+        tokenizer: Theirs.
+    """
+    ids = sorted({int(each) for row in rows for each in row})
+    alone = dict(zip(ids, _alone(ids, tokenizer)))
+    return [_joined([int(each) for each in row], alone, tokenizer) for row in rows]
+
+
+def _alone(ids: list[int], tokenizer: Any) -> list[str]:
+    """Each behind a letter, because some tokenizers leave out the space that a text begins with."""
+    (letter,) = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    before = _decoded([[letter]], tokenizer)[0]
+    texts = _decoded([[letter, each] for each in ids], tokenizer)
+    behind = [text.removeprefix(before) if text.startswith(before) else None for text in texts]
+    plain = _decoded([[each] for each in ids], tokenizer) if None in behind else behind
+    return [str(one if one is not None else other) for one, other in zip(behind, plain)]
+
+
+def _joined(row: list[int], alone: dict[int, str], tokenizer: Any) -> list[str]:
+    pieces = [alone[each] for each in row]
+    start = 0
+    while start < len(row):
+        if UNFINISHED in pieces[start]:
+            end = _end_of_character(row, start, tokenizer)
+            if end - start > 1:
+                text = _decoded([row[start:end]], tokenizer)[0]
+                pieces[start:end] = [*[""] * (end - start - 1), text]
+            start = end
+        else:
+            start += 1
+    return pieces
+
+
+LONGEST = 4
+"""Bytes of a character in UTF-8, so tokens that may spell one."""
+
+
+def _end_of_character(row: list[int], start: int, tokenizer: Any) -> int:
+    """Behind the last of the tokens that spell whole characters; behind the first where they spell none."""
+    ends = range(start + 2, min(len(row), start + LONGEST) + 1)
+    texts = _decoded([row[start:end] for end in ends], tokenizer)
+    return next((end for end, text in zip(ends, texts) if UNFINISHED not in text), start + 1)
+
+
+def _decoded(rows: list[list[int]], tokenizer: Any) -> list[str]:
+    return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
