@@ -17,6 +17,7 @@ HYDRA = {
     "plan": "plan",
     "reward-test": "reward_test",
     "data-check": "data_check",
+    "env-check": "env_check",
     "best-of-n": "best_of_n",
     "chat": "chat",
     "serve": "serve",

@@ -43,7 +43,7 @@ def page() -> str:
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
         "lit-rl replay run_dir=DIR losses=[grpo]; lit-rl transcripts run_dir=DIR (other objectives; episodes as HTML)\n"
         "lit-rl plan [GROUP=CHOICE ...]; lit-rl reward-test [...] (does a step fit? rewards of a few rows)\n"
-        "lit-rl data-check data.path=FILE                       (what a data set becomes: tokens, lengths, counts)\n"
+        "lit-rl data-check data.path=FILE; lit-rl env-check env=... (what data become; is it fit to train on?)\n"
         "lit-rl chat run_dir=DIR; lit-rl best-of-n data.path=FILE (talk to a model; the best of several completions)\n"
         "lit-rl serve model=qwen0.5b; lit-rl doctor generator=vllm (vLLM's server; does an engine hold the policy?)\n"
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"

@@ -25,7 +25,7 @@ from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, s
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.cli.micro_batches import cut_by
-from lit_rl.commands import best_of_n, evaluate, plan, reward_test, train
+from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -38,6 +38,7 @@ TASKS = {
     "test": evaluate.test,
     "predict": evaluate.predict,
     "reward_test": lambda run: reward_test.reward_test(run, **run.options["reward_test"]),
+    "env_check": lambda run: env_check.env_check(run, **run.options["env_check"]),
     "best_of_n": best_of_n.best_of_n,
     "plan": lambda run: plan.plan(run, **run.options["plan"]),
 }
@@ -140,7 +141,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     """Build everything and open the run directory; the disk is as it was until the settings are sound."""
     tree = plain(config)
     data_choice.check_pair(config)
-    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] in ("reward_test", "plan")
+    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] in ("reward_test", "env_check", "plan")
     if tree["task"] == "plan":
         tree |= {"callbacks": {}}
         tree["trainer"] |= {"limit_val_batches": 0, "enable_progress_bar": False}
@@ -163,6 +164,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
                 run_dir.remove_partial()
             run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test", "plan")}
+    options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
     return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]), options)
 
 

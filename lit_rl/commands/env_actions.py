@@ -1,0 +1,100 @@
+"""What a policy says in the episodes of `lit-rl env-check`: texts of every sort, and calls of the tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lit_rl.environments.parsers import Parser
+from lit_rl.environments.tools import Toolbox, ToolCall
+from lit_rl.rollout import Message
+
+NONSENSE = "nonsense"
+_LONG = "word " * 1000
+_NO_TOOL = "no_such_tool"
+
+_EXAMPLES = {"string": "a", "integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+"""By the type of a JSON schema."""
+
+
+def texts(tokenizer: Any) -> list[str]:
+    """A number, nonsense, nothing, a long text, and a control token spelled out."""
+    return ["0", NONSENSE, "", _LONG, str(tokenizer.eos_token)]
+
+
+def calls(toolbox: Toolbox) -> dict[str, ToolCall]:
+    """Calls by what they are: of each tool a right one, if example values can make one, and one without its arguments;
+    and one of a tool that is not there."""
+    made: dict[str, ToolCall] = {}
+    for name, tool in toolbox.tools.items():
+        arguments = _example(tool.schema["function"]["parameters"])
+        if tool.wrong_with(arguments) is None:
+            made[f"a call of {name}"] = ToolCall(name, arguments)
+        if tool.wrong_with({}) is not None:
+            made[f"a call of {name} without arguments"] = ToolCall(name, {})
+    return made | {"a call of no tool": ToolCall(_NO_TOOL, {})}
+
+
+def scripts(said: Sequence[str], most: int) -> list[tuple[str, ...]]:
+    """Turns of several episodes, so that each text begins one.
+
+    Args:
+        said: The texts.
+        most: Turns of an episode.
+    """
+    return [(*said[first:], *said[:first])[:most] for first in range(len(said))]
+
+
+def written(call: ToolCall, parser: Parser, tokenizer: Any) -> str | None:
+    """The call in the first form that the run's own parser reads; None: it reads none that is known."""
+    for text in _forms(call, tokenizer):
+        read = parser.parse(text).calls
+        if len(read) == 1 and isinstance(read[0], ToolCall) and _asks(read[0]) == _asks(call):
+            return text
+    return None
+
+
+def _asks(call: ToolCall) -> tuple[str, dict[str, Any]]:
+    return call.name, dict(call.arguments)
+
+
+def _forms(call: ToolCall, tokenizer: Any) -> Iterator[str]:
+    arguments = dict(call.arguments)
+    yield f"{call.name}({', '.join(map(json.dumps, arguments.values()))})"
+    yield f"<tool_call>\n{json.dumps({'name': call.name, 'arguments': arguments})}\n</tool_call>"
+    yield json.dumps({"name": call.name, "parameters": arguments})
+    yield f"[TOOL_CALLS]{json.dumps([{'name': call.name, 'arguments': arguments}])}"
+    if tokenizer.chat_template:
+        yield from _rendered(call, tokenizer)
+
+
+def _rendered(call: ToolCall, tokenizer: Any) -> Iterator[str]:
+    """As the chat template writes it."""
+    function = {"name": call.name, "arguments": dict(call.arguments)}
+    asked: list[Message] = [{"role": "user", "content": "a"}]
+    said = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "call00000", **{"function": function}}],
+    }
+    try:
+        before = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+        whole = str(tokenizer.apply_chat_template([*asked, said], tokenize=False))
+    except Exception:  # a template is a program: whatever it raises, it cannot render this
+        return
+    if whole.startswith(before):
+        yield whole[len(before) :].partition(str(tokenizer.eos_token))[0]
+
+
+def _example(schema: Mapping[str, Any]) -> Any:
+    """A value that a JSON schema could mean."""
+    if schema.get("enum"):
+        return schema["enum"][0]
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return _example(options[0])
+    type_ = schema.get("type")
+    type_ = type_[0] if isinstance(type_, list) and type_ else type_
+    if type_ == "object" and schema.get("properties"):
+        return {name: _example(part) for name, part in schema["properties"].items()}
+    return _EXAMPLES.get(str(type_), "a")

@@ -1,0 +1,83 @@
+"""The same episodes in another process, for `lit-rl env-check`: with other hashes of texts, another id, another time.
+
+The process runs this module. It is given the settings of `env=`, and not the objects: classes are imported anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lit_rl.environments.parsers import Parser
+
+_SEEDS = "1", "2"
+"""Of the hashes of texts: the second where this process has the first."""
+
+
+class Elsewhere:
+    """Another process that plays cases, one after another. To be closed.
+
+    Args:
+        settings: The node of `env=`, whose targets were checked.
+        parsers: See `Player`.
+        cases: See `Player`.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], parsers: Mapping[str, Parser | None], cases: Sequence[Any]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="lit_rl-env-check-")
+        folder = Path(self._folder.name)
+        job, self._result, self._said = folder / "job", folder / "result.json", folder / "said"
+        job.write_bytes(pickle.dumps((dict(settings), dict(parsers), list(cases))))
+        hashes = _SEEDS[os.environ.get("PYTHONHASHSEED") == _SEEDS[0]]
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(job), str(self._result)],
+                env={**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+            )
+
+    def lines(self, seconds: float) -> list[tuple[str, ...]] | str:
+        """The lines of each case, see `Played`; or why there are none.
+
+        Args:
+            seconds: To wait for them.
+        """
+        try:
+            code = self._process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"it was not done after {seconds:.0f} seconds"
+        if code:
+            last = self._said.read_text(errors="replace").strip().splitlines()[-1:]
+            return f"it ended with code {code}: {''.join(last)}"
+        return [tuple(lines) for lines in json.loads(self._result.read_text())]
+
+    def close(self) -> None:
+        """End the process, and remove what it read and wrote."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+def _main(job: Path, result: Path) -> None:
+    from hydra.utils import instantiate
+
+    from lit_rl.commands.env_plays import Player
+
+    settings, parsers, cases = pickle.loads(job.read_bytes())
+    player = Player(instantiate(settings, _convert_="all"), parsers)
+    result.write_text(json.dumps([player.play(case).lines for case in cases]))
+
+
+if __name__ == "__main__":
+    _main(*map(Path, sys.argv[1:]))
+    os._exit(0)  # what an environment left behind, such as a thread, keeps nobody waiting

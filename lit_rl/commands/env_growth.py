@@ -1,0 +1,74 @@
+"""What a process holds after more and more episodes: threads, processes, open files, memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+_LEAST, _MOST = 4, 40
+"""Episodes between two looks: below the first nothing can be said."""
+_FROM = {"threads": 0.1, "child processes": 0.1, "open files": 0.1, "Python objects": 20.0, "KiB of memory": 32.0}
+"""What an episode has to leave behind. What is left more rarely may be a pool that fills; a run has hundreds of
+thousands of episodes."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What grew over two equal numbers of episodes."""
+
+    episodes: int
+    """Of each half; 0: they take too long for a look."""
+    grown: dict[str, float]
+    """An episode, by what grew in both halves."""
+
+
+def growth(play: Callable[[int], None], cases: int, budget: float) -> Growth:
+    """Play episodes, and look at what the process holds before, halfway and after.
+
+    Args:
+        play: Plays an episode of the case with this number, and keeps nothing.
+        cases: How many there are.
+        budget: Seconds for all of it, about.
+    """
+    began = time.perf_counter()
+    for number in range(cases):  # what is loaded or filled once
+        play(number)
+    spent = time.perf_counter() - began
+    rounds = min(math.ceil(_MOST / cases), int((budget - spent) / spent / 2))
+    if (episodes := rounds * cases) < _LEAST:
+        return Growth(0, {})
+    looks = [_held()]
+    for _ in range(2):
+        for number in range(episodes):
+            play(number % cases)
+        looks.append(_held())
+    grown = {name: min(b[name] - a[name] for a, b in pairwise(looks)) / episodes for name in looks[0]}
+    return Growth(episodes, {name: each for name, each in grown.items() if each >= _FROM[name]})
+
+
+def _held() -> dict[str, float]:
+    gc.collect()
+    # Small blocks of Python's own allocator: counting them costs nothing, unlike tracing each.
+    held: dict[str, float] = {"threads": threading.active_count(), "Python objects": sys.getallocatedblocks()}
+    process = Path("/proc/self")
+    if process.is_dir():  # Linux
+        held["open files"] = len(os.listdir(process / "fd"))
+        pages = int((process / "statm").read_text().split()[1])
+        held["KiB of memory"] = pages * os.sysconf("SC_PAGE_SIZE") / 1024
+        held["child processes"] = sum(len(_children(task).split()) for task in (process / "task").iterdir())
+    return held
+
+
+def _children(task: Path) -> str:
+    try:
+        return (task / "children").read_text()
+    except OSError:  # a thread that has just ended, or a kernel that does not say
+        return ""

@@ -1,0 +1,313 @@
+"""What `lit-rl env-check` finds: games with one fault each are played for real, here and in another process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import faulty_games
+import pytest
+import torch
+from faulty_games import Sound
+
+from lit_rl.commands import env_findings as findings
+from lit_rl.commands.env_actions import calls, scripts, written
+from lit_rl.commands.env_elsewhere import Elsewhere
+from lit_rl.commands.env_growth import Growth, growth
+from lit_rl.commands.env_plays import Case, Played, Player
+from lit_rl.environments import CustomEnvironment, FunctionTools
+from lit_rl.environments.guess import GuessNumber
+from lit_rl.environments.parsers import HermesParser, Llama3Parser, MistralParser, RegexParser
+from lit_rl.environments.tools import Toolbox
+
+SAID = "0", "win", "", "nonsense"
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
+        yield from faulty_games.kept()
+
+
+def player(made: Any, **limits: Any) -> Player:
+    return Player(CustomEnvironment(made, **limits), {"environment": None})
+
+
+def cases(kind: str = "environment") -> list[Case]:
+    return [Case(kind, {"prompt": "go"}, seed, turns) for seed, turns in enumerate(scripts(SAID, 3))]
+
+
+def played(made: Any, **limits: Any) -> list[Played]:
+    by = player(made, **limits)
+    return [by.play(case) for case in cases()]
+
+
+def lines(of: list[Played]) -> list[tuple[str, ...]]:
+    return [each.lines for each in of]
+
+
+def wrong(found: findings.Finding, *words: str) -> None:
+    assert found.level == "WRONG", found
+    for word in words:
+        assert word in f"{found.seen} {found.why} {found.fix}", (word, found)
+
+
+def grown(game: Any) -> Growth:
+    by = player(game)
+
+    def play(number: int) -> None:
+        by.play(cases()[number])
+
+    return growth(play, len(SAID), 30)
+
+
+def repeated(made: Any, elsewhere: Any = None) -> findings.Finding:
+    """The finding on the same episodes twice, where another process played them as this one did at first."""
+    first, second = played(made), played(made)
+    return next(iter(findings.repeats(first, second, elsewhere or lines(first))))
+
+
+@pytest.mark.parametrize("game", [Sound, GuessNumber])
+def test_a_sound_game_passes_every_check(game):
+    by, first = player(game), played(game)
+    among = [by.interleaved([case, other])[0] for case, other in zip(cases(), cases()[1:] + cases()[:1])]
+    told = [
+        findings.works(first),
+        *findings.repeats(first, played(game), lines(first)),
+        findings.stands_alone(first, among),
+        findings.generators(first, at_once=False),
+        findings.leaks(grown(game)),
+        *findings.lengths(first, len, 100),
+        findings.times(first, 30.0, findings.Rollout(8, 3, at_once=False)),
+    ]
+    assert [each.what for each in told if each.level != "ok"] == []
+    assert len(told) == 8
+
+
+@pytest.mark.parametrize("game", ["OwnDice", "Clock"])
+def test_what_draws_unseeded_or_reads_the_clock_does_not_repeat(game):
+    other = [("elsewhere it was otherwise",)] * len(SAID)
+    wrong(repeated(getattr(faulty_games, game), other), "two new objects", "random.Random(seed)")
+
+
+def test_what_an_earlier_episode_left_is_told_from_what_is_drawn():
+    """A new process plays the first round as this one did: then it is no clock and no dice."""
+    wrong(repeated(faulty_games.Shared), "an earlier episode changes a later one", "no class attributes")
+
+
+def test_what_episodes_share_while_they_go_on_shows_only_side_by_side():
+    game = faulty_games.SharedWhileItLasts
+    assert repeated(game).level == "ok"
+    alone, by = played(game), player(game)
+    among = [by.interleaved([case, case])[0] for case in cases()]
+    wrong(
+        findings.stands_alone(alone, among),
+        "turn 1 ('win') was answered '2 moves'",
+        "turn 1 ('win') was answered '3 moves'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("game", "whose", "repeats"),
+    [("Dice", "Python's", "ok"), ("Numpy", "numpy's", "ok"), ("Torch", "torch's", "WRONG")],
+)
+def test_global_generators_that_are_drawn_from_are_named_with_the_call(game, whose, repeats):
+    """A run seeds Python's and numpy's, so that these repeat; nobody seeds torch's."""
+    made = getattr(faulty_games, game)
+    found = findings.generators(played(made), at_once=False)
+    wrong(found, f"{whose} (in turn 0", "random.Random(seed)")
+    assert ("it repeats" in found.why) == (repeats == "ok") and repeated(made).level == repeats
+    assert "neither repeats" in findings.generators(played(made), at_once=True).why
+
+
+LEFT = [
+    ("Files", "open files +1"),
+    pytest.param("Threads", "threads +1", marks=pytest.mark.all),
+    pytest.param("Memory", "Python objects +1", marks=pytest.mark.all),
+    pytest.param("Buffers", "KiB of memory +2", marks=pytest.mark.all),
+]
+
+
+@pytest.mark.parametrize(("game", "what"), LEFT)
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_what_an_episode_leaves_behind_is_counted(game, what):
+    wrong(findings.leaks(grown(getattr(faulty_games, game))), what, "hundreds of thousands")
+
+
+@pytest.mark.all
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_child_processes_that_nobody_waits_for_are_counted():
+    left: list[subprocess.Popen] = []
+    try:
+        found = growth(lambda _: left.append(subprocess.Popen(["sleep", "60"])), 4, 60)
+        assert found.grown["child processes"] == 1
+    finally:
+        for process in left:
+            process.kill()
+            process.communicate()
+
+
+def test_what_fills_up_once_is_no_leak():
+    pool: list[bytes] = []
+
+    def play(_: int) -> None:
+        if len(pool) < 10:
+            pool.append(bytes(100_000))
+
+    assert growth(play, 4, 10).grown == {}
+
+
+def test_a_reward_that_is_nan_an_error_and_a_late_answer_are_said_of_their_call():
+    wrong(findings.works(played(faulty_games.NotANumber)), "NotANumber.step gave the reward nan", "finite reward")
+    wrong(findings.works(played(faulty_games.Raises)), "turn 1 ('win')", "ValueError")
+    hung = player(faulty_games.Hangs, step_timeout=0.05).play(cases()[0])
+    wrong(findings.works([hung]), "turn 0 ('0') took longer than env.step_timeout=0.05 s")
+    assert len(hung.replies) == 0
+
+
+def test_generators_of_reasoning_gym_that_are_known_to_be_faulty():
+    pytest.importorskip("reasoning_gym")
+    assert findings.generators(played(faulty_games.Chances), at_once=False).level == "ok"
+    assert findings.works(played(faulty_games.Chances)).level == "ok"
+    wrong(findings.generators(played(faulty_games.ListFunctions), at_once=False), "Python's (in reset)")
+    wrong(findings.works(played(faulty_games.PrimeFactorization)), "turn 0", "raised")
+
+
+def test_a_rollout_is_reckoned_from_its_calls():
+    first = played(faulty_games.Slow)
+    one, all_ = (findings.times(first, 30.0, findings.Rollout(100, 2, at_once=at_once)) for at_once in (False, True))
+    assert "waits 60 s" in one.seen or "waits 61 s" in one.seen, one  # 100 episodes of 2 turns of 0.3 s
+    assert "waits 0.6" in all_.seen and one.level == "ok"
+    wrong(findings.times(first, 0.5, findings.Rollout(100, 2, at_once=True)), "env.step_timeout=0.5 s")
+
+
+def test_answers_and_openings_that_are_too_long():
+    (note,) = findings.lengths(played(faulty_games.Talkative), len, 100)
+    assert note.level == "note" and "2500 tokens" in note.seen
+    (opening,) = findings.lengths(played(Sound), len, 11)
+    wrong(opening, "reset began with 12 tokens", "env.max_observation_tokens=12")
+
+
+@pytest.mark.parametrize(("rewards", "level"), [((0.0, -1.0), "ok"), ((None, 0.0), "ok"), ((0.0, 1.0), "WRONG")])
+def test_nothing_must_not_pay(rewards, level):
+    assert findings.pay(dict(zip(("nothing", "nonsense"), rewards))).level == level
+
+
+@pytest.mark.all
+def test_another_process_has_other_hashes_another_id_and_another_time():
+    names = ["Sound", "Hashed", "Pid", "SlowClock", "Shared"]
+    paths = {name: f"{faulty_games.__file__}:{name}" for name in names}
+    parsers, asked = dict.fromkeys(names), [case for name in names for case in cases(name)[:1]]
+    settings = {"_target_": "lit_rl.environments.CustomEnvironment", "path": paths}
+    by = Player(CustomEnvironment(paths), parsers)
+    first, second = ([by.play(case) for case in asked] for _ in range(2))
+    with closing(Elsewhere(settings, parsers, asked)) as elsewhere:
+        other = elsewhere.lines(120)
+    assert not isinstance(other, str), other
+    assert {name for name, a, b in zip(names, first, other) if a.lines != b} == {"Hashed", "Pid", "SlowClock"}
+    again, there = findings.repeats(first[:4], second[:4], other[:4])
+    assert again.level == "ok"
+    wrong(there, "turn 0", "hash()")
+    wrong(next(iter(findings.repeats(first[4:], second[4:], other[4:]))), "an earlier episode changes")
+
+
+@pytest.mark.all
+def test_another_process_that_fails_says_why():
+    settings = {"_target_": "lit_rl.environments.CustomEnvironment", "path": "nowhere.at_all:Game"}
+    with closing(Elsewhere(settings, {}, [])) as elsewhere:
+        why = elsewhere.lines(120)
+    assert isinstance(why, str) and "nowhere" in why
+    *_, found = findings.repeats(played(Sound), played(Sound), why)
+    wrong(found, "could not be played there", "nowhere")
+
+
+# ---------------------------------------------------------------------- tools
+
+
+def search(query: str, limit: int = 3, exact: bool = False, kind: str | None = None) -> list[str]:
+    """Search.
+
+    Args:
+        query: What for.
+        limit: How many.
+        exact: Whether to the letter.
+        kind: Of what kind (choices: ["book", "film"])
+    """
+    return [query] * limit
+
+
+def leaky(word: str) -> str:
+    """Show too much.
+
+    Args:
+        word: A word.
+    """
+    return f'Traceback (most recent call last):\n  File "x.py"\nKeyError: {word}'
+
+
+def opaque(word: str) -> object:
+    """Return an object.
+
+    Args:
+        word: A word.
+    """
+    return object()
+
+
+def divide(a: int) -> float:
+    """Divide by one less.
+
+    Args:
+        a: A number.
+    """
+    return 1 / (a - 1)
+
+
+def test_calls_made_of_a_schema_are_valid_where_they_should_be():
+    box = Toolbox([search, divide])
+    made = calls(box)
+    assert list(made) == [f"a call of {name}{more}" for name in ("search", "divide") for more in ("", " without arguments")] + ["a call of no tool"]  # fmt: skip # noqa: E501
+    for name, call in made.items():
+        right = call.name in box.tools and box.tools[call.name].wrong_with(call.arguments) is None
+        assert right == (name in ("a call of search", "a call of divide")), name
+
+
+def test_calls_are_written_so_that_every_parser_reads_them(bytes_tokenizer):
+    box = Toolbox([search, divide])
+    parsers = [HermesParser(), Llama3Parser(), MistralParser(), RegexParser(r"(?P<name>\w+)\((?P<arguments>.*?)\)", box.schemas)]  # fmt: skip # noqa: E501
+    for parser in parsers:
+        for call in calls(box).values():
+            text = written(call, parser, bytes_tokenizer)
+            assert text is not None
+            (read,) = parser.parse(text).calls
+            assert (read.name, dict(read.arguments)) == (call.name, dict(call.arguments))  # pyright: ignore
+    own = RegexParser(r"<<(?P<name>\w+):(?P<arguments>.*?)>>", box.schemas)
+    assert written(calls(box)["a call of divide"], own, bytes_tokenizer) is None
+
+
+def test_answers_of_tools_that_nobody_should_read(bytes_tokenizer):
+    factory = FunctionTools([search, leaky, opaque, divide], parser="hermes")
+    (kind,) = factory.kinds.values()
+    assert kind.toolbox is not None
+    parser = HermesParser()
+    asked = {name: written(call, parser, bytes_tokenizer) for name, call in calls(kind.toolbox).items()}
+    by = Player(factory, {"tools": parser})
+    first = [by.play(Case("tools", {}, 0, (text,))) for text in asked.values() if text is not None]
+    told = list(findings.tools(first, {**asked, "a call of mine": None}))
+    assert [(each.level, each.seen.split()[0]) for each in told[:1]] == [("note", "not")]
+    assert [each.level for each in told[1:]] == ["WRONG", "WRONG", "note"]
+    wrong(told[1], "leaky", "traceback")
+    wrong(told[2], "opaque gave no answer that can be written")
+    assert "ZeroDivisionError" in told[3].seen
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    from lit_rl.models.policy.hub import TINY
+
+    return AutoTokenizer.from_pretrained(TINY)
