@@ -2,6 +2,7 @@
 
 from lit_rl.environments.custom import CustomEnvironment
 from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.from_gymnasium import GymnasiumEnvironment
 from lit_rl.environments.function_tools import FunctionTools
 
-__all__ = ["CustomEnvironment", "EnvironmentFactory", "FunctionTools"]
+__all__ = ["CustomEnvironment", "EnvironmentFactory", "FunctionTools", "GymnasiumEnvironment"]

@@ -39,6 +39,8 @@ VALUES = {  # what has no default
     "data/repeated": ["data.task.prompt='?'"],
     "env/tools": [f"env.functions=['{Path(__file__).with_name('small_tools.py')}:double']"],
     "env/environment": ["env.path=lit_rl.environments.guess:GuessNumber"],
+    "env/gymnasium": ["env.id=FrozenLake-v1"],
+    "data/random_play": ["algo=sft", "data.task.id=FrozenLake-v1", "data.task.prompt='?'"],
     "experiment/smollm2_dpo": ["model.name=tiny"],
     "experiment/smollm2_words": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
