@@ -93,14 +93,20 @@ class _Checked:
                 "lit-rl env-check looks at what answers the policy, and env=none: nothing does. Take env=tools with "
                 "env.functions=[...], or env=environment with env.path=..."
             )
+        if not isinstance(factory, EnvironmentFactory):
+            raise ConfigError(
+                "lit-rl env-check looks at what answers the policy, and with env=rollout_func a function makes whole "
+                "rollouts: there is nothing to play with. A run of a step shows what it does: trainer.max_steps=1."
+            )
         assert hasattr(data, "peek")
         rows: Any = data
         rows.prepare(module.tokenizer, stage="predict")
         preflight.rewarded(factory, module.reward_functions)
         preflight.fits(factory, module.generator, module.sampling, module.evaluation)
-        interaction = preflight.interaction_of(factory, module.model, rows)
+        interaction = preflight.source_of(factory, module.model, rows)
+        assert isinstance(interaction, Interaction)
         preflight.fits_context(module.model, interaction, rows.longest_prompt)
-        module.reward_functions.bind([*rows.columns, "episodes"])
+        module.reward_functions.bind([*rows.columns, *factory.columns])
         batch = rows.peek(_ROWS)
         first: dict[str, int] = {}
         for number in range(len(batch)):

@@ -41,6 +41,8 @@ VALUES = {  # what has no default
     "env/mcp": ["env.command=[python,server.py]"],
     "env/environment": ["env.path=lit_rl.environments.guess:GuessNumber"],
     "env/rollout_func": [f"env.path='{Path(__file__).with_name('small_tools.py')}:rollout'"],
+    "env/gymnasium": ["env.id=FrozenLake-v1"],
+    "data/random_play": ["algo=sft", "data.task.id=FrozenLake-v1", "data.task.prompt='?'"],
     "experiment/smollm2_dpo": ["model.name=tiny"],
     "experiment/smollm2_words": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
