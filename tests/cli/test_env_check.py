@@ -100,6 +100,7 @@ def test_what_the_policy_says_can_be_given(check):
     ("settings", "code", "told"),
     [
         (["env=none"], 2, "env=none"),
+        (["env=rollout_func", f"env.path={HERE}/small_tools.py:rollout"], 2, "a function makes whole rollouts"),
         (["env=environment"], 2, "env.path"),
         ([*GAME, f"env.path={HERE}/faulty_games.py:shared_instance"], 2, "the same object twice"),
         ([*TOOLS, "env.parser=auto"], 2, "env.parser"),
