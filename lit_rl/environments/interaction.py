@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids
 from lit_rl.environments.parsers import Parser, parser_for
 from lit_rl.environments.runner import Runner
-from lit_rl.environments.source import EpisodeSource, Generate
+from lit_rl.environments.source import Agree, EpisodeSource, Generate
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
 
@@ -93,12 +93,24 @@ class Interaction(EpisodeSource):
     # ------------------------------------------------------------------ a batch
 
     def draw(
-        self, generate: Generate, batch: PromptBatch, asked: Prompts, sampling: Sampling, row_keys: Sequence[int]
+        self,
+        generate: Generate,
+        agree: Agree,
+        batch: PromptBatch,
+        asked: Prompts,
+        sampling: Sampling,
+        row_keys: Sequence[int],
     ) -> Completions:
         of_group = [key for key in asked.keys for _ in range(asked.group_size)]
         seeds = row_keys if self.factory.seed == "sample" else of_group
-        prompt_ids, conversations = self.begin(batch, seeds, max_new_tokens=sampling.max_new_tokens)
-        with closing(conversations):
+        with ExitStack() as closes:
+
+            def begun() -> tuple[list[list[int]], Conversations]:
+                prompt_ids, conversations = self.begin(batch, seeds, max_new_tokens=sampling.max_new_tokens)
+                closes.enter_context(closing(conversations))
+                return prompt_ids, conversations
+
+            prompt_ids, conversations = agree(begun)
             completions = generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
             return replace(completions, episodes=conversations.episodes())
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 
 Generate = Callable[[Prompts, Sampling], Completions]
 """Of a generator that has the policy's weights."""
+Result = TypeVar("Result")
+
+
+class Agree(Protocol):
+    """Does some work; where ranks go through a rollout together, all fail where one does."""
+
+    def __call__(self, work: Callable[[], Result]) -> Result: ...
 
 
 class Interactive(ABC):
@@ -69,12 +76,19 @@ class EpisodeSource(ABC):
 
     @abstractmethod
     def draw(
-        self, generate: Generate, batch: PromptBatch, asked: Prompts, sampling: Sampling, row_keys: Sequence[int]
+        self,
+        generate: Generate,
+        agree: Agree,
+        batch: PromptBatch,
+        asked: Prompts,
+        sampling: Sampling,
+        row_keys: Sequence[int],
     ) -> Completions:
         """The completions of a batch.
 
         Args:
             generate: Of the run's generator.
+            agree: What may fail on this rank alone is done by it.
             batch: The prompts, with the columns of their rows.
             asked: The same as a generator is asked for them: tokens, noise keys, and the size of groups.
             sampling: How to draw; ``max_new_tokens`` are those of a turn.

@@ -112,6 +112,13 @@ class Generator(ABC):
             ConfigError: the settings or the lengths cannot be generated.
         """
 
+    def check_asked_alone(self) -> None:  # noqa: B027 (optional)
+        """Refuse to be asked by each rank as often as it likes, as a rollout function does. Refuses nothing by default.
+
+        Raises:
+            ConfigError: ranks can only ask together.
+        """
+
     def check_converses(self) -> None:
         """Refuse to hold conversations, where it cannot.
 

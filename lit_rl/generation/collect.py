@@ -11,11 +11,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rl.environments.source import EpisodeSource
+from lit_rl.environments.source import Agree, EpisodeSource, Result
 from lit_rl.episodes import Episode
+from lit_rl.errors import GenerationError
 from lit_rl.generation.base import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys
-from lit_rl.generation.ranks import beside_the_training
+from lit_rl.generation.ranks import beside_the_training, together
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
 
@@ -84,14 +85,19 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         return partial(generator.generate, vocabulary.prompts(batch.prompt_ids, keys, group_size), sampling)
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
     sources = row_keys(keys, group_size).tolist()
+    agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
     device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
 
     def draw() -> Completions:
-        drawn = interaction.draw(generator.generate, batch, asked, sampling, sources)
+        drawn = interaction.draw(generator.generate, agree, batch, asked, sampling, sources)
         moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
         return replace(drawn, version=version, **moved)
 
     return partial(_twice_where_lost, draw, partial(generator.sync, policy, version))
+
+
+def _alone(work: Callable[[], Result]) -> Result:
+    return work()
 
 
 def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], None]) -> Completions:
@@ -102,13 +108,16 @@ def _twice_where_lost(draw: Callable[[], Completions], bring_back: Callable[[], 
     try:
         return draw()
     except ConversationsLost as lost:  # it is back
-        rank_zero_warn(str(lost))
+        rank_zero_warn(f"{lost} They begin anew.")
     except EngineLost as lost:
         if beside_the_training():
             raise
         rank_zero_warn(f"{lost} What was drawn of the rollout is thrown away.")
         bring_back()
-    return draw()
+    try:
+        return draw()
+    except ConversationsLost as lost:
+        raise GenerationError(f"{lost} It was the second time in one rollout, and the run ends.") from lost
 
 
 def response_ids(completions: Completions) -> list[list[int]]:

@@ -77,6 +77,11 @@ def prompt_key(seed: int | Tensor, rollout: int | Tensor, row: int | Tensor, occ
     return name
 
 
+def sample_key(key: int, sample: int) -> int:
+    """The key of a prompt that is completed once, for what is completion number `sample` of the prompt with `key`."""
+    return _signed(key + sample * _STEP)
+
+
 def turn_key(key: int, turn: int) -> int:
     """The key of a turn of a conversation, where each is drawn by itself: of the first turn, the prompt's."""
     return key if turn == 0 else _fold_int(key, turn)

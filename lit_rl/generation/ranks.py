@@ -43,11 +43,12 @@ def beside_the_training() -> bool:
 @contextmanager
 def beside() -> Iterator[None]:
     """What runs in here, in a thread of its own, enters no collective."""
+    before = beside_the_training()
     _thread.beside = True
     try:
         yield
     finally:
-        _thread.beside = False
+        _thread.beside = before
 
 
 def together(work: Callable[[], Result]) -> Result:

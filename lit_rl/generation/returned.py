@@ -12,10 +12,11 @@ import torch
 from lit_rl.data.checks import excerpt
 from lit_rl.errors import GenerationError, NumericError
 from lit_rl.generation.batches import Decoded
+from lit_rl.rewards.functions.contract import ARGUMENTS, SINGULAR
 from lit_rl.rollout import Prompts
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-MASK = "env_mask"
+MASK, ENDED = "env_mask", "ended"
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class ReturnedRow:
     """0 where the policy did not write."""
     written: list[bool]
     """Whether the policy wrote each token."""
+    ended: bool | None
+    """Whether it came to its end, where that was said."""
 
     @property
     def turns(self) -> list[int]:
@@ -49,7 +52,7 @@ class Returned:
         who: The function, for messages.
         count: Completions that were asked for.
         group_size: Completions of each prompt.
-        max_prompt_tokens: Of a prompt at most; None is no limit.
+        max_prompt_tokens: Of a prompt at most.
         max_tokens: Of a completion at most.
 
     Raises:
@@ -64,7 +67,7 @@ class Returned:
         count: int,
         *,
         group_size: int,
-        max_prompt_tokens: int | None,
+        max_prompt_tokens: int,
         max_tokens: int,
     ) -> None:
         self._who, self._count = who, count
@@ -73,9 +76,9 @@ class Returned:
             came = f"a dict without {', '.join(missing)}" if isinstance(returned, Mapping) else type(returned).__name__
             raise self._wrong(f"returned {came}; it returns a dict with {', '.join(REQUIRED)}, one entry a completion")
         self._returned = returned
-        masks = self._list(MASK) if returned.get(MASK) is not None else [None] * count
         columns = [self._list(key) for key in REQUIRED]
-        self.rows = [self._row(index, *parts) for index, parts in enumerate(zip(*columns, masks, strict=True))]
+        columns += [self._list(key) if returned.get(key) is not None else [None] * count for key in (MASK, ENDED)]
+        self.rows = [self._row(index, *parts) for index, parts in enumerate(zip(*columns, strict=True))]
         self.has_mask = returned.get(MASK) is not None
         for index, row in enumerate(self.rows):
             if row.prompt_ids != self.rows[index // group_size * group_size].prompt_ids:
@@ -85,8 +88,8 @@ class Returned:
                 )
             self._check_lengths(index, row, max_prompt_tokens, max_tokens)
 
-    def _check_lengths(self, index: int, row: ReturnedRow, max_prompt_tokens: int | None, max_tokens: int) -> None:
-        if max_prompt_tokens is not None and len(row.prompt_ids) > max_prompt_tokens:
+    def _check_lengths(self, index: int, row: ReturnedRow, max_prompt_tokens: int, max_tokens: int) -> None:
+        if len(row.prompt_ids) > max_prompt_tokens:
             raise self._wrong(
                 f"gave completion {index} a prompt of {len(row.prompt_ids)} tokens, and the run is planned for "
                 f"{max_prompt_tokens}: set env.max_prompt_tokens"
@@ -102,24 +105,24 @@ class Returned:
 
     def _list(self, key: str) -> Sequence[Any]:
         values = self._returned[key]
-        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != self._count:
-            length = f"{len(values)} entries" if isinstance(values, Sequence) else type(values).__name__
+        if not _is_listed(values) or len(values) != self._count:
+            length = f"{len(values)} entries" if _is_listed(values) else type(values).__name__
             raise self._wrong(f"returned {length} as {key}; it takes a list of {self._count}, one for each completion")
         return values
 
-    def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, mask: Any) -> ReturnedRow:
+    def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, mask: Any, ended: Any) -> ReturnedRow:
         prompt, tokens = self._ids(index, "prompt_ids", prompt_ids), self._ids(index, "completion_ids", token_ids)
         lengths = {"logprobs": logprobs} | ({} if mask is None else {MASK: mask})
         for key, values in lengths.items():
-            if values is None or len(values) != len(tokens):
-                length = "None" if values is None else len(values)
+            if not hasattr(values, "__len__") or len(values) != len(tokens):
+                length = len(values) if hasattr(values, "__len__") else repr(values)
                 raise self._wrong(f"gave completion {index} {length} {key} for {len(tokens)} tokens: one for each")
         written = [True] * len(tokens) if mask is None else [self._bit(index, value) for value in mask]
         if not any(written):
             raise self._wrong(f"gave completion {index} an {MASK} without a token of the policy")
         end = len(written) - written[::-1].index(True)
         found = [self._number(index, value) if ours else 0.0 for value, ours in zip(logprobs, written)]
-        return ReturnedRow(prompt, tokens[:end], found[:end], written[:end])
+        return ReturnedRow(prompt, tokens[:end], found[:end], written[:end], None if ended is None else bool(ended))
 
     def _ids(self, index: int, key: str, ids: Any) -> list[int]:
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
@@ -150,12 +153,12 @@ class Returned:
             columns: Of the data, whose names are taken.
             declared: Names that it has to return.
         """
-        others = {key: value for key, value in self._returned.items() if key not in (*REQUIRED, MASK)}
+        others = {key: value for key, value in self._returned.items() if key not in (*REQUIRED, MASK, ENDED)}
         if missing := [name for name in declared if name not in others]:
             raise self._wrong(f"did not return {', '.join(missing)}, which env.columns names")
-        if taken := [name for name in others if name in (*columns, "episodes")]:
-            raise self._wrong(f"returned {', '.join(taken)}, which the rewards get of the data: give it another name")
-        lists = {key: self._list(key) for key, value in others.items() if isinstance(value, list)}
+        if taken := [name for name in others if name in (*columns, "episodes", *ARGUMENTS, *SINGULAR)]:
+            raise self._wrong(f"returned {', '.join(taken)}, which rewards get already: give it another name")
+        lists = {key: self._list(key) for key, value in others.items() if _is_listed(value)}
         return [{key: lists[key][i] if key in lists else others[key] for key in others} for i in range(self._count)]
 
     def decoded(self, asked: Prompts) -> Decoded:
@@ -170,11 +173,18 @@ class Returned:
             ids=padded([row.token_ids for row in self.rows], asked.pad_id),
             mask=padded([row.written for row in self.rows], False),
             logprobs=padded([row.logprobs for row in self.rows], 0.0).float(),
-            ended=torch.tensor([row.token_ids[-1] in asked.eos_ids for row in self.rows]),
+            ended=torch.tensor(
+                [row.token_ids[-1] in asked.eos_ids if row.ended is None else row.ended for row in self.rows]
+            ),
             kept_logmass=None,
             attended=there if self.has_mask else None,
             turn=padded([row.turns for row in self.rows], 0) if self.has_mask else None,
         )
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether it is a list, a tuple or an array: an entry a completion."""
+    return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0)
 
 
 def _is_token(value: Any) -> bool:

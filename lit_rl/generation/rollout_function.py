@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from lit_rl.data.templates import encode_prompt
-from lit_rl.environments.source import EpisodeSource, Generate, Interactive
+from lit_rl.environments.source import Agree, EpisodeSource, Generate, Interactive
 from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range
 from lit_rl.generation.batches import assemble
-from lit_rl.generation.ranks import together
 from lit_rl.generation.returned import Returned, ReturnedRow
 from lit_rl.generation.rollout_handle import RolloutHandle
 from lit_rl.rewards.functions.by_path import named_by
@@ -53,6 +52,8 @@ class RolloutFunction(Interactive):
         max_prompt_tokens: int | None = None,
     ) -> None:
         in_range("env.max_tokens", max_tokens, low=1)
+        if isinstance(columns, str):
+            raise ConfigError(f"env.columns={columns!r} is a text; it takes a list of names: [{columns}].")
         if max_prompt_tokens is not None:
             in_range("env.max_prompt_tokens", max_prompt_tokens, low=1)
         self.function, self.name = _function(path)
@@ -87,10 +88,14 @@ class RolloutCalls(EpisodeSource):
         settings: Names it.
         tokenizer: Of the policy.
         template_kwargs: What prompts are rendered with, of the data.
+        longest: Tokens of the longest prompt of the data.
     """
 
-    def __init__(self, settings: RolloutFunction, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: RolloutFunction, tokenizer: Any, template_kwargs: Mapping[str, Any], longest: int
+    ) -> None:
         self._settings, self._tokenizer, self._template_kwargs = settings, tokenizer, dict(template_kwargs)
+        self._longest = longest if settings.max_prompt_tokens is None else settings.max_prompt_tokens
 
     @property
     def settings(self) -> RolloutFunction:
@@ -102,7 +107,13 @@ class RolloutCalls(EpisodeSource):
         return {**prompt, "env.max_tokens": self._settings.max_tokens}
 
     def draw(
-        self, generate: Generate, batch: PromptBatch, asked: Prompts, sampling: Sampling, row_keys: Sequence[int]
+        self,
+        generate: Generate,
+        agree: Agree,
+        batch: PromptBatch,
+        asked: Prompts,
+        sampling: Sampling,
+        row_keys: Sequence[int],
     ) -> Completions:
         handle = RolloutHandle(
             generate,
@@ -113,7 +124,7 @@ class RolloutCalls(EpisodeSource):
             encode=partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs),
             tokenizer=self._tokenizer,
         )
-        return together(lambda: self._drawn(handle, batch, asked))
+        return agree(lambda: self._drawn(handle, batch, asked))
 
     def _drawn(self, handle: RolloutHandle, batch: PromptBatch, asked: Prompts) -> Completions:
         begun, count = time.perf_counter(), len(batch) * asked.group_size
@@ -122,7 +133,7 @@ class RolloutCalls(EpisodeSource):
             self._settings.name,
             count,
             group_size=asked.group_size,
-            max_prompt_tokens=self._settings.max_prompt_tokens,
+            max_prompt_tokens=self._longest,
             max_tokens=self._settings.max_tokens,
         )
         seconds = (time.perf_counter() - begun) / count

@@ -11,7 +11,7 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.source import Generate
 from lit_rl.errors import GenerationError, in_range
-from lit_rl.generation.noise import turn_key
+from lit_rl.generation.noise import sample_key, turn_key
 from lit_rl.generation.ranks import beside
 from lit_rl.rollout import Prompt, PromptBatch, Prompts, Sampling
 
@@ -63,8 +63,8 @@ class RolloutHandle:
         rows: Sequence[int] | None = None,
         max_new_tokens: int | None = None,
     ) -> dict[str, list[Any]]:
-        """Let the policy go on with texts. The samples depend on the completion and on how often it went on so far, and
-        on no other text.
+        """Let the policy go on with texts. A sample depends on its completion and on how often that went on so far, and
+        on no other text; with vLLM, a first one that is asked for without the others is another than with them.
 
         Args:
             prompt_ids: The tokens of each text.
@@ -80,6 +80,8 @@ class RolloutHandle:
         """
         numbers = list(range(len(self._keys))) if rows is None else list(rows)
         self._check(prompt_ids, numbers)
+        if not numbers:
+            return {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "ended")}
         sampling = self.sampling
         if max_new_tokens is not None:
             in_range("max_new_tokens", max_new_tokens, low=1)
@@ -115,5 +117,10 @@ class RolloutHandle:
         whole = list(rows) == list(range(len(self._keys))) and not any(self._calls)
         if whole and prompt_ids == [ids for ids in firsts for _ in range(group)]:
             return replace(asked, token_ids=firsts)
-        keys = [turn_key(self._keys[row], self._calls[row] + 1) for row in rows]
+        keys = [
+            turn_key(self._keys[row], self._calls[row] + 1)
+            if self._calls[row]
+            else sample_key(asked.keys[row // group], row % group)
+            for row in rows
+        ]
         return replace(asked, token_ids=prompt_ids, keys=keys, group_size=1)

@@ -18,7 +18,9 @@ from lit_rl.environments.custom import CustomEnvironment
 from lit_rl.environments.guess import GuessNumber
 from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import ConfigError
+from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.turns import Responder, Said
@@ -121,18 +123,20 @@ def test_a_row_waits_for_nobody(tied: Case) -> None:
             first = [each for each in self._waiting if each.row == 0 and len(self.told[0]) == 1]
             others = [each for each in self._waiting if each not in first]
             self._waiting = first if others or not wait else []
+            if not others and wait and first:
+                said_before.append(sum(len(told) for row, told in self.told.items() if row))
             return others or (first if wait else [])
 
     tied.fresh()
-    count = {"answered": 0}
+    said_before: list[int] = []
 
     def until_three(said: Said) -> list[int] | None:
-        count["answered"] += said.row != 0
         return None if said.turn == 2 else [7]
 
     responder = Late(until_three, max_tokens=40)
     out, _ = talk(tied, responder=responder)
-    assert [len(responder.told[row]) for row in range(12)] == [3] * 12 and count["answered"] == 33
+    assert [len(responder.told[row]) for row in range(12)] == [3] * 12
+    assert said_before == [33], "the others had said all of their turns when the first row was answered"
     assert rows_of(out) == rows_of(talk(tied, responder=Scripted(until_three, max_tokens=40))[0])
 
 
@@ -163,6 +167,33 @@ def test_an_error_of_an_environment_leaves_the_engine_well(tied: Case) -> None:
     assert rows_of(talk(tied)[0]) == expected
     perturb(policy, 5)
     tied.sync(policy)
+
+
+def draft_and_answer(prompts: Any, trainer: Any) -> dict[str, Any]:
+    """Two turns, with a token between them; rows that ended have one."""
+    draft = trainer.generate([trainer.encode(prompt) for prompt in prompts])
+    rows = [row for row, ended in enumerate(draft["ended"]) if not ended]
+    texts = [[*draft["prompt_ids"][row], *draft["completion_ids"][row], 7] for row in rows]
+    answer = trainer.generate(texts, rows=rows)
+    masks = [[1] * len(ids) for ids in draft["completion_ids"]]
+    for row, ids, logprobs in zip(rows, answer["completion_ids"], answer["logprobs"]):
+        draft["completion_ids"][row] += [7, *ids]
+        draft["logprobs"][row] += [0.0, *logprobs]
+        masks[row] += [0, *[1] * len(ids)]
+    return {name: draft[name] for name in ("prompt_ids", "completion_ids", "logprobs")} | {"env_mask": masks}
+
+
+def test_a_rollout_function_asks_the_engine(tied: Case) -> None:
+    policy, tokenizer = tied.fresh(), tied.model.tokenizer
+    texts = ["12+30=", "7+1="]
+    ids = [list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    vocabulary, short = Vocabulary.of(tied.model), Sampling(max_new_tokens=2)  # one digit and an end, or two digits
+    source = RolloutCalls(RolloutFunction(draft_and_answer), tokenizer, {}, 8)
+    settings = {"sampling": short, "group_size": 6, "vocabulary": vocabulary, "version": tied._version, "seed": 0}
+    batch = PromptBatch(texts, ids, {}, [0, 1], [0, 0])
+    out = request(tied.generator, policy, batch, **settings, interaction=source)()
+    assert out.turn is not None and {*out.turn.amax(1).tolist()} == {0, 1}, "the case needs both"
+    assert largest_gap(policy, out, vocabulary.prompts(ids, [0, 0], 6)) < 1e-4
 
 
 class Killing(GuessNumber):
@@ -204,7 +235,7 @@ def test_a_server_that_dies_in_the_middle_comes_back_and_conversations_begin_ane
         undisturbed = draw()
         assert undisturbed.turn is not None and undisturbed.turn.max() > 0, "the case needs turns"
         Killing._turns, Killing._at, Killing._kill = 0, 9, staticmethod(kill)
-        with pytest.warns(UserWarning, match=r"lost while it held \d+ conversations, and is back"):
+        with pytest.warns(UserWarning, match="in the middle of 12 conversations, and is back. They begin anew"):
             out = draw()
         assert Killing._turns > 9
     finally:

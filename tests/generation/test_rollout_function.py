@@ -20,6 +20,8 @@ from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 PROMPTS = [spell([3, 4]), spell([11, 6, 7])]
 SAMPLED = Sampling(max_new_tokens=6)
+LONGEST = 12
+"""Tokens of the longest prompt of the data."""
 
 
 class Tokenizer:
@@ -48,15 +50,15 @@ def batch(**columns: list[Any]) -> PromptBatch:
 def draw(
     policy: nn.Module, function: Callable[..., Any] | None, group_size: int = 3, seed: int = 0, **settings: Any
 ) -> Completions:
-    columns = settings.pop("data", {})
+    columns, sampling = settings.pop("data", {}), settings.pop("sampling", SAMPLED)
     source = None
     if function is not None:
-        source = RolloutCalls(RolloutFunction(function, **settings), Tokenizer(), {})
+        source = RolloutCalls(RolloutFunction(function, **settings), Tokenizer(), {}, LONGEST)
     return request(
         NativeGenerator(),
         policy,
         batch(**columns),
-        sampling=SAMPLED,
+        sampling=sampling,
         group_size=group_size,
         vocabulary=Vocabulary((EOS, 5, 9), PAD, spell, unspell),
         version=7,
@@ -69,9 +71,11 @@ def single(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
     return trainer.generate([trainer.encode(prompt) for prompt in prompts])
 
 
-def test_one_that_only_generates_is_as_none(policy: nn.Module) -> None:
-    """The same samples and log-probs, to the bit."""
-    ours, usual = draw(policy, single), draw(policy, None)
+@pytest.mark.parametrize("sampling", [SAMPLED, Sampling(max_new_tokens=6, stop=("f5", "1n", "a"))], ids=["", "stop"])
+def test_one_that_only_generates_is_as_none(policy: nn.Module, sampling: Sampling) -> None:
+    """The same samples, log-probs and ends, to the bit."""
+    ours, usual = (draw(policy, function, sampling=sampling, group_size=6) for function in (single, None))
+    assert {*usual.ended.tolist()} == {True, False} or sampling is not SAMPLED
     assert ours.version == 7 and ours.attended is None and ours.turn is None and ours.episodes is not None
     for name in ("prompt_ids", "prompt_mask", "response_ids", "response_mask", "sampler_logprobs", "ended", "group_id"):
         assert torch.equal(getattr(ours, name), getattr(usual, name)), name
@@ -131,6 +135,26 @@ def test_samples_depend_on_the_completion_and_its_turn_alone(policy: nn.Module) 
     assert not torch.equal(together.response_ids, draw(policy, turns, group_size=6, seed=1).response_ids)
 
 
+def test_first_turns_are_those_that_were_asked_for_together(policy: nn.Module) -> None:
+    def in_chunks(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        texts = [trainer.encode(prompt) for prompt in prompts]
+        parts = [trainer.generate(texts[i : i + 5], rows=range(i, min(i + 5, len(texts)))) for i in (0, 5, 10)]
+        return {name: [each for part in parts for each in part[name]] for name in parts[0]}
+
+    chunks, together = draw(policy, in_chunks, group_size=6), draw(policy, single, group_size=6)
+    assert torch.equal(chunks.response_ids, together.response_ids)
+    torch.testing.assert_close(chunks.sampler_logprobs, together.sampler_logprobs, atol=1e-4, rtol=0)
+
+
+def test_nobody_has_to_go_on(policy: nn.Module) -> None:
+    def nobody(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        none = trainer.generate([], rows=[])
+        assert none == {"prompt_ids": [], "completion_ids": [], "logprobs": [], "ended": []}
+        return single(prompts, trainer)
+
+    assert torch.equal(draw(policy, nobody).response_ids, draw(policy, single).response_ids)
+
+
 def test_a_turn_is_drawn_with_noise_of_its_own(policy: nn.Module) -> None:
     """The same text again is another sample, and those of a group differ."""
 
@@ -148,12 +172,17 @@ def test_what_else_it_returns_goes_to_rewards(policy: nn.Module) -> None:
     def scored(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         assert trainer.columns == {"answer": ["x"] * 3 + ["y"] * 3} and trainer.num_generations == 3
         assert list(prompts) == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
-        return single(prompts, trainer) | {"env_reward": [0.0, 1, 2, 3, 4, 5], "game": "chess"}
+        return single(prompts, trainer) | {
+            "env_reward": torch.arange(6.0),
+            "moves": tuple("abcdef"),
+            "game": "chess",
+        }
 
     data = {"answer": ["x", "y"]}
     out = draw(policy, scored, columns=["env_reward"], data=data)
     _, _, columns = as_reward_input(batch(**data), [""] * 6, 3, out.episodes)
     assert columns["env_reward"] == [0, 1, 2, 3, 4, 5] and columns["game"] == ["chess"] * 6
+    assert columns["moves"] == list("abcdef") and "ended" not in columns
     assert columns["answer"] == ["x"] * 3 + ["y"] * 3
 
 
@@ -187,8 +216,11 @@ WRONG: dict[str, tuple[Any, type[LitRLError], str]] = {
     "long": (GOOD | {"completion_ids": [[2] * 9] * 6, "logprobs": [[-1.0] * 9] * 6}, GenerationError,
              "completion 0 9 tokens, and env.max_tokens=8"),
     "long prompt": (GOOD | {"prompt_ids": [[1] * 5] * 6}, GenerationError, "prompt of 5 tokens.*env.max_prompt_tokens"),
+    "no list": (GOOD | {"logprobs": [5] * 6}, GenerationError, "completion 0 5 logprobs for 2 tokens"),
+    "half a list": (GOOD | {"game": ["a"]}, GenerationError, "1 entries as game; it takes a list of 6"),
+    "ours": (GOOD | {"completions": ["a"] * 6}, GenerationError, "returned completions, which rewards get already"),
     "undeclared": (GOOD, GenerationError, "did not return score, which env.columns names"),
-    "taken": (GOOD | {"score": 1, "answer": 1}, GenerationError, "returned answer, which the rewards get of the data"),
+    "taken": (GOOD | {"score": 1, "answer": 1}, GenerationError, "returned answer, which rewards get already"),
 }  # fmt: skip
 
 
@@ -199,6 +231,15 @@ def test_what_cannot_be_learned_from_is_refused_by_name(policy: nn.Module, name:
     returned = returned if name == "undeclared" or returned is None else {"score": 0.0, **returned}
     with pytest.raises(kind, match=f"env.path=<lambda> .*{match}"):
         draw(policy, lambda prompts, trainer: returned, **settings)
+
+
+def test_a_prompt_longer_than_the_run_is_planned_for_has_to_be_declared(policy: nn.Module) -> None:
+    def longer(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        return trainer.generate([[3] * (LONGEST + 1)] * 6)
+
+    with pytest.raises(GenerationError, match="prompt of 13 tokens, and the run is planned for 12"):
+        draw(policy, longer)
+    assert draw(policy, longer, max_prompt_tokens=13).prompt_ids.shape == (6, 13)
 
 
 def test_errors_of_the_function_say_whose_they_are(policy: nn.Module) -> None:
@@ -245,6 +286,7 @@ def without_trainer(prompts: Any) -> Any: ...
         (without_trainer, {}, r"env.path=without_trainer cannot be called as function\(prompts, trainer\)"),
         (3, {}, "env.path=int is a int; it takes a function"),
         (single, {"max_tokens": 0}, "env.max_tokens=0"),
+        (single, {"columns": "score"}, "env.columns='score' is a text"),
         (single, {"max_prompt_tokens": 0}, "env.max_prompt_tokens=0"),
     ],
 )

@@ -286,7 +286,7 @@ def test_the_same_rollout_function_makes_the_same_rollout(oracle: Oracle, monkey
     theirs = oracle.step(split_tensor_dict(taken, case.micro_batches))
     theirs.advantages = taken["advantages"]
 
-    source = RolloutCalls(RolloutFunction(rollout, columns=["turns"], max_tokens=LONGEST), tokenizer, {})
+    source = RolloutCalls(RolloutFunction(rollout, columns=["turns"], max_tokens=LONGEST), tokenizer, {}, LONGEST)
     batch, completions = completions_of(oracle, source)
     assert completions.attended is not None
     assert tokens(completions.prompt_ids, completions.prompt_mask) == tokens(taken["prompt_ids"], taken["prompt_mask"])

@@ -26,16 +26,17 @@ def fits(env: Interactive, generator: Generator, sampling: Sampling, evaluation:
     """
     if env.converses:
         generator.check_converses()
-    elif not sampling.truncation.off:
+    else:
+        generator.check_asked_alone()
+    if not env.converses and not sampling.truncation.off:
         raise ConfigError(
             "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
             "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
         )
-    if generator.lag and not env.is_async:
+    if generator.lag:
         raise ConfigError(
-            f"generator.lag={generator.lag} draws while the policy learns, and what answers the policy would run in "
-            "this process meanwhile, where it may move the training's random generators. Take generator.lag=0, or "
-            "let environments answer by `async def` methods, which draw from generators of their own."
+            f"generator.lag={generator.lag} draws while the policy learns, and what env= names would run in this "
+            "process meanwhile, where it may move the training's random generators: take generator.lag=0."
         )
     if evaluation.win_rate_against is not None:
         raise ConfigError(
@@ -57,20 +58,21 @@ def source_of(env: Interactive, model: LanguageModel, data: Any) -> EpisodeSourc
     Raises:
         ConfigError: the data's rows do not fit the environments, or see `Interaction`.
     """
-    for columns in data.columns_of_sets():
-        env.check_columns(columns)
-    if isinstance(env, RolloutFunction):
-        return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs)
-    assert isinstance(env, EnvironmentFactory)
-    return _interaction_of(env, model, data)
-
-
-def _interaction_of(factory: EnvironmentFactory, model: LanguageModel, data: Any) -> Interaction:
     if data.options.overlong == "truncate_left":
         raise ConfigError(
             "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew, with their "
             "tools and what the environment begins with. Take data.overlong=drop, or error."
         )
+    for columns in data.columns_of_sets():
+        env.check_columns(columns)
+    if isinstance(env, RolloutFunction):
+        longest = max(getattr(data, "longest_prompt", 0), data.longest_val_prompt)
+        return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs, longest)
+    assert isinstance(env, EnvironmentFactory)
+    return _interaction_of(env, model, data)
+
+
+def _interaction_of(factory: EnvironmentFactory, model: LanguageModel, data: Any) -> Interaction:
     return Interaction(
         factory,
         model.tokenizer,

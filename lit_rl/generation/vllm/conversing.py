@@ -61,9 +61,7 @@ class Conversing(Work):
         responder.tell(said)
 
     def again(self) -> None:
-        raise ConversationsLost(
-            f"The engine was lost while it held {self._open} conversations, and is back: they begin anew."
-        )
+        raise ConversationsLost(f"The engine was lost in the middle of {self.at_once} conversations, and is back.")
 
     @property
     def progress(self) -> tuple[int, int]:

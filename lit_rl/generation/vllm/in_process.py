@@ -63,11 +63,14 @@ class VLLMGenerator(EngineGenerator):
             return InProcessEngine(folder, settings, sleeps=sleeps, trust_remote_code=self.model.trust_remote_code)
 
     def check_converses(self) -> None:
+        self.check_asked_alone()
+
+    def check_asked_alone(self) -> None:
         size = self.settings.tensor_parallel_size
         if size > 1:
             raise ConfigError(
-                f"generator=vllm with generator.tensor_parallel_size={size} holds no conversations: ranks that share "
-                "an engine go through the same requests in step. Take generator=vllm_server, or an engine a rank."
+                f"generator=vllm with generator.tensor_parallel_size={size} does not go with env=: ranks that share an "
+                "engine go through the same requests in step. Take generator=vllm_server, or an engine a rank."
             )
 
     def _run(self, work: Completing | Conversing) -> None:

@@ -29,7 +29,8 @@ _NEXT = 0.02
 """Seconds until requests that follow from others are looked for again."""
 _AT_ONCE = 256
 """Requests that wait on one server at the same time; vLLM queues those that it does not run."""
-_Todo = queue.SimpleQueue[tuple[int, Request] | None]
+_Todo = queue.SimpleQueue[tuple[int, Request, float] | None]
+"""Each request with its number, and the time at which its answer has to be there."""
 
 
 class ServerEngine:
@@ -38,7 +39,7 @@ class ServerEngine:
     Args:
         clients: The servers.
         transport: How weights reach them.
-        deadline: Seconds for all completions of a rollout.
+        deadline: Seconds for a request, from when it is there to be asked: of a rollout without turns, all are at once.
         answer_deadline: Seconds for any other call; while completions are made, how long a server may be silent.
         after_loss: Requests of ours may still run there that nobody waits for: the first pause aborts them.
 
@@ -148,7 +149,6 @@ class ServerEngine:
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
         """Each request goes to the server that has the fewest, and what follows from it to the same one, whose cache
         holds its text. The servers are looked after meanwhile: one that is silent is found out."""
-        until = time.monotonic() + self.deadline
         todo = [_Todo() for _ in self.clients]
         done: queue.SimpleQueue[tuple[int, list[Answer] | Exception]] = queue.SimpleQueue()
         stop = threading.Event()
@@ -156,7 +156,7 @@ class ServerEngine:
         def ask(server: int) -> None:
             client, name = self.clients[server], self._adapter or self._names[server]
             while (asked := todo[server].get()) is not None and not stop.is_set():
-                number, request = asked
+                number, request, until = asked
                 try:
                     answer = client.complete(_body(request, name), until - time.monotonic())
                     done.put((number, _answers(answer, request)))
@@ -186,7 +186,7 @@ class ServerEngine:
             for number, request in work.requests(wait=not any(running)):
                 home = homes.setdefault(number, running.index(min(running)))
                 running[home] += 1
-                todo[home].put((number, request))
+                todo[home].put((number, request, time.monotonic() + self.deadline))
             if not any(running):
                 return
             with contextlib.suppress(queue.Empty):
