@@ -426,6 +426,19 @@ def test_what_cannot_converse_is_refused_before_weights_are_loaded(case: str, tm
     assert module.policy is None
 
 
+def test_one_turn_is_never_taken_for_an_episode(tmp_path: Path) -> None:
+    """By hand, before a Trainer has connected the environment with the data."""
+    module, data = module_of(), prompts()
+    module.configure_model()
+    data.prepare(module.tokenizer)
+    with pytest.raises(ConfigError, match="GRPO has env=CustomEnvironment.*none has set the module up: call trainer"):
+        module.generate(data.peek(2))
+    trainer_of(tmp_path).validate(module, data, verbose=False)
+    with module.rollout_context():
+        completions = module.generate(data.peek(2))
+    assert completions.episodes is not None and len(completions.episodes) == 8
+
+
 @pytest.mark.all
 def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     module = GRPO(LanguageModel("tiny"), environment, sampling=SAMPLED, group_size=4)

@@ -86,6 +86,14 @@ def preferences(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
     return notebook.cells
 
 
+@pytest.fixture(scope="module")
+def tools(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
+    """The cells of the notebook on tools and episodes, run."""
+    notebook = read(root, "04_tools")
+    execute(notebook)
+    return notebook.cells
+
+
 def printed(cells: list[nbformat.NotebookNode]) -> str:
     """Everything that the cells wrote or displayed as text."""
     parts = []
@@ -101,7 +109,7 @@ def html(cells: list[nbformat.NotebookNode]) -> str:
     return "".join(output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {}))
 
 
-NAMES = ("01_first_grpo", "02_ppo_step_by_step", "03_preferences")
+NAMES = ("01_first_grpo", "02_ppo_step_by_step", "03_preferences", "04_tools")
 
 
 def test_every_notebook_is_tested(root: Path) -> None:
@@ -223,3 +231,40 @@ class TestPreferences:
         outputs = [output for cell in preferences for output in cell.get("outputs", [])]
         assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
         assert html(preferences).count("<tr style=") == 18
+
+
+class TestTools:
+    def test_a_call_is_answered_and_wrong_ones_are_answered_too(self, tools: list) -> None:
+        text = printed(tools)
+        assert "ToolAnswer(text='425', failed=False)" in text
+        assert len(re.findall(r"^    error: ", text, re.M)) == 4
+
+    def test_what_was_read_has_no_gradient_and_what_was_written_has_that_by_hand(self, tools: list) -> None:
+        text = printed(tools)
+        written, mask, gradient = (
+            re.search(rf"^{name}\s+(.*)$", text, re.M).group(1).split()  # pyright: ignore
+            for name in ("wrote", "response_mask", "1000 x gradient")
+        )
+        by_hand = re.search(r"by hand 1000 x -A/N = (-\d+\.\d+)", text)
+        assert by_hand and float(by_hand.group(1)) < 0
+        assert mask.count("1") == len(written) == 8 and mask.count("0") == 6
+        assert gradient == [by_hand.group(1) if mine == "1" else "0.00" for mine in mask]
+        assert re.search(r"^read in all episodes: [1-9]\d* tokens; largest gradient 0.00$", text, re.M)
+
+    def test_the_policy_learns_to_halve_the_range(self, tools: list) -> None:
+        """Who reads no hint wins 0.4."""
+        text = printed(tools)
+        games, sampled = (
+            [float(re.search(rf"^{when}\s+{what} (\d\.\d+)", text, re.M).group(1)) for when in ("before", "after")]  # pyright: ignore
+            for what in ("games won", "sampled games won")
+        )
+        assert games[1] > 0.8 and games[1] > games[0] + 0.1
+        assert sampled[1] > 0.65 and sampled[1] > sampled[0] + 0.1
+        first = re.search(r"^after .*first guesses (\{.*\})$", text, re.M)
+        counts = json.loads(first.group(1).replace("'", '"'))  # pyright: ignore
+        assert counts["4"] + counts["5"] > 0.6 * sum(counts.values())
+
+    def test_shows_a_picture_and_a_coloured_table(self, tools: list) -> None:
+        outputs = [output for cell in tools for output in cell.get("outputs", [])]
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
+        assert html(tools).count("<tr style=") == 16 and "#1a7f37" in html(tools) and "#cf222e" in html(tools)

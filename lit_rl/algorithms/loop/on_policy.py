@@ -32,7 +32,7 @@ from lit_rl.algorithms.rollouts.micro_batches import (
 )
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.rollouts.source import failing_together
+from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.environments.source import Interactive
 from lit_rl.errors import ConfigError
@@ -181,6 +181,22 @@ class OnPolicyModule(GeneratingModule, ABC):
         with failing_together(self.ranks):
             ahead = self.source.take_ahead(self.request(batch), self.ranks, oldest=oldest)
             return self.draw_now(batch) if ahead is None else ahead
+
+    def request(
+        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
+    ) -> RolloutRequest:
+        """See `GeneratingModule.request`.
+
+        Raises:
+            ConfigError: nothing has set the module up yet, so that one turn would be taken for an episode.
+        """
+        if self.env is not None and self.interaction is None:
+            raise ConfigError(
+                f"{type(self).__name__} has env={type(self.env).__name__}, which answers by the data that a Trainer "
+                "brings, and none has set the module up: call trainer.validate(module, datamodule=data) before "
+                "generate, or trainer.fit."
+            )
+        return super().request(batch, sampling, group_size)
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """The completions of a rollout's prompts, drawn with the weights of now."""
