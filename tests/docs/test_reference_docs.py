@@ -49,7 +49,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         ["callbacks=ema"],
         *([f"data={name}"] for name in ("largest", "reasoning_gym", "repeated", "products")),
         *([f"data={name}"] for name in ("guess_text", "calculator_text", "random_play")),
-        *([f"env={name}"] for name in ("tools", "environment", "gymnasium")),
+        *([f"env={name}"] for name in ("tools", "mcp", "environment", "gymnasium", "rollout_func")),
     ]
     with left_as_found(), initialize_config_module("lit_rl.conf", version_base="1.3"):
         schemas.register()
