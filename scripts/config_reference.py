@@ -88,7 +88,14 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("model.lora", "", ["Lora"]),
     ("data", "", ["RolloutDataModule"]),
     ("data", "data sets that are learned from", ["SupervisedDataModule", "PreferenceDataModule", "StepwiseDataModule"]),
-    ("data.task", "", ["Addition", "Largest", "ReasoningGym", "Repeated", "GuessDemonstrations", "RandomPlay"]),
+    (
+        "data.task",
+        "",
+        [
+            *("Addition", "Largest", "ReasoningGym", "Repeated", "Products"),
+            *("GuessDemonstrations", "CalculatorDemonstrations", "RandomPlay"),
+        ],
+    ),
     ("reward", "", ["from_paths", "Rewards", "RewardRecipes"]),
     ("judge", "", ["RewardJudge", "FunctionJudge", "PairwiseJudge", "LLMJudge"]),
     ("reference", "", ["FrozenCopy", "OtherModel", "EMAReference", "BEMAReference", "MixingReference"]),

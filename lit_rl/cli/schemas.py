@@ -90,6 +90,8 @@ TARGETS = {
     "LargestPairs": "lit_rl.data.tasks.LargestPairs",
     "AdditionSteps": "lit_rl.data.tasks.AdditionSteps",
     "GuessDemonstrations": "lit_rl.environments.guess.GuessDemonstrations",
+    "CalculatorDemonstrations": "lit_rl.environments.calculator.CalculatorDemonstrations",
+    "Products": "lit_rl.environments.calculator.Products",
     "RandomPlay": "lit_rl.environments.random_play.RandomPlay",
     "Repeated": "lit_rl.data.tasks.Repeated",
     "Largest": "lit_rl.data.tasks.Largest",

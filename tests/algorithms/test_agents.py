@@ -120,6 +120,16 @@ def test_a_way_over_the_ice_is_learned(tmp_path: Path) -> None:
     assert before < 0.25 and after > 0.45, seen
 
 
+@pytest.mark.all
+def test_a_tool_is_learned(tmp_path: Path) -> None:
+    """By the shipped experiments, on fewer products. Sampled: what is most likely is right after the imitation."""
+    few = ["data.task.max_operand=30", "scheduler.warmup_steps=5"]
+    form, game = ["experiment=calculator_sft", "data.task.wrong=0.5", *few], ["experiment=calculator", *few]
+    seen = rewards_of(form, 160, game, 18, tmp_path)
+    before, after = sum(seen[:2]) / 2, sum(seen[-3:]) / 3
+    assert before < 0.3 and after > before + 0.15, seen
+
+
 @pytest.mark.parametrize("method", quick(list(METHODS), {"ppo"}))
 def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     module = module_of(METHODS[method])

@@ -1,0 +1,111 @@
+"""Products that are found with a tool: the smallest task in which a policy learns to call one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from lit_rl.errors import ConfigError, in_range
+
+LOWEST = 2
+
+
+def mul(a: int, b: int) -> str:
+    """Multiply two whole numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return f"{a * b}="  # in plain text nothing else says where the answer ends and the policy's own turn begins
+
+
+class Products:
+    """Products of two whole numbers: `{"prompt": "17*25=", "answer": "425"}`.
+
+    Every ordered pair of operands from 2 on is a row of exactly one of the two sets. The pairs that are held out depend
+    on the arguments alone.
+
+    Args:
+        max_operand: Largest operand, 2 or more; there are `(max_operand - 1) ** 2` pairs.
+        val_rows: How many pairs are held out for validation; 0 holds out none.
+        seed: Of the draw of the held-out pairs, and of the order of the rows.
+    """
+
+    def __init__(self, max_operand: int = 99, val_rows: int = 200, seed: int = 0) -> None:
+        in_range("data.task.max_operand", max_operand, low=LOWEST)
+        pairs = (max_operand - LOWEST + 1) ** 2
+        if not 0 <= val_rows < pairs:
+            raise ConfigError(
+                f"data.task.val_rows: {val_rows} came; it must be from 0 to {pairs - 1}, because "
+                f"max_operand={max_operand} makes {pairs} pairs and training needs at least one."
+            )
+        self.max_operand, self.val_rows, self.seed = max_operand, val_rows, seed
+
+    def train(self) -> list[dict[str, Any]]:
+        """The products that are not held out."""
+        return [_problem(*pair) for pair in self._pairs()[self.val_rows :]]
+
+    def val(self) -> list[dict[str, Any]]:
+        """The `val_rows` held-out products."""
+        return [_problem(*pair) for pair in self._pairs()[: self.val_rows]]
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        operands = range(LOWEST, self.max_operand + 1)
+        pairs = [(a, b) for a in operands for b in operands]
+        random.Random(self.seed).shuffle(pairs)
+        return pairs
+
+
+class CalculatorDemonstrations(Products):
+    """The same products as someone finds them who has a calculator, and sometimes presses a wrong key:
+
+    `{"prompt": "17*25=", "completion": "mul(17,25)"}`, `{"prompt": "17*25=mul(17,25)<|im_end|>425=", "completion":
+    "425"}`, a row for each turn. In some the second operand is another number: what came of it is answered all the
+    same. A policy that imitates them knows how to call the tool and how to read it; to ask it the right thing is left
+    to learn.
+
+    Args:
+        max_operand: As `Products` takes it.
+        val_rows: The same. The pairs that it holds out are in no demonstration.
+        wrong: Share of the demonstrations with another second operand, from 0 to 1.
+        end: The text of the token that ends a turn of the policy.
+        seed: As `Products` takes it, and of the wrong operands.
+    """
+
+    def __init__(
+        self, max_operand: int = 99, val_rows: int = 200, wrong: float = 0.3, end: str = "<|im_end|>", seed: int = 0
+    ) -> None:
+        super().__init__(max_operand, val_rows, seed)
+        in_range("data.task.wrong", wrong, low=0, high=1)
+        if wrong and max_operand == LOWEST:
+            raise ConfigError(
+                f"data.task.wrong={wrong} and data.task.max_operand={LOWEST}: there is one operand, and no wrong one. "
+                "Take a larger max_operand, or wrong=0."
+            )
+        self.wrong, self.end = wrong, end
+
+    def train(self) -> list[dict[str, Any]]:
+        """Two rows for each product that is not held out."""
+        draw = random.Random(f"{self.seed} wrong operands")
+        return [row for a, b in self._pairs()[self.val_rows :] for row in self._turns(a, b, draw)]
+
+    def val(self) -> list[dict[str, Any]]:
+        """None: `env=` asks for the products themselves."""
+        return []
+
+    def _turns(self, a: int, b: int, draw: random.Random) -> list[dict[str, Any]]:
+        pressed = self._another(b, draw) if draw.random() < self.wrong else b
+        prompt, call, answer = f"{a}*{b}=", f"mul({a},{pressed})", mul(a, pressed)
+        return [
+            {"prompt": prompt, "completion": call},
+            {"prompt": f"{prompt}{call}{self.end}{answer}", "completion": answer.removesuffix("=")},
+        ]
+
+    def _another(self, operand: int, draw: random.Random) -> int:
+        other = draw.randint(LOWEST, self.max_operand - 1)
+        return other + (other >= operand)
+
+
+def _problem(a: int, b: int) -> dict[str, Any]:
+    return {"prompt": f"{a}*{b}=", "answer": str(a * b)}
