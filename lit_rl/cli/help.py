@@ -39,7 +39,7 @@ def page() -> str:
         places = sorted(path for path in group.rglob("*") if path.is_dir())
         parts += [f"{place.relative_to(folder).as_posix()}: {', '.join(_choices(place))}" for place in places]
     return (
-        "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
+        "lit_rl: RL post-training of language models on PyTorch Lightning\n"
         "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
         "lit-rl replay run_dir=DIR losses=[grpo]; lit-rl transcripts run_dir=DIR (other objectives; episodes as HTML)\n"
         "lit-rl plan [GROUP=CHOICE ...]; lit-rl reward-test [...] (does a step fit? rewards of a few rows)\n"
