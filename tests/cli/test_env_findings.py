@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import faulty_games
@@ -22,6 +23,7 @@ from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import GuessNumber
 from lit_rl.environments.parsers import HermesParser, Llama3Parser, MistralParser, RegexParser
 from lit_rl.environments.tools import Toolbox
+from lit_rl.rewards.workers.import_source import load_file
 
 SAID = "0", "win", "", "nonsense"
 
@@ -131,6 +133,20 @@ LEFT = [
 ]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_memory_that_was_freed_before_does_not_hide_a_leak():
+    """As the training process keeps it: a policy was built and let go before the game is played."""
+    script = (
+        "from lit_rl.cli.process import keep_freed_memory; assert keep_freed_memory()\n"
+        "freed, keeps = [bytes(range(256)) * 1000 for _ in range(400)], bytes(1000); freed.clear()\n"
+        "from lit_rl.commands.env_growth import growth\n"
+        "kept = []\n"
+        "print(growth(lambda _: kept.append(bytes(range(256)) * 1000), 4, 30).grown.get('KiB of memory', 0.0))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and 240 < float(done.stdout) < 270, done
+
+
 @pytest.mark.parametrize(("game", "what"), LEFT)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_what_an_episode_leaves_behind_is_counted(game, what):
@@ -198,9 +214,10 @@ def test_nothing_must_not_pay(rewards, level):
 
 @pytest.mark.all
 def test_another_process_has_other_hashes_another_id_and_another_time(monkeypatch):
-    monkeypatch.setattr(faulty_games.Shared, "moves", [])  # as in a process that begins
     names = ["Sound", "Hashed", "Pid", "SlowClock", "Shared"]
     paths = {name: f"{faulty_games.__file__}:{name}" for name in names}
+    loaded = load_file(Path(faulty_games.__file__), Path(faulty_games.__file__).read_bytes())
+    monkeypatch.setattr(loaded.Shared, "moves", [])  # as in a process that begins
     parsers, asked = dict.fromkeys(names), [case for name in names for case in cases(name)[:1]]
     settings = {"_target_": "lit_rl.environments.CustomEnvironment", "path": paths}
     by = Player(CustomEnvironment(paths), parsers)
