@@ -57,7 +57,12 @@ class Episode:
 
     def transcript(self) -> str:
         """The messages as a text for people: each with its author, calls as ``name(argument=value)``."""
-        return "\n".join(f"{message['role']}: {words_of(message)}" for message in self.messages)
+        return transcript_of(self.messages)
+
+
+def transcript_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages as a text for people, see `Episode.transcript`."""
+    return "\n".join(f"{message['role']}: {words_of(message)}" for message in messages)
 
 
 def words_of(message: Mapping[str, Any]) -> str:

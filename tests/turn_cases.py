@@ -65,3 +65,22 @@ def rows_of(out: Completions) -> list[tuple[list[int], list[bool], list[int], bo
         (out.response_ids[i][there].tolist(), out.response_mask[i][there].tolist(), out.turn[i][there].tolist(), ended)
         for i, (there, ended) in enumerate(zip(out.attended, out.ended.tolist()))
     ]
+
+
+def assert_rows_are_what_was_told(out: Completions, responder: Scripted) -> list[int]:
+    """Each row has what was said and heard, marked as such, up to its last turn; how many turns each has."""
+    turns = []
+    for row, (ids, sampled, turn, ended) in enumerate(rows_of(out)):
+        told = responder.told[row]
+        expected, mask, numbers = list[int](), list[bool](), list[int]()
+        for said in told:
+            heard = [] if said is told[-1] else reply(said) or []
+            expected += [*said.token_ids, *heard]
+            mask += [True] * len(said.token_ids) + [False] * len(heard)
+            numbers += [said.turn] * (len(said.token_ids) + len(heard))
+        assert (ids, sampled, turn) == (expected, mask, numbers)
+        assert sampled[-1], "the last token is the policy's"
+        assert ended == (reply(told[-1]) is None)
+        assert [said.turn for said in told] == list(range(len(told)))
+        turns.append(len(told))
+    return turns

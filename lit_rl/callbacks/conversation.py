@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from lit_rl.episodes import words_of
+from lit_rl.episodes import transcript_of, words_of
 
 MOST = 12
 """Messages of an episode that are shown: the first and the last half of them."""
@@ -33,7 +33,7 @@ class Conversation:
     """One a turn of the policy."""
 
     def __str__(self) -> str:
-        return "\n".join(f"{message['role']}: {words_of(message)}" for message in self.messages)
+        return transcript_of(self.messages)
 
     def lines(self) -> list[Line]:
         """One a message. What is not learned from is dim, and where the policy wrote it, says so."""
@@ -51,7 +51,8 @@ class Conversation:
             if of_policy and next(turns, True):
                 yield Line(role, words_of(message), style)
             else:
-                yield Line(f"{role} (not learned)" * of_policy or role, words_of(message), f"dim {style}".strip())
+                author = f"{role} (not learned)" if of_policy else role
+                yield Line(author, words_of(message), f"dim {style}".strip())
 
 
 def conversation_of(table: Mapping[str, Sequence[Any]], row: int) -> Conversation:

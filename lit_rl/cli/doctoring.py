@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from lit_rl.cli import own_keys
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.replays import fabric_of, held
 from lit_rl.commands.doctor import Doctor, doctor
 from lit_rl.commands.doctor_advice import Planned
-from lit_rl.errors import ConfigError, did_you_mean
 
 KEYS = (
     "model",
@@ -28,8 +27,7 @@ KEYS = (
 
 def run(config: DictConfig) -> int:
     """Build what is examined, and examine it."""
-    for override in HydraConfig.get().overrides.task:
-        _check_key(override.lstrip("+~").partition("=")[0])
+    own_keys.check("lit-rl doctor", own_keys.typed(), KEYS)
     tree = plain(config)
     fabric, _ = fabric_of(config, tree["trainer"])
     # The generator first: without vLLM nothing else has to be loaded.
@@ -41,11 +39,3 @@ def run(config: DictConfig) -> int:
     model = held(build(tree["model"]), config, tree["trainer"])
     job = Doctor(model, generator, sampling, fabric, planned, seed=tree["seed"], **tree["doctor"])
     return doctor(job)
-
-
-def _check_key(key: str) -> None:
-    if key.startswith(tuple(f"{name}." for name in KEYS)) or key in (*KEYS, "task", "allow_targets"):
-        return
-    raise ConfigError(
-        f"{key} cannot be set for lit-rl doctor.{did_you_mean(key, KEYS)} To be set are {', '.join(KEYS)}."
-    )

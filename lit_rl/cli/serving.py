@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from lit_rl.cli import own_keys
 from lit_rl.cli.build import build, plain
 from lit_rl.commands.serve import Serve, serve
 from lit_rl.errors import ConfigError, did_you_mean
@@ -29,7 +30,7 @@ def generator_of(words: Sequence[str]) -> list[str]:
 def run(config: DictConfig) -> int:
     """Serve until it is told to stop."""
     overrides = list(HydraConfig.get().overrides.task)
-    typed = [override.lstrip("+~").partition("=")[0] for override in overrides]
+    typed = own_keys.typed()
     engine = [field.name for field in dataclasses.fields(EngineSettings)]
     _check_keys(typed, engine)
     tree = plain(config)
@@ -40,12 +41,9 @@ def run(config: DictConfig) -> int:
 
 
 def _check_keys(typed: Sequence[str], engine: Sequence[str]) -> None:
+    own_keys.check("lit-rl serve", typed, KEYS)
     for key in typed:
         group, _, name = key.partition(".")
-        if group not in (*KEYS, "task", "allow_targets"):
-            raise ConfigError(
-                f"{key} cannot be set for lit-rl serve.{did_you_mean(key, KEYS)} To be set are {', '.join(KEYS)}."
-            )
         if group == "generator" and name and name not in engine:
             raise ConfigError(
                 f"{key} is a setting of the run, not of its server.{did_you_mean(name, engine)} Of the generator, "

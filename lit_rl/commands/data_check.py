@@ -97,7 +97,7 @@ def data_check(
     for number, texts in enumerate(look.rows):
         for name, ids, learned in texts:
             console.print(Text(f"\nrow {number}, {name}: {len(ids)} tokens", style="bold"))
-            console.print(visible(tokenizer, ids, learned))
+            console.print(bracketed(tokenizer, ids, learned))
     for part, lengths in look.lengths.items():
         _histogram(console, part, lengths, model.context_length)
     _say_columns(console, look.columns)
@@ -178,7 +178,7 @@ def _texts(example: Example) -> list[tuple[str, list[int], list[bool]]]:
 # ---------------------------------------------------------------------- how it is shown
 
 
-def visible(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Text:
+def bracketed(tokenizer: Any, ids: Sequence[int], learned: Sequence[bool]) -> Text:
     """The text of tokens, special ones included, nothing of it in control; what is learned in brackets and green."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     text, inside = Text(), False

@@ -15,7 +15,7 @@ from rich.text import Text
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.preflight import environments as preflight
 from lit_rl.commands import env_findings as findings
-from lit_rl.commands.data_check import visible
+from lit_rl.commands.data_check import bracketed
 from lit_rl.commands.env_actions import NONSENSE, calls, scripts, texts, written
 from lit_rl.commands.env_elsewhere import Elsewhere
 from lit_rl.commands.env_findings import Finding
@@ -26,7 +26,6 @@ from lit_rl.commands.train import Run
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import literal_ids
 from lit_rl.environments.interaction import Interaction
-from lit_rl.environments.parsers import Parser, parser_for
 from lit_rl.errors import ConfigError, GenerationError, LitRLError
 from lit_rl.generation.collect import as_reward_input
 from lit_rl.generation.noise import prompt_key
@@ -56,7 +55,7 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
     cases, asked = checked.cases(actions)
     console = Console(highlight=False)
     with torch.random.fork_rng(devices=[]):
-        player = Player(checked.factory, checked.parsers)
+        player = Player(checked.factory, checked.interaction.parsers)
         first = list(_within(player, cases, _SECONDS))  # before all else, as another process plays them
         _show(console, checked, cases[0])
         look = _Look(checked, player, cases[: len(first)], first)
@@ -114,17 +113,6 @@ class _Checked:
         episodes = rows.prompts_per_rollout * module.group_size
         return cls(module, factory, interaction, _picked(batch, list(first.values())), list(first), episodes)
 
-    @property
-    def parsers(self) -> dict[str, Parser | None]:
-        """What reads calls, by the kind of environment."""
-        factory, tokenizer = self.factory, self.module.tokenizer
-        return {
-            name: None
-            if kind.toolbox is None
-            else parser_for(factory.parser, tokenizer, kind.toolbox.schemas, factory.call_pattern)
-            for name, kind in factory.kinds.items()
-        }
-
     def seed(self, number: int) -> int:
         """Of the episodes of a row, in the first rollout of the run."""
         return int(prompt_key(self.module.seed, 0, self.batch.rows[number], 0)) & 0x7FFFFFFF
@@ -135,7 +123,7 @@ class _Checked:
 
     def cases(self, actions: Sequence[str] | None) -> tuple[list[Case], dict[str, str | None]]:
         """What is played; and the calls in it with their texts, None where a call cannot be written."""
-        cases, asked, parsers = [], {}, self.parsers
+        cases, asked, parsers = [], {}, self.interaction.parsers
         for number, kind in enumerate(self.kinds):
             said = [*map(str, actions or ())]
             if actions is None:
@@ -175,7 +163,7 @@ def _findings(look: _Look, asked: Mapping[str, str | None], settings: Mapping[st
     checked, player, cases, first = look.checked, look.player, look.cases, look.first
     factory = checked.factory
     took = sum(call.seconds for played in first for call in played.calls)
-    with closing(Elsewhere(settings, checked.parsers, cases)) as elsewhere:
+    with closing(Elsewhere(settings, checked.interaction.parsers, cases)) as elsewhere:
         second = [player.play(case) for case in cases]
         equal = [n for n, played in enumerate(first) if played.lines == second[n].lines]
         among = [player.interleaved([cases[n], cases[(n + 1) % len(cases)]])[0] for n in equal]
@@ -257,7 +245,7 @@ def _show(console: Console, checked: _Checked, case: Case) -> None:
     except LitRLError as error:
         console.print(Text(f"It would end the run: {error}", style="red"))
         return
-    console.print(visible(module.tokenizer, told.ids, told.learned))
+    console.print(bracketed(module.tokenizer, told.ids, told.learned))
     reward = "no reward of its own" if told.episode.reward is None else f"its own reward is {told.episode.reward:g}"
     error = "" if told.episode.error is None else f" ({told.episode.error})"
     console.print(Text(f"It ended with {told.episode.end}{error} after {told.episode.turns} turns; {reward}."))

@@ -43,7 +43,7 @@ class EnvironmentKind(ABC):
         """
 
 
-class EnvironmentFactory(Interactive):
+class EnvironmentFactory(Interactive, ABC):
     """Abstract: subclasses say which kinds of environments there are.
 
     Args:
@@ -72,7 +72,7 @@ class EnvironmentFactory(Interactive):
         parser: str = "auto",
         call_pattern: str | None = None,
         max_turns: int = 8,
-        max_tokens: int = 2048,
+        max_tokens: int = Interactive.max_tokens,
         max_observation_tokens: int = 512,
         step_timeout: float = 30.0,
         episode_timeout: float | None = None,
@@ -112,7 +112,8 @@ class EnvironmentFactory(Interactive):
         return next(iter(self.kinds))
 
     @property
-    def is_async(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def is_async(self) -> bool:
+        """Whether episodes go on at the same time."""
         return any(kind.is_async for kind in self.kinds.values())
 
     @property

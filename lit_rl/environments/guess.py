@@ -6,7 +6,7 @@ import random
 import re
 from typing import Any
 
-from lit_rl.errors import in_range
+from lit_rl.environments.demonstrations import GameDemonstrations
 
 PROMPT = "0..9="
 
@@ -29,7 +29,7 @@ class GuessNumber:
         return "" if right else hint, float(right), right, False, {}
 
 
-class GuessDemonstrations:
+class GuessDemonstrations(GameDemonstrations):
     """Games that were played by someone who reads the hints and guesses at random among what they leave:
 
     `{"prompt": "0..9=7<|im_end|><=", "completion": "3"}`, a row for each turn. A policy that imitates them knows the
@@ -43,18 +43,7 @@ class GuessDemonstrations:
     """
 
     def __init__(self, games: int = 4000, turns: int = 4, end: str = "<|im_end|>", seed: int = 0) -> None:
-        in_range("data.task.games", games, low=1)
-        in_range("data.task.turns", turns, low=1)
-        self.games, self.turns, self.end, self.seed = games, turns, end, seed
-
-    def train(self) -> list[dict[str, Any]]:
-        """A row for each turn of each game."""
-        draw = random.Random(self.seed)
-        return [row for _ in range(self.games) for row in self._game(draw)]
-
-    def val(self) -> list[dict[str, Any]]:
-        """None: `env=` plays the game itself."""
-        return []
+        super().__init__(games, turns, end, seed)
 
     def _game(self, draw: random.Random) -> list[dict[str, Any]]:
         game, rows, text, low, high = GuessNumber(), [], PROMPT, 0, 9

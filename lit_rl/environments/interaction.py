@@ -17,9 +17,9 @@ from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids
 from lit_rl.environments.parsers import Parser, parser_for
 from lit_rl.environments.runner import Runner
-from lit_rl.environments.source import Agree, EpisodeSource, Generate
+from lit_rl.environments.source import EpisodeRequest, EpisodeSource
 from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.rollout import Completions, Message, Prompt, PromptBatch, Prompts, Sampling
+from lit_rl.rollout import Completions, Message, Prompt, PromptBatch
 
 _SEED_BITS = 31
 
@@ -68,6 +68,11 @@ class Interaction(EpisodeSource):
     def settings(self) -> EnvironmentFactory:
         return self.factory
 
+    @property
+    def parsers(self) -> dict[str, Parser | None]:
+        """What reads calls of tools, by the kind of environment; None where there are none."""
+        return {name: ready.parser for name, ready in self._ready.items()}
+
     # ------------------------------------------------------------------ lengths
 
     def lengths(self, longest: int) -> dict[str, int]:
@@ -92,26 +97,19 @@ class Interaction(EpisodeSource):
 
     # ------------------------------------------------------------------ a batch
 
-    def draw(
-        self,
-        generate: Generate,
-        agree: Agree,
-        batch: PromptBatch,
-        asked: Prompts,
-        sampling: Sampling,
-        row_keys: Sequence[int],
-    ) -> Completions:
+    def draw(self, request: EpisodeRequest) -> Completions:
+        asked, sampling = request.prompts, request.sampling
         of_group = [key for key in asked.keys for _ in range(asked.group_size)]
-        seeds = row_keys if self.factory.seed == "sample" else of_group
+        seeds = request.row_keys if self.factory.seed == "sample" else of_group
         with ExitStack() as closes:
 
             def begun() -> tuple[list[list[int]], Conversations]:
-                prompt_ids, conversations = self.begin(batch, seeds, max_new_tokens=sampling.max_new_tokens)
+                prompt_ids, conversations = self.begin(request.batch, seeds, max_new_tokens=sampling.max_new_tokens)
                 closes.enter_context(closing(conversations))
                 return prompt_ids, conversations
 
-            prompt_ids, conversations = agree(begun)
-            completions = generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
+            prompt_ids, conversations = request.agree(begun)
+            completions = request.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
             return replace(completions, episodes=conversations.episodes())
 
     def begin(

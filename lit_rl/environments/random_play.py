@@ -7,12 +7,13 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from lit_rl.environments.demonstrations import GameDemonstrations
 from lit_rl.environments.from_gymnasium import GymnasiumEnvironment
 from lit_rl.environments.spaces import Choice
-from lit_rl.errors import ConfigError, in_range
+from lit_rl.errors import ConfigError
 
 
-class RandomPlay:
+class RandomPlay(GameDemonstrations):
     """Episodes in which every action is drawn at random:
 
     `{"prompt": "lake 0", "completion": "2"}`, `{"prompt": "lake 02<|im_end|>1", "completion": "0"}`, a row for each
@@ -46,22 +47,12 @@ class RandomPlay:
         end: str = "<|im_end|>",
         seed: int = 0,
     ) -> None:
-        in_range("data.task.games", games, low=1)
-        in_range("data.task.turns", turns, low=1)
+        super().__init__(games, turns, end, seed)
         self._environment = GymnasiumEnvironment(id, options=options, actions=actions, observation=observation)
         if not isinstance(self._environment.actions, Choice):
             raise ConfigError(f"data.task.id={id!r}: its actions are not Discrete.")
         self._actions = self._environment.actions
-        self.prompt, self.games, self.turns, self.end, self.seed = prompt, games, turns, end, seed
-
-    def train(self) -> list[dict[str, Any]]:
-        """A row for each turn of each episode."""
-        draw = random.Random(self.seed)
-        return [row for _ in range(self.games) for row in self._game(draw)]
-
-    def val(self) -> list[dict[str, Any]]:
-        """None: `env=` plays the game itself."""
-        return []
+        self.prompt = prompt
 
     def _game(self, draw: random.Random) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from lit_rl.errors import ConfigError
@@ -20,18 +21,34 @@ class Agree(Protocol):
     def __call__(self, work: Callable[[], Result]) -> Result: ...
 
 
-class Interactive(ABC):
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """The completions of a batch, as a source of episodes is asked for them."""
+
+    generate: Generate
+    """Of the run's generator."""
+    agree: Agree
+    """What may fail on this rank alone is done by it."""
+    batch: PromptBatch
+    """The prompts, with the columns of their rows."""
+    prompts: Prompts
+    """The same as a generator is asked for them: tokens, noise keys, and the size of groups."""
+    sampling: Sampling
+    """How to draw; ``max_new_tokens`` are those of a turn."""
+    row_keys: Sequence[int]
+    """One a completion, any integers: what is random in it is drawn from its own."""
+
+
+class Interactive:
     """Abstract: the settings of `env=`. Subclassed by environments that answer the policy, and by functions of the
     user's that make whole rollouts."""
 
-    max_tokens: int
+    max_tokens: int = 2048
     """Tokens of a completion, what the policy reads between its turns included."""
     converses: bool = True
     """Whether the run's generator holds its conversations."""
     max_failed: float = 1.0
     """Share of a rollout's episodes that may fail; more end the run."""
-    is_async: bool = False
-    """Whether episodes go on at the same time, and none uses the global random generators."""
     gives_reward: bool = False
     """Whether episodes have a reward of their own."""
     columns: tuple[str, ...] = ("episodes",)
@@ -75,22 +92,5 @@ class EpisodeSource(ABC):
         return sum(self.lengths(longest).values()) - self.settings.max_tokens
 
     @abstractmethod
-    def draw(
-        self,
-        generate: Generate,
-        agree: Agree,
-        batch: PromptBatch,
-        asked: Prompts,
-        sampling: Sampling,
-        row_keys: Sequence[int],
-    ) -> Completions:
-        """The completions of a batch.
-
-        Args:
-            generate: Of the run's generator.
-            agree: What may fail on this rank alone is done by it.
-            batch: The prompts, with the columns of their rows.
-            asked: The same as a generator is asked for them: tokens, noise keys, and the size of groups.
-            sampling: How to draw; ``max_new_tokens`` are those of a turn.
-            row_keys: One a completion, any integers: what is random in it is drawn from its own.
-        """
+    def draw(self, request: EpisodeRequest) -> Completions:
+        """The completions of a batch."""

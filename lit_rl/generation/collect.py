@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lit_rl.environments.source import Agree, EpisodeSource, Result
+from lit_rl.environments.source import Agree, EpisodeRequest, EpisodeSource, Result
 from lit_rl.episodes import Episode
 from lit_rl.errors import GenerationError
 from lit_rl.generation.base import ConversationsLost, EngineLost, Generator
@@ -84,12 +84,12 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     if interaction is None:
         return partial(generator.generate, vocabulary.prompts(batch.prompt_ids, keys, group_size), sampling)
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
-    sources = row_keys(keys, group_size).tolist()
     agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
+    wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, row_keys(keys, group_size).tolist())
     device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
 
     def draw() -> Completions:
-        drawn = interaction.draw(generator.generate, agree, batch, asked, sampling, sources)
+        drawn = interaction.draw(wanted)
         moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
         return replace(drawn, version=version, **moved)
 

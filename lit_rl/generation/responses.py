@@ -103,6 +103,10 @@ class Responses:
         """Tokens that a row may still say in its turn."""
         return int(self._limits[row] - self.lengths[row])
 
+    def turn(self, row: int) -> int:
+        """The newest turn of a row, 0 for the first."""
+        return 0 if self._turns is None else int(self._turns.now[row])
+
     def last(self, row: int) -> int:
         """The newest token of a row."""
         return int(self._ids[row, self.lengths[row] - 1])

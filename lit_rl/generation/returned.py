@@ -117,12 +117,14 @@ class Returned:
             if not hasattr(values, "__len__") or len(values) != len(tokens):
                 length = len(values) if hasattr(values, "__len__") else repr(values)
                 raise self._wrong(f"gave completion {index} {length} {key} for {len(tokens)} tokens: one for each")
-        written = [True] * len(tokens) if mask is None else [self._bit(index, value) for value in mask]
+        written = [True] * len(tokens) if mask is None else [self._bit(index, MASK, value) for value in mask]
         if not any(written):
             raise self._wrong(f"gave completion {index} an {MASK} without a token of the policy")
         end = len(written) - written[::-1].index(True)
         found = [self._number(index, value) if ours else 0.0 for value, ours in zip(logprobs, written)]
-        return ReturnedRow(prompt, tokens[:end], found[:end], written[:end], None if ended is None else bool(ended))
+        return ReturnedRow(
+            prompt, tokens[:end], found[:end], written[:end], None if ended is None else self._bit(index, ENDED, ended)
+        )
 
     def _ids(self, index: int, key: str, ids: Any) -> list[int]:
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
@@ -130,9 +132,9 @@ class Returned:
             raise self._wrong(f"gave completion {index} {excerpt(repr(ids))} as {key}; it takes one token id or more")
         return list(listed)
 
-    def _bit(self, index: int, value: Any) -> bool:
+    def _bit(self, index: int, key: str, value: Any) -> bool:
         if value not in (0, 1):
-            raise self._wrong(f"gave completion {index} {excerpt(repr(value))} in {MASK}; it takes 1 (the policy) or 0")
+            raise self._wrong(f"gave completion {index} {excerpt(repr(value))} in {key}; it takes 1 or 0")
         return bool(value)
 
     def _number(self, index: int, value: Any) -> float:

@@ -2,8 +2,8 @@
 
 It is called as ``function(prompts, trainer)`` with a prompt for each completion of this process, those of a group being
 neighbours. It returns a dict of lists, one entry a completion: ``prompt_ids``, ``completion_ids`` and ``logprobs``;
-where the policy did not write every token of a completion, ``env_mask`` with 1 for those that it wrote. What else is in
-it goes to the reward functions under its name.
+where the policy did not write every token of a completion, ``env_mask`` with 1 for those that it wrote; and ``ended``
+where more than an EOS ends a completion. What else is in it goes to the reward functions under its name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 
 from lit_rl.data.templates import encode_prompt
-from lit_rl.environments.source import Agree, EpisodeSource, Generate, Interactive
+from lit_rl.environments.source import EpisodeRequest, EpisodeSource, Interactive
 from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range
 from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
 from lit_rl.generation.rollout_handle import RolloutHandle
 from lit_rl.rewards.functions.by_path import named_by
-from lit_rl.rollout import Completions, Prompt, PromptBatch, Prompts, Sampling
+from lit_rl.rollout import Completions, Prompt, PromptBatch, Prompts
 
 
 class RolloutFunction(Interactive):
@@ -48,7 +48,7 @@ class RolloutFunction(Interactive):
         path: str | Callable[..., Any],
         *,
         columns: Sequence[str] = (),
-        max_tokens: int = 2048,
+        max_tokens: int = Interactive.max_tokens,
         max_prompt_tokens: int | None = None,
     ) -> None:
         in_range("env.max_tokens", max_tokens, low=1)
@@ -95,7 +95,7 @@ class RolloutCalls(EpisodeSource):
         self, settings: RolloutFunction, tokenizer: Any, template_kwargs: Mapping[str, Any], longest: int
     ) -> None:
         self._settings, self._tokenizer, self._template_kwargs = settings, tokenizer, dict(template_kwargs)
-        self._longest = longest if settings.max_prompt_tokens is None else settings.max_prompt_tokens
+        self._longest_prompt = self.longest_prompt(longest)
 
     @property
     def settings(self) -> RolloutFunction:
@@ -106,25 +106,10 @@ class RolloutCalls(EpisodeSource):
         prompt = {"the longest prompt": longest} if most is None else {"env.max_prompt_tokens": most}
         return {**prompt, "env.max_tokens": self._settings.max_tokens}
 
-    def draw(
-        self,
-        generate: Generate,
-        agree: Agree,
-        batch: PromptBatch,
-        asked: Prompts,
-        sampling: Sampling,
-        row_keys: Sequence[int],
-    ) -> Completions:
-        handle = RolloutHandle(
-            generate,
-            batch,
-            asked,
-            sampling,
-            row_keys,
-            encode=partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs),
-            tokenizer=self._tokenizer,
-        )
-        return agree(lambda: self._drawn(handle, batch, asked))
+    def draw(self, request: EpisodeRequest) -> Completions:
+        encode = partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs)
+        handle = RolloutHandle(request, encode, self._tokenizer)
+        return request.agree(lambda: self._drawn(handle, request.batch, request.prompts))
 
     def _drawn(self, handle: RolloutHandle, batch: PromptBatch, asked: Prompts) -> Completions:
         begun, count = time.perf_counter(), len(batch) * asked.group_size
@@ -133,7 +118,7 @@ class RolloutCalls(EpisodeSource):
             self._settings.name,
             count,
             group_size=asked.group_size,
-            max_prompt_tokens=self._longest,
+            max_prompt_tokens=self._longest_prompt,
             max_tokens=self._settings.max_tokens,
         )
         seconds = (time.perf_counter() - begun) / count

@@ -9,47 +9,33 @@ from dataclasses import replace
 from typing import Any
 
 from lit_rl.data.checks import excerpt
-from lit_rl.environments.source import Generate
+from lit_rl.environments.source import EpisodeRequest
 from lit_rl.errors import GenerationError, in_range
 from lit_rl.generation.noise import sample_key, turn_key
 from lit_rl.generation.ranks import beside
-from lit_rl.rollout import Prompt, PromptBatch, Prompts, Sampling
+from lit_rl.rollout import Prompt, Prompts
 
 
 class RolloutHandle:
     """What a rollout function gets as `trainer`: the tokenizer, and the run's generator, synced to the policy.
 
     Args:
-        generate: Of the generator.
-        batch: The prompts.
-        asked: Their tokens and noise keys, and the size of groups.
-        sampling: How the run draws.
-        row_keys: One a completion.
+        request: What is asked for.
         encode: A prompt's tokens, as the run would have them.
         tokenizer: Of the policy.
     """
 
-    def __init__(
-        self,
-        generate: Generate,
-        batch: PromptBatch,
-        asked: Prompts,
-        sampling: Sampling,
-        row_keys: Sequence[int],
-        *,
-        encode: Callable[[Prompt], list[int]],
-        tokenizer: Any,
-    ) -> None:
-        self._generate, self._asked, self._keys, self._thread = generate, asked, row_keys, threading.get_ident()
-        self._calls = [0] * len(row_keys)
-        self.sampling = sampling
+    def __init__(self, request: EpisodeRequest, encode: Callable[[Prompt], list[int]], tokenizer: Any) -> None:
+        self._generate, self._asked, self._keys = request.generate, request.prompts, request.row_keys
+        self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
+        self.sampling = request.sampling
         """How the run draws."""
         self.encode = encode
         """From a prompt to its tokens, by the chat template and its arguments."""
         self.tokenizer = self.processing_class = tokenizer
-        self.columns = {name: self.of_completions(values) for name, values in batch.columns.items()}
+        self.columns = {name: self.of_completions(values) for name, values in request.batch.columns.items()}
         """The columns of the data, one entry a completion."""
-        self.num_generations = asked.group_size
+        self.num_generations = self._asked.group_size
         """Completions of each prompt."""
 
     def of_completions(self, values: Sequence[Any]) -> list[Any]:
@@ -118,7 +104,7 @@ class RolloutHandle:
         if whole and prompt_ids == [ids for ids in firsts for _ in range(group)]:
             return replace(asked, token_ids=firsts)
         keys = [
-            turn_key(self._keys[row], self._calls[row] + 1)
+            turn_key(self._keys[row], self._calls[row])
             if self._calls[row]
             else sample_key(asked.keys[row // group], row % group)
             for row in rows

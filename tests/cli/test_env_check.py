@@ -106,7 +106,7 @@ def test_what_the_policy_says_can_be_given(check):
         ([*TOOLS, "env.parser=auto"], 2, "env.parser"),
         ([*TOOLS, "env.max_turns=0"], 2, "env.max_turns=0"),
         ([*TOOLS, "env.max_tokens=4000"], 2, "An episode may have"),
-        ([*TOOLS, "reward=environment"], 2, "these have neither step nor get_reward"),
+        ([*TOOLS, "reward=environment"], 2, "env= names none that gives one"),
         (["env=environment", f"env.path={HERE}/nothing.py:Game"], 2, "there is no file"),
     ],
 )

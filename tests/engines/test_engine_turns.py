@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_cases import ask, described, logits_of, perturb
 from engine_fixtures import Case
-from turn_cases import MAX_TOKENS, Scripted, reply, rows_of
+from turn_cases import MAX_TOKENS, Scripted, assert_rows_are_what_was_told, reply, rows_of
 
 from lit_rl.environments.custom import CustomEnvironment
 from lit_rl.environments.guess import GuessNumber
@@ -55,19 +55,10 @@ def test_what_was_said_and_heard_stands_in_its_row(tied: Case) -> None:
     policy, responder = tied.fresh(), Scripted(reply)
     out, prompts = talk(tied, responder=responder)
     assert out.attended is not None and out.kept_logmass is None
-    turns = []
-    for row, (ids, sampled, turn, ended) in enumerate(rows_of(out)):
-        told = responder.told[row]
-        expected, mask, numbers = list[int](), list[bool](), list[int]()
-        for said in told:
-            heard = [] if said is told[-1] else reply(said) or []
-            expected += [*said.token_ids, *heard]
-            mask += [True] * len(said.token_ids) + [False] * len(heard)
-            numbers += [said.turn] * (len(said.token_ids) + len(heard))
-        assert (ids, sampled, turn) == (expected, mask, numbers)
-        assert ended == (reply(told[-1]) is None) and len(ids) <= MAX_TOKENS
-        assert all(said.ended == (said.token_ids[-1] in prompts.eos_ids) for said in told)
-        turns.append(len(told))
+    turns = assert_rows_are_what_was_told(out, responder)
+    assert max(len(ids) for ids, _, _, _ in rows_of(out)) <= MAX_TOKENS
+    for said in (each for told in responder.told.values() for each in told):
+        assert said.ended == (said.token_ids[-1] in prompts.eos_ids)
     assert len(set(turns)) >= 3, "the case needs all kinds"
     assert (out.sampler_logprobs[~out.response_mask] == 0).all()
     assert largest_gap(policy, out, prompts) < 1e-4

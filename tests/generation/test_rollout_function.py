@@ -211,6 +211,7 @@ WRONG: dict[str, tuple[Any, type[LitRLError], str]] = {
     "nan": (GOOD | {"logprobs": [[-1.0, float("nan")]] * 6}, NumericError, "completion 0 the log-prob nan"),
     "no number": (GOOD | {"logprobs": [["a", "b"]] * 6}, GenerationError, "the log-prob 'a', which is no number"),
     "mask": (GOOD | {"env_mask": [[1, 2]] * 6}, GenerationError, "completion 0 2 in env_mask; it takes 1"),
+    "ended": (GOOD | {"ended": [1, 0, None, 1, 1, "end"]}, GenerationError, "completion 5 'end' in ended; it takes 1"),
     "no policy": (GOOD | {"env_mask": [[0, 0]] * 6}, GenerationError, "an env_mask without a token of the policy"),
     "prompts": (GOOD | {"prompt_ids": [[1], [1], [2]] * 2}, GenerationError, "completion 2 other prompt_ids than"),
     "long": (GOOD | {"completion_ids": [[2] * 9] * 6, "logprobs": [[-1.0] * 9] * 6}, GenerationError,

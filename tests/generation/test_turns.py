@@ -13,7 +13,7 @@ import transformers
 from generation_cases import EOS, PAD, VOCAB, all_logits, ask, build, spell, unspell
 from tiers import quick
 from torch import nn
-from turn_cases import Scripted, reply, rows_of
+from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 
 from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import ConfigError, GenerationError
@@ -67,21 +67,9 @@ def test_what_was_said_and_heard_stands_in_its_row(engine: Any, policy: nn.Modul
     responder = Scripted(reply)
     out, _ = talk(engine, policy, responder=responder)
     assert out.attended is not None and out.turn is not None
-    turns = []
-    for row, (ids, sampled, turn, ended) in enumerate(rows_of(out)):
-        told = responder.told[row]
-        expected, mask, numbers = [], [], []
-        for said in told:
-            heard = [] if said is told[-1] else reply(said) or []
-            expected += [*said.token_ids, *heard]
-            mask += [True] * len(said.token_ids) + [False] * len(heard)
-            numbers += [said.turn] * (len(said.token_ids) + len(heard))
-        assert (ids, sampled, turn) == (expected, mask, numbers)
-        assert sampled[-1], "the last token is the policy's"
-        assert ended == (reply(told[-1]) is None)
-        assert all(said.ended == (said.token_ids[-1] in (EOS, 5, 9)) for said in told)
-        assert [said.turn for said in told] == list(range(len(told)))
-        turns.append(len(told))
+    turns = assert_rows_are_what_was_told(out, responder)
+    for said in (each for told in responder.told.values() for each in told):
+        assert said.ended == (said.token_ids[-1] in (EOS, 5, 9))
     assert set(turns) >= {1, 2, 3} and max(map(len, (row[0] for row in rows_of(out)))) > 15, "the case needs all kinds"
     assert (out.attended.int().diff(dim=1) <= 0).all(), "padded on the right"
     assert (out.response_mask <= out.attended).all()

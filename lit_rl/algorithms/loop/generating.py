@@ -85,7 +85,7 @@ class GeneratingModule(PolicyModule):
     """Completions a prompt, where nothing else is asked for."""
 
     interaction: EpisodeSource | None = None
-    """What answers the policy between its turns. None: a completion is one turn."""
+    """Makes completions of more than one turn. None: a completion is one turn."""
 
     def longest_prompt(self, longest: int) -> int:
         """Tokens that a prompt of the data may have as the policy reads it."""

@@ -119,7 +119,7 @@ class OnPolicyModule(GeneratingModule, ABC):
     """Whether `loss` compares completions of one prompt, so that a micro-batch has to hold whole groups."""
 
     env: Interactive | None = None
-    """Makes what answers the policy between its turns. None: a completion is one turn."""
+    """The settings of what makes completions of more than one turn. None: a completion is one turn."""
 
     needs_step = False
     """Whether a term of `loss` is defined over all tokens of an optimizer step."""

@@ -1,4 +1,4 @@
-"""What of `env=` is refused before any weight is loaded, and what a run converses with."""
+"""What of `env=` is refused before any weight is loaded, and what makes the completions of a run with it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ def fits(env: Interactive, generator: Generator, sampling: Sampling, evaluation:
         generator.check_converses()
     else:
         generator.check_asked_alone()
-    if not env.converses and not sampling.truncation.off:
-        raise ConfigError(
-            "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
-            "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
-        )
+        _whole_distribution(sampling)
     if generator.lag:
         raise ConfigError(
             f"generator.lag={generator.lag} draws while the policy learns, and what env= names would run in this "
@@ -52,6 +48,14 @@ def fits(env: Interactive, generator: Generator, sampling: Sampling, evaluation:
             )
 
 
+def _whole_distribution(sampling: Sampling) -> None:
+    if not sampling.truncation.off:
+        raise ConfigError(
+            "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
+            "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
+        )
+
+
 def source_of(env: Interactive, model: LanguageModel, data: Any) -> EpisodeSource:
     """What makes the completions of a run.
 
@@ -60,8 +64,8 @@ def source_of(env: Interactive, model: LanguageModel, data: Any) -> EpisodeSourc
     """
     if data.options.overlong == "truncate_left":
         raise ConfigError(
-            "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew, with their "
-            "tools and what the environment begins with. Take data.overlong=drop, or error."
+            "data.overlong=truncate_left cuts tokens off a prompt's begin, and env= renders prompts anew: take "
+            "data.overlong=drop, or error."
         )
     for columns in data.columns_of_sets():
         env.check_columns(columns)
@@ -69,12 +73,8 @@ def source_of(env: Interactive, model: LanguageModel, data: Any) -> EpisodeSourc
         longest = max(getattr(data, "longest_prompt", 0), data.longest_val_prompt)
         return RolloutCalls(env, model.tokenizer, data.options.chat_template_kwargs, longest)
     assert isinstance(env, EnvironmentFactory)
-    return _interaction_of(env, model, data)
-
-
-def _interaction_of(factory: EnvironmentFactory, model: LanguageModel, data: Any) -> Interaction:
     return Interaction(
-        factory,
+        env,
         model.tokenizer,
         eos_ids=model.eos_ids,
         chat=not isinstance(data.peek(1).prompts[0], str),
@@ -108,6 +108,6 @@ def rewarded(env: Interactive, rewards: Rewards) -> None:
     asked = [name for name, function in rewards.functions.items() if function in (environment, environment_turns)]
     if asked and not env.gives_reward:
         raise ConfigError(
-            f"reward={asked[0]} takes the reward that environments give, and these have neither step nor get_reward. "
-            "Write get_reward(self), or take another reward."
+            f"reward={asked[0]} takes the reward that environments give, and env= names none that gives one: write "
+            "get_reward(self) or step(self, action) in a class of yours, or take another reward."
         )

@@ -32,7 +32,6 @@ class Conversing(Work):
         self.at_once = len(prompts) * prompts.group_size
         self._prompts, self._sampling, self._version = prompts, sampling, version
         self._responses = Responses(prompts, sampling, self.at_once, torch.device("cpu"))
-        self._turns = [0] * self.at_once
         self._requests = [(row, self._request(row)) for row in range(self.at_once)]
         self._open = self.at_once
 
@@ -44,7 +43,6 @@ class Conversing(Work):
             heard = responder.answers(wait=wait)
             for each in heard:
                 if self._responses.hear(each):
-                    self._turns[each.row] += 1
                     given.append((each.row, self._request(each.row)))
                 else:
                     self._open -= 1
@@ -76,5 +74,5 @@ class Conversing(Work):
 
     def _request(self, row: int) -> Request:
         """The next turn of a row: all of its text so far, and what it may say now."""
-        text, room = self._responses.text(row), self._responses.room(row)
-        return turn_request(self._prompts, self._sampling, row, self._turns[row], text, room)
+        turn, text, room = self._responses.turn(row), self._responses.text(row), self._responses.room(row)
+        return turn_request(self._prompts, self._sampling, row, turn, text, room)

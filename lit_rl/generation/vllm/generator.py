@@ -20,7 +20,7 @@ from lit_rl.generation.vllm.probe import Probe
 from lit_rl.generation.vllm.requests import check_temperature, completions_of, requests_of
 from lit_rl.generation.vllm.sender import PUSHES, Sender, rank_of_adapter, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
-from lit_rl.generation.vllm.work import Completing
+from lit_rl.generation.vllm.work import Completing, Work
 from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.export.shipping import fingerprint
 from lit_rl.models.policy.language_model import LanguageModel
@@ -270,7 +270,7 @@ class EngineGenerator(Generator):
             return Conversing(prompts, sampling, self._version)
         return Completing(requests_of(prompts, sampling))
 
-    def _run(self, work: Completing | Conversing) -> None:
+    def _run(self, work: Work) -> None:
         """Let the engine do it. A collective."""
         engine = self.engine
         assert engine is not None

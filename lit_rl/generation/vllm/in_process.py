@@ -11,12 +11,11 @@ from torch import nn
 from lit_rl.errors import ConfigError, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.vllm import settings as vllm_settings
-from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.in_process_engine import InProcessEngine
 from lit_rl.generation.vllm.model_files import write_model_files
-from lit_rl.generation.vllm.work import Completing
+from lit_rl.generation.vllm.work import Completing, Work
 
 
 class VLLMGenerator(EngineGenerator):
@@ -73,7 +72,7 @@ class VLLMGenerator(EngineGenerator):
                 "engine go through the same requests in step. Take generator=vllm_server, or an engine a rank."
             )
 
-    def _run(self, work: Completing | Conversing) -> None:
+    def _run(self, work: Work) -> None:
         """Ranks that share an engine ask it for the prompts of all of them, and keep their own."""
         size = self.settings.tensor_parallel_size
         if size == 1:

@@ -15,13 +15,12 @@ from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm import settings as vllm_settings
 from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.own_server import OwnServer, wait_for
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
-from lit_rl.generation.vllm.work import Completing
+from lit_rl.generation.vllm.work import Work
 
 
 class VLLMServerGenerator(EngineGenerator):
@@ -36,7 +35,7 @@ class VLLMServerGenerator(EngineGenerator):
         log: File for the output of a server that was launched. None is a temporary one.
         transport: How weights travel: "shared_memory" (servers on this machine), "gloo", "nccl"; "auto" takes shared
             memory where it can, else NCCL where this process has a GPU, else gloo.
-        deadline: Seconds for the completions of a rollout.
+        deadline: Seconds for a completion from when it is asked for: of a rollout without `env=`, all are at once.
         answer_deadline: Seconds for any other call, and for how long a server may be silent.
         start_deadline: Seconds for a server to start, or to come back.
         lag: Rollouts that are drawn ahead with older weights while the policy learns: 0 or 1.
@@ -142,7 +141,7 @@ class VLLMServerGenerator(EngineGenerator):
     def _is_current(self) -> bool:
         return self.engine is not None and ranks.together(self.engine.facts).version == self._version
 
-    def _run(self, work: Completing | Conversing) -> None:
+    def _run(self, work: Work) -> None:
         if ranks.beside_the_training():
             return self._attempt(work)
         policy, version = self._policy, self._version
@@ -156,7 +155,7 @@ class VLLMServerGenerator(EngineGenerator):
 
         self._with_recovery(synced, policy)
 
-    def _attempt(self, work: Completing | Conversing) -> None:
+    def _attempt(self, work: Work) -> None:
         assert self.engine is not None
         engine = self.engine
         super()._run(work)
