@@ -63,16 +63,17 @@ def test_the_shipped_game_is_fit_and_it_is_told_in_seconds(check):
 @pytest.mark.parametrize(
     ("game", "what"),
     [
-        ("Dice", "random generators"),
-        ("Shared", "the same again"),
-        ("Clock", "the same again"),
+        pytest.param("Dice", "random generators", marks=pytest.mark.exhaustive),
+        pytest.param("Shared", "the same again", marks=pytest.mark.exhaustive),
+        pytest.param("Clock", "the same again", marks=pytest.mark.exhaustive),
         ("Hashed", "in another process"),
         ("Generous", "pay for nothing"),
-        ("Files", "left behind"),
+        pytest.param("Files", "left behind", marks=pytest.mark.exhaustive),
         ("NotANumber", "calls"),
     ],
 )
 def test_a_fault_is_named_and_ends_with_an_exit_code(check, game, what):
+    """Each finding by itself is tested in test_env_findings."""
     outcome = check(f"env.path={HERE}/faulty_games.py:{game}", *GAME)
     refused(outcome, 5, "not fit to train on", what)
     told = levels(outcome.out)
