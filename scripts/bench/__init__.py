@@ -13,6 +13,8 @@ One idea a file:
     bounds       what a step cannot be faster than on such a machine
     gate         same loss, log-probs and gradient, or no figure
     measure      rounds: A B C, then C B A
+    waiting      processes that wait for their next turn, as many as fit
+    revision     the commit that is measured
     summary      medians, ratios, shares of the limit: arithmetic on the results
     page, plots  docs/benchmarks.md and its pictures, made of the results
     run, gpu     the commands

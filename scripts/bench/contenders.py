@@ -11,13 +11,15 @@ from typing import Any, Literal
 
 from bench.workload import Workload
 
-OURS = "lit_rl"
-"""The defaults of `train.py`."""
+OURS = "lit_rl, float32"
+BF16_TRUE = "lit_rl, bf16-true"
 REFERENCE = "TRL, float32"
 """What the gate compares with: no reduced precision, no checkpointing. Also a candidate for the best tuning."""
 DEFAULT = "TRL, default"
 DEFAULT_ASLEEP = "TRL, default, waiting threads sleep"
+SPINNING = "TRL, bf16 weights, whole batch, waiting threads spin"
 LIKE_OURS = "TRL, bf16 weights, whole batch, threads and memory as train.py's"
+WITH_LORA = "TRL, bf16 weights, whole batch, threads and memory as train.py's, LoRA"
 DEFAULT_FLOAT32 = "TRL, default but float32"
 DEFAULT_FLOAT32_ASLEEP = "TRL, default but float32, waiting threads sleep"
 """Of a processor without units for bfloat16, where TRL's default takes a hundred times as long: nobody would wait."""
@@ -36,7 +38,9 @@ class Contender:
     technique: str | None = None
     """Of ours: the one that is switched off."""
     role: Literal["default", "tuned"] | None = None
-    """Of the peer's: as it comes, or a candidate for its best tuning. The fastest of a role stands for it."""
+    """Of the peer's: as it comes, or a candidate for its best tuning. None where it trains something else."""
+    own_parameters: bool = False
+    """It trains parameters that the reference has not (LoRA): the gate compares no gradient."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables of its process."""
     threads: int | None = None
@@ -55,6 +59,39 @@ KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 def ours(name: str, *overrides: str, dtype: Literal["float32", "bfloat16"] = "float32", **more: Any) -> Contender:
     """lit_rl with these overrides."""
     return Contender(name, "ours", dtype, lambda workload: {"overrides": list(overrides)}, environment=BRIEF, **more)
+
+
+FLOAT32 = ours(OURS, "trainer.precision=32-true")
+MIXED = ours("lit_rl, bf16-mixed", "trainer.precision=bf16-mixed", dtype="bfloat16")
+BFLOAT16 = ours(BF16_TRUE, "trainer.precision=bf16-true", dtype="bfloat16")
+PRECISIONS = (FLOAT32, MIXED, BFLOAT16)
+"""Ours, each precision by its name: which one `train.py` takes by itself depends on the processor."""
+BASES = {"float32": FLOAT32, "bf16-true": BFLOAT16}
+"""What techniques may be switched off of, by the names that `run` takes."""
+
+
+def also(base: Contender, name: str, *overrides: str, **more: Any) -> Contender:
+    """A contender of ours with further overrides.
+
+    Args:
+        base: The contender.
+        name: What the other is called: behind the name of this one.
+        overrides: The further ones.
+        more: Other fields of `Contender` that differ.
+    """
+
+    def settings(workload: Workload) -> Mapping[str, Any]:
+        return {"overrides": [*base.settings(workload)["overrides"], *overrides]}
+
+    return replace(base, name=f"{base.name}, {name}", settings=settings, **more)
+
+
+LORA = {"r": 16, "alpha": 32}
+"""Rank and scale of the adapter that both sides train on all linear layers."""
+CHECKPOINTED = also(BFLOAT16, "gradient checkpointing", "model.gradient_checkpointing=true")
+SPLIT = also(BFLOAT16, "split masters", "optimizer=adamw_split")
+ADAPTER = also(BFLOAT16, "LoRA", *(f"model.lora.{key}={value}" for key, value in LORA.items()), own_parameters=True)
+"""Settings that need less memory."""
 
 
 @dataclass(frozen=True)
@@ -78,29 +115,22 @@ SWITCHES = (
     Switch("rows of like length together", ["model.rows_by_length=false"]),
     Switch("no gradient checkpointing", ["model.gradient_checkpointing=true"]),
 )
-"""Techniques that are on by default. Each is switched off alone."""
-
-VARIANTS = (
-    ours("lit_rl, bf16-mixed", "trainer.precision=bf16-mixed", dtype="bfloat16"),
-    ours("lit_rl, bf16-true", "trainer.precision=bf16-true", dtype="bfloat16"),
-)
-"""Settings that are not the default and may be faster on some machine."""
+"""Techniques that are on by default, a line each. Each is switched off alone."""
 
 
-def ablations(workload: Workload, base: Contender | None = None) -> list[Contender]:
+def ablations(workload: Workload, base: Contender = FLOAT32) -> list[Contender]:
     """Ours with each technique off, one at a time."""
-    base = ours(OURS) if base is None else base
-    return [without(base, switch) for switch in SWITCHES if workload.method in switch.methods]
-
-
-def without(base: Contender, switch: Switch) -> Contender:
-    """A contender of ours, one technique switched off."""
-
-    def settings(workload: Workload) -> Mapping[str, Any]:
-        return {"overrides": [*base.settings(workload)["overrides"], *switch.off]}
-
-    name = f"{base.name}, without: {switch.technique}"
-    return replace(base, name=name, settings=settings, technique=switch.technique, dtype=switch.dtype or base.dtype)
+    return [
+        also(
+            base,
+            f"without: {switch.technique}",
+            *switch.off,
+            technique=switch.technique,
+            dtype=switch.dtype or base.dtype,
+        )
+        for switch in SWITCHES
+        if workload.method in switch.methods
+    ]
 
 
 @dataclass(frozen=True)
@@ -113,15 +143,18 @@ class Peer:
     rows_at_once: int | None = None
     """Rows of a forward pass; None: TRL's default, 8. 0: all of the step."""
     methods: Sequence[str] = ("grpo", "dpo", "sft")
-    role: Literal["default", "tuned"] = "tuned"
+    role: Literal["default", "tuned"] | None = "tuned"
     spin: bool = False
     """Threads that wait spin, as OpenMP has it by itself."""
     like_ours: bool = False
     """Threads and memory as `train.py` sets them."""
+    lora: bool = False
+    """An adapter is trained, of our size."""
 
     def contender(self) -> Contender:
         environment = BRIEF | KEEP if self.like_ours else {} if self.spin else SLEEP
-        return Contender(self.name, "peer", self.dtype, self._settings, role=self.role, environment=environment)
+        more = {"role": self.role, "own_parameters": self.lora}
+        return Contender(self.name, "peer", self.dtype, self._settings, environment=environment, **more)
 
     def _settings(self, workload: Workload) -> Mapping[str, Any]:
         rows = workload.rows if workload.generates else workload.prompts
@@ -129,7 +162,8 @@ class Peer:
         if self.rows_at_once is not None:
             size = min(rows, self.rows_at_once or rows)
             found |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
-        return {"config": found}
+        adapter = {"r": LORA["r"], "lora_alpha": LORA["alpha"], "lora_dropout": 0.0, "target_modules": "all-linear"}
+        return {"config": found} | ({"lora": adapter} if self.lora else {})
 
 
 _FLOAT32 = {"bf16": False, "gradient_checkpointing": False}
@@ -143,11 +177,21 @@ PEERS = (
     Peer("TRL, float32, waiting threads spin", "float32", _FLOAT32, rows_at_once=0, spin=True),
     Peer("TRL, float32, 8 rows at once", "float32", _FLOAT32),
     Peer("TRL, bf16 weights, whole batch", "bfloat16", _BF16_WEIGHTS, rows_at_once=0),
-    Peer("TRL, bf16 weights, whole batch, waiting threads spin", "bfloat16", _BF16_WEIGHTS, rows_at_once=0, spin=True),
+    Peer(SPINNING, "bfloat16", _BF16_WEIGHTS, rows_at_once=0, spin=True),
     Peer(LIKE_OURS, "bfloat16", _BF16_WEIGHTS, rows_at_once=0, like_ours=True),
     Peer("TRL, float32, threads and memory as train.py's", "float32", _FLOAT32, rows_at_once=0, like_ours=True),
     Peer("TRL, autocast, whole batch", "bfloat16", {"gradient_checkpointing": False}, rows_at_once=0),
+    Peer(
+        "TRL, autocast, whole batch, threads and memory as train.py's",
+        "bfloat16",
+        {"gradient_checkpointing": False},
+        rows_at_once=0,
+        like_ours=True,
+    ),
     Peer("TRL, bf16 weights, 8 rows at once", "bfloat16", _BF16_WEIGHTS),
+    Peer(
+        "TRL, bf16 weights, 8 rows at once, threads and memory as train.py's", "bfloat16", _BF16_WEIGHTS, like_ours=True
+    ),
     Peer(
         "TRL, bf16 weights, static cache",
         "bfloat16",
@@ -155,6 +199,7 @@ PEERS = (
         rows_at_once=0,
         methods=("grpo",),
     ),
+    Peer(WITH_LORA, "bfloat16", _BF16_WEIGHTS, rows_at_once=0, like_ours=True, lora=True, role=None),
 )
 """TRL as it comes, and every tuning that was thought of; the fastest of a benchmark is its "TRL tuned". Weights in
 bfloat16 train next to nothing at a learning rate of 1e-6: they stand here so that the comparison is with the fastest

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from bench.contenders import Contender
 from bench.record import cosine_and_ratio, key_of
 from bench.reward import exact
 from bench.workload import Workload
@@ -49,8 +50,9 @@ class Agreement:
     """Tokens whose log-probs were compared."""
     logprobs: float | None
     """Largest difference; None where log-probs are not compared (pairs, texts: their loss is made of them)."""
-    cosine: float
-    norm: float
+    cosine: float | None
+    """None, as `norm`, where other parameters are trained than the reference's."""
+    norm: float | None
     loss: float | None
     """None where the process held a part of the rows only."""
 
@@ -59,17 +61,22 @@ class Agreement:
         found = []
         if self.logprobs is not None and not self.logprobs <= limits.logprobs:
             found.append(f"log-probs differ by up to {self.logprobs:.2g} nats (allowed {limits.logprobs:g})")
-        if not self.cosine >= limits.cosine:
+        if self.cosine is not None and not self.cosine >= limits.cosine:
             found.append(f"the cosine of the gradients is {self.cosine:.5f} (at least {limits.cosine})")
-        if not self.norm <= limits.norm:
+        if self.norm is not None and not self.norm <= limits.norm:
             found.append(f"the gradients' norms differ by {self.norm:.2%} (allowed {limits.norm:.1%})")
         if self.loss is not None and not self.loss <= limits.loss:
             found.append(f"the losses differ by {self.loss:.2g} (allowed {limits.loss:g})")
         return found
 
 
-def compare(reference: Mapping[str, Any], other: Mapping[str, Any]) -> Agreement:
+def compare(reference: Mapping[str, Any], other: Mapping[str, Any], *, gradients: bool = True) -> Agreement:
     """Two first steps, as `record.read` gives them; rows that only one has are left to `missing`.
+
+    Args:
+        reference: The reference's.
+        other: The other one.
+        gradients: Whether both train the same parameters.
 
     Raises:
         KeyError: a parameter has a gradient on one side only; says which.
@@ -78,12 +85,15 @@ def compare(reference: Mapping[str, Any], other: Mapping[str, Any]) -> Agreement
     differences = [
         abs(a - b) for key in both for a, b in zip(reference["logprobs"][key], other["logprobs"][key], strict=True)
     ]
-    cosine, ratio = cosine_and_ratio(reference["gradient"], other["gradient"])
+    cosine, norm = None, None
+    if gradients:
+        cosine, ratio = cosine_and_ratio(reference["gradient"], other["gradient"])
+        norm = abs(ratio - 1)
     loss = other["loss"]
     if loss is not None:
         loss = abs(loss - reference["loss"]) / max(1.0, abs(reference["loss"]))
     largest = max(differences, key=lambda x: (x != x, x)) if differences else None
-    return Agreement(len(differences), largest, cosine, abs(ratio - 1), loss)
+    return Agreement(len(differences), largest, cosine, norm, loss)
 
 
 def missing(workload: Workload, given: Sequence[Sequence[int]], other: Mapping[str, Any]) -> int:
@@ -96,20 +106,18 @@ def missing(workload: Workload, given: Sequence[Sequence[int]], other: Mapping[s
 
 
 def check(
-    name: str,
+    contender: Contender,
     workload: Workload,
-    dtype: str,
     first: Mapping[str, Any],
     given: Sequence[Sequence[int]],
     reference: Mapping[str, Any],
     peer_rounds: float = 0.0,
 ) -> dict[str, Any]:
-    """How far a contender is off.
+    """How far a contender is off, and under "allowed" how many nats it may be.
 
     Args:
-        name: The contender's.
+        contender: Which one.
         workload: What it computed.
-        dtype: "float32" or "bfloat16".
         first: Its first step.
         given: The completions that all were given.
         reference: The reference's first step.
@@ -119,15 +127,17 @@ def check(
         GateError: further than allowed; says in what.
     """
     try:
-        found = compare(reference, first)
+        found = compare(reference, first, gradients=not contender.own_parameters)
     except KeyError as error:
-        raise GateError(f"{workload.name}: {name}: {error.args[0]}.") from error
-    limits = LIMITS[dtype]
-    if dtype == "bfloat16":
+        raise GateError(f"{workload.name}: {contender.name}: {error.args[0]}.") from error
+    limits = LIMITS[contender.dtype]
+    if contender.dtype == "bfloat16":
         limits = replace(limits, logprobs=max(limits.logprobs, 1.5 * peer_rounds))
     faults = found.faults(limits)
     if first["loss"] is not None and (lost := missing(workload, given, first)):
         faults.append(f"{lost} completions that teach something were not scored")
     if faults:
-        raise GateError(f"{workload.name}: {name} computes something else than the reference: {'; '.join(faults)}.")
-    return asdict(found)
+        raise GateError(
+            f"{workload.name}: {contender.name} computes something else than the reference: {'; '.join(faults)}."
+        )
+    return asdict(found) | {"allowed": limits.logprobs}

@@ -96,11 +96,16 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         "processor": told.get("model name", platform.processor() or platform.machine()),
         "flags": {name: name in flags for name in FLAGS},
         "cores": os.cpu_count(),
-        "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory": memory(),
         "torch": torch.__version__,
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
     return found | ({"gpu": torch.cuda.get_device_name()} if device == "cuda" else {})
+
+
+def memory() -> int:
+    """Bytes of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def busy(cores: Sequence[int]) -> float:

@@ -1,8 +1,8 @@
 """Rounds: contenders take turns, A B C and then C B A, so that a neighbour's load falls on all of them.
 
 A turn is a few timed steps after untimed ones; where all rollouts are of the same lengths, it ends after `LONG` seconds
-with fewer. Where other processes took more than 5 % of the processor in a turn it
-is taken again, a few times at most; what is kept says how much they took.
+with fewer. Where other processes took more than 5 % of the processor in a turn, its round is given up and begun anew, a
+few times at most; what is kept says how much they took.
 """
 
 from __future__ import annotations
@@ -13,23 +13,27 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench import gate, machine, record
 from bench.contenders import Contender
 from bench.protocol import Process, tree
+from bench.revision import revision
 from bench.suites import Benchmark
+from bench.waiting import Waiting
 from bench.workload import Spec, write
 
 FOREIGN = 0.05
 """Share of the processor that others may take in a turn."""
 LONG = 30.0
 """Seconds after which a turn takes no further step: bfloat16 without units for it takes ten times as long."""
+KEPT = 0.5
+"""Share of the memory that processes may have which wait for their next turn, with the one that is measured."""
 SCRIPTS = Path(__file__).resolve().parents[1]
 
 
@@ -63,8 +67,6 @@ class Turns:
         self._folder = place.root / "workload"
         self._reference: dict[str, Any] | None = None
         self._peer_rounds = 0.0
-        self._stack = ExitStack()
-        self._running: dict[str, Process] = {}
         self.results: dict[str, dict[str, Any]] = {
             one.name: {
                 "side": one.side,
@@ -85,15 +87,13 @@ class Turns:
             ContenderFailed: a process ended.
         """
         benchmark, began, load = self._benchmark, time.time(), os.getloadavg()[0]
+        code = revision()
         self._write_files()
-        with self._stack:
+        if benchmark.reference is not None:
+            self._take_reference(benchmark.reference)
+        with Waiting(KEPT * machine.memory() if benchmark.resident and self._is_even else 0) as waiting:
             for number in range(benchmark.rounds):
-                order = benchmark.contenders if number % 2 == 0 else benchmark.contenders[::-1]
-                for contender in order:
-                    with self._turn_of(contender) as process:
-                        self._take_turn(contender, process, number)
-                        if number == benchmark.rounds - 1:
-                            self._look_inside(contender, process)
+                self._take_round(number, waiting)
         return {
             "workload": asdict(benchmark.workload),
             "rounds": benchmark.rounds,
@@ -102,6 +102,7 @@ class Turns:
             "resident": benchmark.resident,
             "series": benchmark.series,
             "factor": benchmark.factor,
+            "code": code,
             "date": f"{datetime.now():%Y-%m-%d}",
             "load": [load, os.getloadavg()[0]],
             "minutes": (time.time() - began) / 60,
@@ -118,21 +119,6 @@ class Turns:
         gc.collect()
 
     # ------------------------------------------------------------------ starting
-
-    @contextmanager
-    def _turn_of(self, contender: Contender) -> Iterator[Process]:
-        """The contender's process: the one that waits, or a fresh one."""
-        if contender.name in self._running:
-            yield self._running[contender.name]
-            return
-        if self._benchmark.resident:
-            process = self._running[contender.name] = self._stack.enter_context(self._process(contender))
-            self._begin(contender, process)
-            yield process
-            return
-        with self._process(contender) as process:
-            self._begin(contender, process)
-            yield process
 
     def _process(self, contender: Contender) -> Process:
         work = self._place.root / "".join(c if c.isalnum() else "_" for c in contender.name)
@@ -153,6 +139,13 @@ class Turns:
         command = [python, "-m", f"bench.{contender.side}"]
         return Process(command, environment, work / "log.txt", self._place.cores)
 
+    def _take_reference(self, contender: Contender) -> None:
+        """What the gate compares with, of a contender that takes no turns."""
+        with self._process(contender) as process:
+            process.step()
+            self._reference = record.read(process.log.parent)
+        print(f"  gate: against {contender.name}, which takes no turns", flush=True)
+
     def _begin(self, contender: Contender, process: Process) -> None:
         """The gate's step, then the others that do not count."""
         result, folder = self.results[contender.name], process.log.parent
@@ -171,31 +164,43 @@ class Turns:
             self._reference = first
         given = Spec(workload, self._folder, folder, self._place.device, {}).given()
         if contender.side == "peer" and contender.dtype == "bfloat16":
-            found = gate.compare(self._reference, first).logprobs
+            found = gate.compare(self._reference, first, gradients=False).logprobs
             self._peer_rounds = max(self._peer_rounds, found or 0.0)
-        rounds = self._peer_rounds
-        return gate.check(contender.name, workload, contender.dtype, first, given, self._reference, rounds)
+        return gate.check(contender, workload, first, given, self._reference, self._peer_rounds)
 
     # ------------------------------------------------------------------ turns
 
-    def _take_turn(self, contender: Contender, process: Process, number: int) -> None:
-        """Timed steps, again where others took too much of the processor: the quietest is kept."""
-        tries = []
-        for _ in range(1 + self._benchmark.again):
-            tries.append(self._timed(process) | {"round": number})
-            if tries[-1]["foreign"] <= FOREIGN:
-                break
-        best = min(tries, key=lambda turn: turn["foreign"])
-        result = self.results[contender.name]
-        result["turns"].append(best | {"tries": len(tries)})
-        median = statistics.median(best["seconds"])
-        print(f"  round {number + 1}: {contender.name}: {median:.3f} s, others {best['foreign']:.0%}", flush=True)
+    def _take_round(self, number: int, waiting: Waiting) -> None:
+        """A turn of each. A loud one ends the round, which begins anew, but for the last time that it may."""
+        benchmark = self._benchmark
+        for tries in range(1, 2 + benchmark.again):
+            turns: dict[str, dict[str, Any]] = {}
+            for contender in benchmark.contenders if number % 2 == 0 else benchmark.contenders[::-1]:
+                start, begin = partial(self._process, contender), partial(self._begin, contender)
+                with waiting.turn(contender.name, start, begin) as process:
+                    turn = self._timed(process) | {"round": number, "tries": tries}
+                    self._tell(contender, turn)
+                    if number == benchmark.rounds - 1 and "flops" not in self.results[contender.name]:
+                        self._look_inside(contender, process)
+                turns[contender.name] = turn
+                if turn["foreign"] > FOREIGN and tries <= benchmark.again:
+                    print(f"  round {number + 1} begins anew", flush=True)
+                    break
+            else:
+                for name, turn in turns.items():
+                    self.results[name]["turns"].append(turn)
+                return
+
+    def _tell(self, contender: Contender, turn: Mapping[str, Any]) -> None:
+        median = statistics.median(turn["seconds"])
+        where = f"  round {turn['round'] + 1}: {contender.name}"
+        print(f"{where}: {median:.3f} s, others {turn['foreign']:.0%}", flush=True)
 
     def _timed(self, process: Process) -> dict[str, Any]:
         cores, load, own = self._place.cores, os.getloadavg()[0], os.times()
         began, before = time.perf_counter(), machine.busy(cores)
         answers = [process.step()]
-        while len(answers) < self._benchmark.steps and not (self._may_end and time.perf_counter() - began > LONG):
+        while len(answers) < self._benchmark.steps and not (self._is_even and time.perf_counter() - began > LONG):
             answers.append(process.step())
         now = os.times()
         wall, ours = time.perf_counter() - began, sum(answer["cpu"] for answer in answers)
@@ -207,8 +212,11 @@ class Turns:
         return turn | peaks | {"foreign": foreign, "load": [load, os.getloadavg()[0]]}
 
     @property
-    def _may_end(self) -> bool:
-        """Whether a turn of fewer steps is as good: each of its steps asks for the same work."""
+    def _is_even(self) -> bool:
+        """Whether every step asks for the same work.
+
+        Then a turn of fewer steps is as good, and so is one of a process that has been further in the rollouts.
+        """
         return self._benchmark.workload.lengths == "fixed"
 
     def _look_inside(self, contender: Contender, process: Process) -> None:

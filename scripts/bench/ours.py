@@ -16,12 +16,14 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from bench import reward
 from bench.protocol import Steps, Unasked
@@ -171,14 +173,23 @@ class Contender(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         policy: Any = pl_module.policy
-        if trainer.is_global_zero:
-            self._first.add_gradient(policy.named_parameters(), self._spec.work, whole=trainer.world_size == 1)
+        if self._first.open:
+            named = whole_gradients(policy.named_parameters())  # all ranks take part where they hold shards
+            if trainer.is_global_zero:
+                self._first.add_gradient(named, self._spec.work, whole=trainer.world_size == 1)
+            self._first.open = False
         self._steps.phases.until_the_end("optimize")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *rest: Any) -> None:
         if trainer.global_step > self._trained:
             self._trained = trainer.global_step
             self._steps.between()
+
+
+def whole_gradients(named: Iterable[tuple[str, torch.nn.Parameter]]) -> list[tuple[str, Tensor]]:
+    """Gradients by parameter, those whose shards are spread over ranks put together."""
+    found = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+    return [(name, grad.full_tensor() if isinstance(grad, DTensor) else grad) for name, grad in found]
 
 
 def completions_of(ids: list[list[int]], prompts: Prompts, work: Workload, device: torch.device) -> Completions:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import plots, summary
-from bench.contenders import OURS, VARIANTS
+from bench.gate import LIMITS
 from bench.measure import FOREIGN
 from bench.summary import Result, Spread
 from bench.workload import Workload
@@ -50,18 +50,24 @@ METHOD = f"""\
 - **Gate.** The first step of every contender is taken on completions that all are given, in its real training loop.
   Log-probs, loss and gradient are held against TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
   least 0.999. In deep models TRL itself is further off in bfloat16; there a contender may be 1.5 times as far off as
-  TRL. If one is further off, there are no figures of that workload.
+  TRL, and the workload says so. If one is further off, there are no figures of that workload. With LoRA there is no
+  gradient to compare, and of pairs and texts no log-probs: their loss and gradient are made of them.
 - **Turns.** Each contender is a process with pinned threads that trains one step when it is asked to, so that warm-up
   is left out and contenders alternate (A B C, then C B A). A turn is the median of its steps, a figure the median of
-  turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets. A turn in which other
-  processes took over {FOREIGN:.0%} of the processor is taken again, twice at most.
+  turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets; half of all timed steps
+  lie in the "middle half". Where other processes took over {FOREIGN:.0%} of the processor in a turn, the round begins
+  anew, once or twice at most. `make bench-full` starts a process for each turn; `make bench` lets those that were
+  measured last wait for the next round, in half of the memory at most.
+- **Commit.** Each workload says of which commit its figures are (with a plus: of files that differed from it) and of
+  which day. Rows of one table may be of different commits, never of different machines or versions.
+- **Ours.** Its precision is always named, and only that, but for what a contender's name says; all else is what
+  `train.py` takes by itself.
 - **TRL.** "default" is its config as it comes, which computes in bfloat16. Without units for that a step takes minutes,
-  so on such a processor it is float32, and called so. "tuned" is the fastest of the other settings listed for each
-  workload; where the default is the fastest of all, its ratio is the higher one. Threads of lit_rl that wait for each
-  other spin for a moment and then sleep, and its processes keep the memory that they free (`train.py` sees to both);
-  TRL is measured with sleeping threads, with spinning ones, and with threads and memory as `train.py` has them, and the
-  fastest counts. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they count as a
-  tuning nevertheless.
+  so on such a processor it is float32, and called so. "tuned" is the fastest of all settings measured for a workload,
+  the default among them. Threads of lit_rl that wait for each other spin for a moment and then sleep, and its processes
+  keep the memory that they free (`train.py` sees to both); TRL is measured with sleeping threads, with spinning ones,
+  and with threads and memory as `train.py` has them. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are
+  rounded away); they count as a tuning nevertheless. With LoRA it trains other parameters, and stands for no ratio.
 - **The limit.** Matrix rate and memory bandwidth are measured first. The bound of a step is what its least work takes
   at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU
   counts useful FLOPs of the training alone, HFU executed ones of the whole step, MBU the bytes that decoding must read.
@@ -118,25 +124,29 @@ def _machine(run: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _overview(results: Sequence[Result]) -> Iterator[str]:
-    """A row for ours as it comes, and one for each of its other precisions."""
-    yield "| | | s a step | TRL default / lit_rl | TRL tuned / lit_rl | by CPU time | peak memory / TRL default |"
-    yield "|---|---|---|---|---|---|---|"
-    rows = [(result, name) for result in results for name in (OURS, *(v.name for v in VARIANTS))]
-    for result, ours in rows:
-        if ours not in result["contenders"]:
-            continue
-        default, tuned = summary.fastest(result, "default"), summary.fastest(result, "tuned")
-        assert default is not None
-        theirs = [summary.ratio(result, name, ours) if name else None for name in (default, tuned)]
-        cpu = [summary.ratio(result, name, ours, "cpu").middle for name in (default, tuned) if name]
-        memory = (summary.peak(result, ours) or 0) / (summary.peak(result, default) or 1)
-        yield (
-            f"| {result['workload']['name'] if ours == OURS else ''} | {ours} "
-            f"| {summary.spread(result, ours).middle:.2f} "
-            f"| {' | '.join('-' if one is None else _ratio(one) for one in theirs)} "
-            f"| {', '.join(f'{one:.2f}' for one in cpu)} | {memory:.2f} |"
-        )
+    """A row for each of our contenders that has every technique on."""
+    columns = ("", "", "s a step", "TRL default / lit_rl", "TRL tuned / lit_rl", "by CPU time")
+    yield f"| {' | '.join((*columns, 'peak memory / TRL default', 'rounds', 'commit'))} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for result in results:
+        default, tuned = summary.default(result), summary.tuned(result)
+        assert default is not None and tuned is not None
+        for number, ours in enumerate(summary.ours(result)):
+            theirs = [_ratio(summary.ratio(result, name, ours)) for name in (default, tuned)]
+            cpu = [f"{summary.ratio(result, name, ours, 'cpu').middle:.2f}" for name in (default, tuned)]
+            memory = (summary.peak(result, ours) or 0) / (summary.peak(result, default) or 1)
+            yield (
+                f"| {'' if number else result['workload']['name']} | {ours} "
+                f"| {summary.spread(result, ours).middle:.2f} | {' | '.join(theirs)} | {', '.join(cpu)} "
+                f"| {memory:.2f} | {result['rounds']} | {_commit(result)} |"
+            )
     yield ""
+
+
+def _commit(result: Result) -> str:
+    """Of the code that was measured, with a plus where files differed from it."""
+    code = result.get("code") or {}
+    return f"{code['commit'][:9]}{'+' if code['changed'] else ''}" if code.get("commit") else "unknown"
 
 
 def _benchmark(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
@@ -161,23 +171,33 @@ def _described(workload: Workload, result: Result) -> str:
         f"{workload.method.upper()}, shape {workload.shape}: {what}. {result['rounds']} rounds of {result['steps']} "
         f"steps in turns, after {result['warmups']} that do not count; {result['minutes']:.0f} minutes. Others took "
         f"over {FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before "
-        f"and {result['load'][1]:.1f} after. {result['date']}.\n"
+        f"and {result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
     )
+
+
+def _counted(result: Result) -> str:
+    """Which settings of TRL the ratios are over."""
+    default, tuned = summary.default(result), summary.tuned(result)
+    return f' "TRL default" is `{default}`, "TRL tuned" `{tuned}`.' if default and tuned else ""
 
 
 def _contenders(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
     tokens, bound = summary.generated_tokens(result), summary.limit(result, machine)
-    columns = ("", "s a step (rounds)", "CPU s", "generate, reward, train, optimize", "tokens/s", "peak GB")
-    yield f"| {' | '.join((*columns, 'of the limit', 'MFU, HFU, MBU'))} |"
-    yield "|---|---|---|---|---|---|---|---|"
+    columns = ("", "s a step (rounds)", "middle half of steps", "CPU s", "generate, reward, train, optimize")
+    more = ("tokens/s generated, trained", "peak GB", "of the limit", "MFU, HFU, MBU")
+    yield f"| {' | '.join((*columns, *more))} |"
+    yield "|---|---|---|---|---|---|---|---|---|"
     for name, one in result["contenders"].items():
         if one["technique"] is not None:
             continue
         parts, share = summary.phases(result, name), summary.shares(result, name, machine)
         split = ", ".join(f"{parts[phase]:.2f}" for phase in ("generate", "reward", "train", "optimize"))
+        low, high = summary.quartiles(result, name)
+        rates = [tokens / parts["generate"] if tokens else None, summary.trained_tokens(result) / parts["train"]]
         yield (
-            f"| {name} | {_seconds(summary.spread(result, name))} | {summary.spread(result, name, 'cpu').middle:.2f} "
-            f"| {split} | {tokens / summary.spread(result, name).middle:,.0f} | {_memory(result, name)} "
+            f"| {name} | {_seconds(summary.spread(result, name))} | {low:.3g} to {high:.3g} "
+            f"| {summary.spread(result, name, 'cpu').middle:.2f} | {split} "
+            f"| {', '.join('-' if rate is None else f'{rate:,.0f}' for rate in rates)} | {_memory(result, name)} "
             f"| {share.step:.1%} | {', '.join(map(_share, (share.mfu, share.hfu, share.mbu)))} |"
         )
     yield (
@@ -189,9 +209,9 @@ def _contenders(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
 def _ablations(result: Result) -> Iterator[str]:
     off = {name: one["technique"] for name, one in result["contenders"].items() if one["technique"] is not None}
     base = next((name.partition(", without: ")[0] for name in off), None)
-    if base is None:
+    if base not in result["contenders"]:
         return
-    yield "| without | s a step | times as slow | by CPU time | peak GB |"
+    yield f"| {base} without | s a step | times as slow | by CPU time | peak GB |"
     yield "|---|---|---|---|---|"
     yield f"| (all on) | {_seconds(summary.spread(result, base))} | 1 | 1 | {_memory(result, base)} |"
     for name, technique in off.items():
@@ -208,12 +228,19 @@ def _gate(result: Result) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|"
     for name, one in result["contenders"].items():
         found = one["gate"]
-        cells = ["" if found[key] is None else f"{found[key]:.1e}" for key in ("logprobs", "norm", "loss")]
+        far = {key: "" if found[key] is None else f"{found[key]:.1e}" for key in ("logprobs", "norm", "loss")}
+        cosine = "" if found["cosine"] is None else f"{max(0.0, 1 - found['cosine']):.1e}"
         yield (
-            f"| {name} | {one['dtype']} | {cells[0]} | {max(0.0, 1 - found['cosine']):.1e} | {cells[1]} | {cells[2]} "
+            f"| {name} | {one['dtype']} | {far['logprobs']} | {cosine} | {far['norm']} | {far['loss']} "
             f"| {one['first_step']:.0f} |"
         )
     yield ""
+    widest = max((one["gate"].get("allowed", 0.0) for one in result["contenders"].values()), default=0.0)
+    if widest > LIMITS["bfloat16"].logprobs:
+        yield (
+            f"Here the gate was wider than the protocol has it: {widest:.1e} nats in bfloat16, 1.5 times what TRL "
+            f"itself is off, in place of {LIMITS['bfloat16'].logprobs:.0e}.\n"
+        )
 
 
 def _settings(result: Result) -> Iterator[str]:

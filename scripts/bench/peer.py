@@ -60,6 +60,10 @@ def trainer_of(spec: Spec) -> Any:
     rows = [json.loads(line) for line in spec.rows.read_text().splitlines()]
     arguments = config(spec) | dict(spec.settings["config"])
     shared: dict[str, Any] = {"model": str(spec.model), "train_dataset": Dataset.from_list(rows)}
+    if adapter := spec.settings.get("lora"):
+        from peft import LoraConfig
+
+        shared["peft_config"] = LoraConfig(task_type="CAUSAL_LM", **adapter)
     if spec.workload.method == "grpo":
         from trl import GRPOConfig, GRPOTrainer
 
@@ -127,7 +131,8 @@ class Contender(TrainerCallback):
             return share
 
         def before_clipping(model: Any) -> Any:
-            self._first.add_gradient(trainer.accelerator.unwrap_model(model).named_parameters(), self._spec.work)
+            named = trainer.accelerator.unwrap_model(model).named_parameters()
+            self._first.add_gradient(((name, p.grad) for name, p in named if p.grad is not None), self._spec.work)
             phases.until_the_end("optimize")
             return clip(model)
 

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from bench import summary
-from bench.contenders import OURS
+from bench.contenders import BF16_TRUE, OURS
 from bench.summary import Result
 
 BLUE, ORANGE, GREEN = "#2f6db3", "#d9661f", "#3b8f5a"
@@ -32,28 +32,38 @@ def draw(results: Sequence[Result], folder: Path, kind: str) -> None:
 
 
 def _ratios(results: Sequence[Result], path: Path) -> None:
-    """A bar for each workload: TRL's seconds over ours, as it comes and tuned, with the rounds' range."""
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.7 * len(results)), layout="constrained")
-    for offset, color, label, role in (
-        (-0.19, BLUE, "TRL default", "default"),
-        (0.19, ORANGE, "TRL tuned", "tuned"),
-    ):
-        for place, result in enumerate(results):
-            theirs = summary.fastest(result, role)
-            if theirs is None:
-                continue
-            found = summary.ratio(result, theirs, OURS)
-            error = [[max(0.0, found.middle - found.low)], [max(0.0, found.high - found.middle)]]
-            name = label if place == 0 else None
-            axes.barh(place + offset, found.middle, 0.36, xerr=error, color=color, ecolor=INK, capsize=3, label=name)
-    axes.axvline(1, color=INK, linewidth=0.8)
-    axes.set_yticks(range(len(results)), [result["workload"]["name"] for result in results])
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds a step over those of lit_rl (range over rounds)")
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    _plain(axes, grid="x")
+    """Ours in float32, and beside it with bf16-true: TRL's seconds over ours, a pair of bars for each workload."""
+    there = [name for name in (OURS, BF16_TRUE) if any(name in result["contenders"] for result in results)]
+    size = (2.5 + 4.5 * len(there), 1.2 + 0.7 * len(results))
+    figure, panels = plt.subplots(
+        1, len(there), figsize=size, layout="constrained", sharex=True, sharey=True, squeeze=False
+    )
+    for axes, ours in zip(panels[0], there):
+        _bars(axes, results, ours)
+    panels[0][0].set_yticks(range(len(results)), [result["workload"]["name"] for result in results])
+    panels[0][0].invert_yaxis()
+    panels[0][0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _bars(axes: Axes, results: Sequence[Result], ours: str) -> None:
+    """TRL's seconds over those of one contender of ours, TRL as it comes and tuned, with the rounds' range."""
+    for offset, color, label, which in (
+        (-0.19, BLUE, "TRL default", summary.default),
+        (0.19, ORANGE, "TRL tuned", summary.tuned),
+    ):
+        for place, result in enumerate(results):
+            theirs = which(result)
+            if theirs is None or ours not in result["contenders"]:
+                continue
+            found = summary.ratio(result, theirs, ours)
+            error = [[max(0.0, found.middle - found.low)], [max(0.0, found.high - found.middle)]]
+            axes.barh(place + offset, found.middle, 0.36, xerr=error, color=color, ecolor=INK, capsize=3, label=label)
+            label = None
+    axes.axvline(1, color=INK, linewidth=0.8)
+    axes.set_xlabel(f"seconds a step over those of\n{ours} (range over rounds)")
+    _plain(axes, grid="x")
 
 
 def _cost(points: Sequence[Result], axis: str, path: Path) -> None:

@@ -34,7 +34,7 @@ class FirstStep:
         """The gradient as it is before clipping; what was collected is written, and the step is over.
 
         Args:
-            named: The parameters.
+            named: Gradients by parameter.
             folder: Where to.
             whole: Whether this process took the loss of all rows. Of a part there is no loss to compare.
         """
@@ -43,7 +43,7 @@ class FirstStep:
         from safetensors.torch import save_file
 
         self.open = False
-        gradient = {name: p.grad.detach().float().cpu().contiguous() for name, p in named if p.grad is not None}
+        gradient = {name: grad.detach().float().cpu().contiguous() for name, grad in named}
         save_file(gradient, folder / "gradient.safetensors")
         (folder / "first_step.json").write_text(
             json.dumps({"loss": self.loss if whole else None, "logprobs": self.logprobs})

@@ -4,27 +4,35 @@
 
 After each benchmark its results go to docs/benchmarks/cpu.json, those of `gpu` to gpu.json; those of `smoke` nowhere
 unless `--docs` names a folder. What an earlier run measured on the same machine with the same versions, and this one
-has not, stays: so `--only` measures one benchmark anew.
+has not, stays, with its own commit, day and load: so `--only` measures some benchmarks anew.
+
+Some workloads and some contenders of a suite, in fewer rounds:
+
+    PYTHONPATH=scripts python -m bench.run full --list
+    PYTHONPATH=scripts python -m bench.run full --peer-python .venv-peer/bin/python --kept --rounds 2 --steps 3 \\
+        --only "C1, prompt 64" DPO SFT --contenders "TRL, default" "threads and memory as train.py's" "lit_rl, float32"
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import machine, measure, page
+from bench.contenders import BASES
 from bench.gate import GateError
 from bench.protocol import ContenderFailed
-from bench.suites import SUITES, Benchmark, without_bfloat16, without_peer
+from bench.suites import SUITES, Benchmark, only, without_bfloat16, without_peer
 
 
 def header(suite: str, place: measure.Place, **settings: int) -> dict[str, Any]:
@@ -37,7 +45,7 @@ def header(suite: str, place: measure.Place, **settings: int) -> dict[str, Any]:
     """
     print("Measuring what the machine can do ...", flush=True)
     limits = machine.measure(place.device, **settings)
-    found = dataclasses.asdict(limits) | {"has_bfloat16": limits.has_bfloat16} | machine.describe(place.device)
+    found = asdict(limits) | {"has_bfloat16": limits.has_bfloat16} | machine.describe(place.device)
     print(f"machine: {found}", flush=True)
     if place.device == "cuda":
         torch.cuda.empty_cache()
@@ -76,34 +84,80 @@ def versions(python: str) -> dict[str, str | None]:
     return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-def chosen(suite: str, rounds: int | None, only: str | None) -> list[Benchmark]:
-    """The benchmarks of a suite, in rounds of one's own, those whose name holds a text."""
-    found = [one for one in SUITES[suite]() if only is None or only in one.workload.name]
+def chosen(given: argparse.Namespace) -> list[Benchmark]:
+    """The benchmarks of a suite that are asked for, in rounds and turns as they are asked for."""
+    found = [
+        one
+        for one in SUITES[given.suite](BASES[given.base])
+        if given.only is None or any(text in one.workload.name for text in given.only)
+    ]
     if not found:
-        raise SystemExit(f"--only {only}: no benchmark of {suite} has that in its name.")
-    return [one if rounds is None else dataclasses.replace(one, rounds=rounds) for one in found]
+        raise SystemExit(f"--only {' '.join(given.only)}: no benchmark of {given.suite} has one of these in its name.")
+    named = {"rounds": given.rounds, "steps": given.steps, "resident": given.kept}
+    return [replace(one, **{name: value for name, value in named.items() if value is not None}) for one in found]
 
 
-def main() -> None:
+def contenders_of(benchmarks: Sequence[Benchmark], wanted: Sequence[str] | None) -> list[Benchmark]:
+    """The benchmarks with those contenders that are asked for; one that has none of them is left out.
+
+    Raises:
+        SystemExit: no benchmark has a contender with such a name; says which text it was.
+    """
+    if wanted is None:
+        return list(benchmarks)
+    for text in wanted:
+        if not any(only(one, [text]).contenders for one in benchmarks):
+            raise SystemExit(f"--contenders {text!r}: nobody has that in the name; --list tells the names.")
+    return [some for one in benchmarks if (some := only(one, wanted)).contenders]
+
+
+def names(benchmarks: Sequence[Benchmark]) -> str:
+    """Workloads, and under each its contenders."""
+    lines = []
+    for one in benchmarks:
+        lines.append(f"{one.workload.name}: {one.rounds} rounds of {one.steps} steps")
+        lines += [f"    {contender.name}" for contender in one.contenders]
+    return "\n".join(lines)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=list(SUITES))
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter of an environment with TRL")
     parser.add_argument("--rounds", type=int, help="rounds, in place of the suite's own")
-    parser.add_argument("--only", help="only benchmarks with this in their name")
+    parser.add_argument("--steps", type=int, help="timed steps of a turn, in place of the suite's own")
+    parser.add_argument("--only", nargs="+", help="only benchmarks with one of these in their name")
+    parser.add_argument(
+        "--contenders", nargs="+", help="only these: names, or what their names hold; the gate's reference comes along"
+    )
+    parser.add_argument("--base", choices=list(BASES), default="float32", help="whose techniques are switched off")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each process (all cores)")
-    parser.add_argument("--fresh", action="store_true", help="one process at a time: less memory, more minutes")
+    ends = parser.add_mutually_exclusive_group()
+    ends.add_argument(
+        "--fresh", dest="kept", action="store_false", default=None, help="each turn is a fresh process: more minutes"
+    )
+    ends.add_argument(
+        "--kept", action="store_true", default=None, help="processes wait between turns, in half of the memory at most"
+    )
+    parser.add_argument("--list", action="store_true", help="say what would run, and leave")
     parser.add_argument("--docs", type=Path, help="write results, page and pictures below this folder, not in docs/")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     kind = "gpu" if given.suite == "gpu" else "cpu"
+    benchmarks = chosen(given)
+    if given.list:
+        return print(names(contenders_of(benchmarks, given.contenders)))
     if kind == "gpu" and not torch.cuda.is_available():
         raise SystemExit("bench gpu needs a GPU that torch sees; `make bench` measures on the CPU.")
-    benchmarks = chosen(given.suite, given.rounds, given.only)
-    if given.fresh:
-        benchmarks = [dataclasses.replace(one, resident=False) for one in benchmarks]
     if versions(given.peer_python)["trl"] is None:
         if kind == "cpu":
             raise SystemExit(f"{given.peer_python} has no TRL: give the interpreter of one that has (--peer-python).")
         benchmarks = [without_peer(one) for one in benchmarks]
+    contenders_of(benchmarks, given.contenders)  # a wrong name is told before anything is measured
     docs: Path | None = given.docs or (None if given.suite == "smoke" else page.DOCS)
     with tempfile.TemporaryDirectory(prefix="lit_rl_bench_") as root:
         device = "cuda" if kind == "gpu" else "cpu"
@@ -114,7 +168,7 @@ def main() -> None:
         try:
             if not run["machine"]["has_bfloat16"]:
                 benchmarks = [without_bfloat16(one) for one in benchmarks]
-            for result in measure.run(benchmarks, place):
+            for result in measure.run(contenders_of(benchmarks, given.contenders), place):
                 run["benchmarks"].append(result)
                 if docs is not None:
                     save(run, docs / "benchmarks" / f"{kind}.json", docs)

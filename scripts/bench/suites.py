@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from bench.contenders import (
+    ADAPTER,
+    BFLOAT16,
+    CHECKPOINTED,
     DEFAULT,
     DEFAULT_ASLEEP,
     DEFAULT_FLOAT32,
     DEFAULT_FLOAT32_ASLEEP,
+    FLOAT32,
     LIKE_OURS,
-    OURS,
+    PRECISIONS,
     REFERENCE,
-    VARIANTS,
+    SPINNING,
+    SPLIT,
+    WITH_LORA,
     Contender,
     ablations,
     ours,
@@ -28,16 +34,19 @@ class Benchmark:
 
     workload: Workload
     contenders: Sequence[Contender]
-    """The first one is the gate's reference."""
+    """The first one is the gate's reference, unless `reference` says another."""
     rounds: int
     steps: int
     """Timed steps of a turn."""
     warmups: int = 2
     """Steps before the first that counts, the gate's included."""
     again: int = 2
-    """Times that a turn is repeated at most, where other processes took too much of the processor."""
+    """Times that a round is repeated at most, where other processes took too much of the processor in a turn."""
     resident: bool = True
-    """Contenders stay between their turns. False: each turn is a fresh process, so that memory holds one at a time."""
+    """Contenders wait between their turns, as many as half of the memory holds. False: each turn is a fresh process, as
+    it always is where lengths are variable: so all contenders have the same rollouts."""
+    reference: Contender | None = None
+    """What the gate compares with, where it takes no turns."""
     series: str | None = None
     """The axis of work that this is a point of: "completions" or "tokens"."""
     factor: int = 1
@@ -50,17 +59,10 @@ DPO = Workload("C3, DPO", method="dpo", prompts=16, group=2, prompt_tokens=128, 
 SFT = Workload("C3, SFT", method="sft", prompts=16, group=1, prompt_tokens=128, completion_tokens=128)
 
 
-FEW = (
-    DEFAULT,
-    DEFAULT_ASLEEP,
-    "TRL, bf16 weights, whole batch",
-    "TRL, bf16 weights, whole batch, waiting threads spin",
-    LIKE_OURS,
-    "TRL, autocast, whole batch",
-)
+FEW = (DEFAULT, DEFAULT_ASLEEP, SPINNING, LIKE_OURS)
 """TRL as it comes, and the tunings that may be its fastest; `tuning` measures all of them."""
 
-FLOAT32 = (
+WITHOUT_BFLOAT16 = (
     DEFAULT_FLOAT32,
     DEFAULT_FLOAT32_ASLEEP,
     "TRL, float32, waiting threads spin",
@@ -70,45 +72,67 @@ FLOAT32 = (
 """The same where nothing computes in bfloat16."""
 
 
-def smoke() -> list[Benchmark]:
-    """Does it run? Figures of it mean nothing."""
-    tiny = replace(C1, name="smoke", shape="tiny", prompts=2, group=4, prompt_tokens=8, completion_tokens=8)
-    return [Benchmark(tiny, [*peers(tiny, [DEFAULT]), ours(OURS)], rounds=1, steps=2, warmups=1, again=0)]
+LONG = replace(C1, name="C1, prompt 256", prompt_tokens=256)
+VARIABLE = replace(C1, name="C1, variable lengths", lengths="variable")
+DEAD = replace(C1, name="C1, half-dead groups", lengths="variable", dead=True)
 
 
-def bench() -> list[Benchmark]:
-    """C1 with prompts of 64 tokens."""
-    who = [*peers(C1, FEW), ours(OURS), *VARIANTS, *ablations(C1)]
-    return [Benchmark(C1, who, rounds=3, steps=5)]
+def smoke(base: Contender = FLOAT32) -> list[Benchmark]:
+    """Does it run? Every contender of every workload, tiny. Figures of it mean nothing."""
+    once = {"rounds": 1, "steps": 1, "warmups": 1, "again": 0}
+    return [replace(one, workload=_tiny(one.workload), **once) for one in full(base) if one.series is None]
 
 
-def tuning() -> list[Benchmark]:
+def _tiny(work: Workload) -> Workload:
+    return replace(work, shape="tiny", prompts=2, group=min(work.group, 4), prompt_tokens=8, completion_tokens=8)
+
+
+def bench(base: Contender = FLOAT32) -> list[Benchmark]:
+    """C1 with prompts of 64 tokens, and each technique of one contender of ours off in turn."""
+    return [Benchmark(C1, _all_of(C1, base), rounds=3, steps=5, again=1)]
+
+
+def _all_of(work: Workload, base: Contender, *more: Contender) -> list[Contender]:
+    """TRL, ours in each precision, and each technique off in turn."""
+    return [*peers(work, FEW), *PRECISIONS, *more, *ablations(work, base)]
+
+
+def tuning(base: Contender = FLOAT32) -> list[Benchmark]:
     """Which setting of TRL is its fastest on a machine."""
     settings = replace(C1, name="Settings of TRL, prompt 64")
-    theirs = [one for one in peers(settings) if one.name not in (DEFAULT_FLOAT32, DEFAULT_FLOAT32_ASLEEP)]
+    theirs = [one for one in peers(settings) if one.name not in (DEFAULT_FLOAT32, DEFAULT_FLOAT32_ASLEEP, WITH_LORA)]
     return [Benchmark(settings, theirs, rounds=3, steps=5, resident=False)]
 
 
-def full() -> list[Benchmark]:
+def full(base: Contender = FLOAT32) -> list[Benchmark]:
     """C1 to C3, M1, and cost against work."""
-    long = replace(C1, name="C1, prompt 256", prompt_tokens=256)
-    variable = replace(C1, name="C1, variable lengths", lengths="variable")
-    dead = replace(C1, name="C1, half-dead groups", lengths="variable", dead=True)
-    few = {work: [*peers(work, FEW), ours(OURS), *VARIANTS] for work in (C1, long, variable, dead, DPO, SFT)}
     first = [
-        Benchmark(work, [*few[work], *ablations(work)], rounds=5, steps=5, resident=False)
-        for work in (C1, long, DPO, SFT)
+        Benchmark(work, _all_of(work, base, *more), rounds=5, steps=5, resident=False)
+        for work, more in (
+            (C1, ()),
+            (LONG, ()),
+            (VARIABLE, ()),
+            (DEAD, ()),
+            (DPO, (CHECKPOINTED,)),
+            (SFT, (CHECKPOINTED,)),
+        )
     ]
-    second = [Benchmark(work, few[work], rounds=5, steps=5, resident=False) for work in (variable, dead)]
-    half_b = Benchmark(C2, [*peers(C2, FEW), ours(OURS), *VARIANTS], rounds=3, steps=3, resident=False)
-    return [*first, *second, half_b, two_processes(), *cost_against_work()]
+    theirs = peers(C2, (*FEW, WITH_LORA))
+    half_b = Benchmark(C2, [*theirs, *PRECISIONS, SPLIT, ADAPTER], rounds=3, steps=3, resident=False)
+    return [*first, half_b, two_processes(), *cost_against_work()]
 
 
 def two_processes() -> Benchmark:
-    """M1: one process with one thread beside two of them."""
-    two = ours("two processes", "strategy=ddp", "trainer.devices=2", threads=1)
-    alone = ours("one process", threads=1)
-    return Benchmark(replace(C1, name="M1, two processes"), [alone, two], rounds=5, steps=5)
+    """M1: one process with one thread beside two of them, whole copies and shards."""
+    alone, two, shards = (
+        ours(name, "trainer.precision=32-true", *settings, threads=1)
+        for name, *settings in (
+            ("one process",),
+            ("two processes", "strategy=ddp", "trainer.devices=2"),
+            ("two processes, FSDP2", "strategy=fsdp", "trainer.devices=2"),
+        )
+    )
+    return Benchmark(replace(C1, name="M1, two processes"), [alone, two, shards], rounds=5, steps=5)
 
 
 def cost_against_work() -> list[Benchmark]:
@@ -118,25 +142,26 @@ def cost_against_work() -> list[Benchmark]:
         more = replace(C1, name=f"{factor} x completions", prompts=factor * C1.prompts)
         longer = replace(C1, name=f"{factor} x tokens", completion_tokens=factor * C1.completion_tokens)
         for work, series in ((more, "completions"), (longer, "tokens")):
-            who = [*peers(work, [DEFAULT]), ours(OURS)]
+            who = [*peers(work, [DEFAULT]), FLOAT32]
             found.append(Benchmark(work, who, rounds=1, steps=3, resident=False, series=series, factor=factor))
     return found
 
 
-def gpu() -> list[Benchmark]:
+def gpu(base: Contender = FLOAT32) -> list[Benchmark]:
     """G1 in ten minutes: Qwen2.5-0.5B's shape, 32 prompts of 128 tokens, 8 completions of 512, fixed and variable."""
     fixed = Workload("G1", shape="0.5b", prompts=32, group=8, prompt_tokens=128, completion_tokens=512)
     variable = replace(fixed, name="G1, variable lengths", lengths="variable")
     theirs = peers(fixed, [DEFAULT, "TRL, bf16 weights, 8 rows at once"], rows_at_once=8)
     once = {"rounds": 1, "steps": 2, "again": 0, "resident": False}
     return [
-        Benchmark(fixed, [*theirs, ours(OURS), *VARIANTS, *ablations(fixed)], **once),
-        Benchmark(variable, [ours(OURS), *peers(variable, [DEFAULT])[1:]], **once),  # ours met the reference above
+        Benchmark(fixed, [*theirs, *PRECISIONS, *ablations(fixed, base)], **once),
+        # ours met the reference above
+        Benchmark(variable, [FLOAT32, BFLOAT16, *peers(variable, [DEFAULT])[1:]], **once),
     ]
 
 
 SUITES = {"smoke": smoke, "bench": bench, "tuning": tuning, "full": full, "gpu": gpu}
-"""By the names that `run` takes."""
+"""By the names that `run` takes, of the contender whose techniques are switched off."""
 
 
 def without_bfloat16(benchmark: Benchmark) -> Benchmark:
@@ -145,10 +170,26 @@ def without_bfloat16(benchmark: Benchmark) -> Benchmark:
     compared = any(one.name == DEFAULT for one in benchmark.contenders)
     kept = [one for one in benchmark.contenders if one.dtype == "float32" and one.side == "ours"]
     reference = [one for one in benchmark.contenders if one.name == REFERENCE]
-    theirs = peers(workload, FLOAT32)[1:] if compared else []
+    theirs = peers(workload, WITHOUT_BFLOAT16)[1:] if compared else []
     return replace(benchmark, contenders=[*reference, *theirs, *kept])
 
 
 def without_peer(benchmark: Benchmark) -> Benchmark:
     """Ours alone, where there is no TRL: each setting is held against the first."""
     return replace(benchmark, contenders=[one for one in benchmark.contenders if one.side == "ours"])
+
+
+def only(benchmark: Benchmark, wanted: Sequence[str]) -> Benchmark:
+    """Some contenders: those of these names, and where a text is no name, those whose name holds it.
+
+    What the gate compares with takes its first step for that, and no turns where it is not among them.
+    """
+    kept = [one for one in benchmark.contenders if any(_is_meant(one, text, benchmark) for text in wanted)]
+    first = benchmark.contenders[0]
+    return replace(benchmark, contenders=kept, reference=None if first in kept else first)
+
+
+def _is_meant(contender: Contender, text: str, benchmark: Benchmark) -> bool:
+    if any(one.name == text for one in benchmark.contenders):
+        return contender.name == text
+    return text in contender.name

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.bounds import Bound, Work
-from bench.contenders import OURS
 from bench.workload import Workload
 
 Result = Mapping[str, Any]
@@ -48,7 +47,7 @@ def ratio(result: Result, slower: str, faster: str, what: str = "seconds") -> Sp
 
 
 def quartiles(result: Result, name: str) -> tuple[float, float]:
-    """Of all timed steps."""
+    """Of all timed steps: a quarter of them took less than the first, a quarter more than the second."""
     steps = [seconds for turn in result["contenders"][name]["turns"] for seconds in turn["seconds"]]
     if len(steps) < 2:
         return steps[0], steps[0]
@@ -56,15 +55,30 @@ def quartiles(result: Result, name: str) -> tuple[float, float]:
     return low, high
 
 
-def fastest(result: Result, role: str) -> str | None:
-    """The name of the peer's fastest setting of a role, "default" or "tuned"; None where none takes part."""
-    names = [name for name, one in result["contenders"].items() if one["role"] == role]
+def fastest(result: Result, *roles: str) -> str | None:
+    """The name of the peer's fastest setting of some roles, "default" or "tuned"; None where none takes part."""
+    names = [name for name, one in result["contenders"].items() if one["role"] in roles]
     return min(names, key=lambda name: spread(result, name).middle) if names else None
+
+
+def default(result: Result) -> str | None:
+    """The peer as it comes: the fastest of its ways to wait."""
+    return fastest(result, "default")
+
+
+def tuned(result: Result) -> str | None:
+    """The fastest of all settings of the peer, the default too."""
+    return fastest(result, "default", "tuned")
+
+
+def ours(result: Result) -> list[str]:
+    """Our contenders with every technique on."""
+    return [name for name, one in result["contenders"].items() if one["side"] == "ours" and one["technique"] is None]
 
 
 def is_compared(result: Result) -> bool:
     """Whether ours and the peer as it comes both take part."""
-    return OURS in result["contenders"] and fastest(result, "default") is not None
+    return bool(ours(result)) and default(result) is not None
 
 
 def phases(result: Result, name: str) -> dict[str, float]:
@@ -136,6 +150,12 @@ def generated_tokens(result: Result) -> float:
     """Of a rollout, the median; 0 where nothing is generated."""
     works = work_of(result)
     return statistics.median(sum(work.lengths) for work in works) if works[0].generates else 0
+
+
+def trained_tokens(result: Result) -> float:
+    """Tokens of prompts and completions of a step, each row with its own prompt and without padding; the median."""
+    works = work_of(result)
+    return statistics.median(len(work.lengths) * work.prompt_tokens + sum(work.lengths) for work in works)
 
 
 def noisy(result: Result, allowed: float) -> tuple[int, int]:

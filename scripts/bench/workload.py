@@ -116,7 +116,7 @@ class Spec:
     """Its own folder."""
     device: str
     settings: Mapping[str, Any]
-    """`overrides` of ours, `config` of the peer's."""
+    """`overrides` of ours; `config` of the peer's, and `lora` where it trains an adapter."""
 
     def write(self) -> Path:
         """The file, in its own folder."""

@@ -49,14 +49,15 @@ def contender(
         "turns": turns,
         "first_step": 12.0,
         "flops": 2e9,
-        "gate": {"tokens": 64, "logprobs": 1e-6, "cosine": 1.0, "norm": 0.0, "loss": None},
+        "gate": {"tokens": 64, "logprobs": 1e-6, "cosine": 1.0, "norm": 0.0, "loss": None, "allowed": 1e-4},
     }
 
 
 def result(workload: Workload, contenders: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """A benchmark of these."""
     shape = {"rounds": 2, "steps": 3, "warmups": 2, "resident": True, "series": None, "factor": 1}
-    when = {"minutes": 3.0, "date": "2026-01-01", "load": [0.1, 0.2]}
+    code = {"commit": "0123456789abcdef", "changed": False}
+    when = {"minutes": 3.0, "date": "2026-01-01", "load": [0.1, 0.2], "code": code}
     return {"workload": asdict(workload), **shape, **when, **more, "contenders": dict(contenders)}
 
 

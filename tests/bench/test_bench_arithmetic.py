@@ -8,8 +8,20 @@ from pathlib import Path
 import pytest
 from bench import bounds, summary
 from bench.bounds import Dims, Work
-from bench.contenders import DEFAULT, OURS, SWITCHES, ablations, ours, peers
-from bench.suites import C1, SUITES
+from bench.contenders import (
+    BF16_TRUE,
+    BFLOAT16,
+    DEFAULT,
+    LIKE_OURS,
+    OURS,
+    REFERENCE,
+    SPINNING,
+    SWITCHES,
+    ablations,
+    ours,
+    peers,
+)
+from bench.suites import C1, SUITES, bench, full, only
 from bench.workload import SHORTEST, Workload, write
 from bench_results import MACHINE, contender, result
 from composed_configs import config_of
@@ -97,10 +109,17 @@ def test_figures_are_medians_of_medians_and_ranges_are_of_rounds() -> None:
     assert summary.ratio(found, DEFAULT, OURS) == summary.Spread(9.5 / 2.5, 9 / 3, 10 / 2)
     assert summary.ratio(found, DEFAULT, OURS, "cpu") == summary.ratio(found, DEFAULT, OURS)
     assert summary.spread(found, OURS, "cpu").middle == 5
-    assert summary.fastest(found, "tuned") == "tuned a" and summary.fastest(found, "default") == DEFAULT
-    assert summary.fastest(result(C1, {OURS: contender([[1, 1, 1]])}), "tuned") is None
+    assert summary.quartiles(found, OURS) == (2, 3)
+    assert summary.tuned(found) == "tuned a" and summary.default(found) == DEFAULT and summary.ours(found) == [OURS]
+    assert summary.tuned(result(C1, {OURS: contender([[1, 1, 1]])})) is None
     assert summary.peak(found, OURS) == 1e9 + 1 and summary.peak(found, OURS, "gpu_peak") is None
     assert summary.noisy(found, 0.05) == (4, 8)
+
+
+def test_the_tuned_peer_is_its_fastest_of_all() -> None:
+    quick, slow = (contender([[seconds]], side="peer", role=role) for seconds, role in ((2, "default"), (3, "tuned")))
+    other = contender([[1]], side="peer")  # trains something else
+    assert summary.tuned(result(C1, {"quick": quick, "slow": slow, "other": other})) == "quick"
 
 
 def test_shares_of_the_limit() -> None:
@@ -111,15 +130,34 @@ def test_shares_of_the_limit() -> None:
     assert share.mfu == pytest.approx(work.useful_flops / (0.8 * 1e11))
     assert share.hfu == pytest.approx(2e9 / (2 * 1e11))
     assert share.mbu == pytest.approx(work.decode_bytes / (1 * 1e10))
-    assert summary.generated_tokens(found) == 32 * 64
+    assert summary.generated_tokens(found) == 32 * 64 and summary.trained_tokens(found) == 32 * (64 + 64)
 
 
 def test_every_suite_begins_with_a_reference_and_names_each_once() -> None:
     for suite in SUITES.values():
-        for benchmark in suite():
+        for benchmark in suite(BFLOAT16):
             names = [one.name for one in benchmark.contenders]
             assert len(set(names)) == len(names) and benchmark.contenders[0].dtype == "float32", benchmark.workload
     assert [one.name for one in peers(C1, [DEFAULT])] == ["TRL, float32", DEFAULT]
+
+
+def test_each_comparison_has_the_fastest_tuning_that_is_known_and_both_precisions() -> None:
+    for benchmark in full():
+        names = {one.name for one in benchmark.contenders}
+        if DEFAULT in names and benchmark.series is None:
+            assert {LIKE_OURS, SPINNING, OURS, BF16_TRUE} <= names, benchmark.workload
+        for one in benchmark.contenders:
+            said = " ".join(one.settings(benchmark.workload).get("overrides", []))
+            assert one.side == "peer" or said.count("trainer.precision=") == 1, "its precision is named"
+
+
+def test_some_contenders_of_a_benchmark_and_the_reference_without_turns() -> None:
+    (whole,) = bench()
+    few = only(whole, [DEFAULT, "as train.py's", BF16_TRUE])
+    assert [one.name for one in few.contenders] == [DEFAULT, LIKE_OURS, BF16_TRUE]
+    assert few.reference is not None and few.reference.name == REFERENCE
+    assert only(whole, [REFERENCE, "without: head"]).reference is None
+    assert len(only(whole, ["without: head"]).contenders) == 1 and not only(whole, ["nobody"]).contenders
 
 
 def test_an_ablation_is_ours_and_one_override_more() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from bench import gate, record
+from bench.contenders import Contender, ours
 from bench.gate import GateError
 from bench.workload import Workload
 
@@ -27,14 +28,18 @@ def first_step(folder: Path, *, rows: int = 4, off: float = 0.0, scale: float = 
     step.add_loss(torch.tensor(0.5))
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = scale * torch.tensor([1.0, 2.0, 2.0])
-    step.add_gradient([(name, parameter), ("frozen", torch.zeros(2))], folder)
+    step.add_gradient([(name, parameter.grad)], folder)
     step.add_loss(torch.tensor(100.0))  # of the second step, which nobody asks about
     return record.read(folder)
 
 
 def check(tmp_path: Path, dtype: str = "float32", **other: Any) -> dict[str, Any]:
     reference = first_step(tmp_path / "reference")
-    return gate.check("it", WORK, dtype, first_step(tmp_path / "other", **other), GIVEN, reference)
+    return gate.check(it(dtype), WORK, first_step(tmp_path / "other", **other), GIVEN, reference)
+
+
+def it(dtype: str, **more: Any) -> Contender:
+    return ours("it", dtype=dtype, **more)
 
 
 def test_the_peer_needs_no_lit_rl() -> None:
@@ -56,7 +61,8 @@ def test_the_peer_needs_no_lit_rl() -> None:
 
 def test_the_same_passes(tmp_path: Path) -> None:
     found = check(tmp_path)
-    assert found == {"tokens": 8, "logprobs": 0, "cosine": pytest.approx(1), "norm": pytest.approx(0), "loss": 0}
+    same = {"tokens": 8, "logprobs": 0, "cosine": pytest.approx(1), "norm": pytest.approx(0), "loss": 0}
+    assert found == same | {"allowed": 1e-4}
     assert record.read(tmp_path / "other")["loss"] == 0.75
 
 
@@ -93,6 +99,16 @@ def test_bfloat16_may_round(tmp_path: Path) -> None:
         check(tmp_path, "bfloat16", off=3e-2)
     deep = gate.LIMITS["bfloat16"].logprobs + 4e-3  # what the peer itself is off in a deep model
     first = first_step(tmp_path / "deep", off=1.4 * deep)
-    assert gate.check("it", WORK, "bfloat16", first, GIVEN, first_step(tmp_path / "reference"), deep)
+    found = gate.check(it("bfloat16"), WORK, first, GIVEN, first_step(tmp_path / "reference"), deep)
+    assert found["allowed"] == pytest.approx(1.5 * deep)
     with pytest.raises(GateError, match="log-probs"):
-        gate.check("it", WORK, "float32", first, GIVEN, first_step(tmp_path / "reference"), deep)
+        gate.check(it("float32"), WORK, first, GIVEN, first_step(tmp_path / "reference"), deep)
+
+
+def test_an_adapter_has_no_gradient_to_compare_and_has_to_score_the_same(tmp_path: Path) -> None:
+    reference = first_step(tmp_path / "reference")
+    adapter, other = it("float32", own_parameters=True), first_step(tmp_path / "other", name="lora_A")
+    found = gate.check(adapter, WORK, other, GIVEN, reference)
+    assert (found["tokens"], found["cosine"], found["norm"]) == (8, None, None)
+    with pytest.raises(GateError, match="log-probs"):
+        gate.check(adapter, WORK, first_step(tmp_path / "off", off=1e-3, name="lora_A"), GIVEN, reference)

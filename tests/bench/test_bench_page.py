@@ -32,9 +32,11 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     page.write(tmp_path / "results", tmp_path / "page.md", tmp_path / "pictures")
     text = (tmp_path / "page.md").read_text()
     assert (
-        "| C1, prompt 64 | lit_rl | 2.00 | **4.50** (4.00 to 5.00) | **3.00** (3.00 to 3.00) | 4.50, 3.00 | 1.00 |"
-        in text
+        "| C1, prompt 64 | lit_rl, float32 | 2.00 | **4.50** (4.00 to 5.00) | **3.00** (3.00 to 3.00) | 4.50, 3.00 "
+        "| 1.00 | 2 | 012345678 |" in text
     )
+    assert '"TRL default" is `TRL, default`, "TRL tuned" `TRL, float32`.' in text
+    assert f"| {DEFAULT} | 9 (8 to 10) | 8 to 10 | 18.00 | 4.50, 0.00, 3.60, 0.90 | 455, 1,138 |" in text
     assert "| tricks | 3 (3 to 3) | **1.50** (1.50 to 1.50) | 1.50 | 1.00 |" in text
     assert "avx512_bf16; without amx_bf16" in text and "took over 5% of the processor in 4 of 8 turns" in text
     assert text.index("| x 1 |") < text.index("| x 8 |")
@@ -51,6 +53,16 @@ def test_a_benchmark_that_was_not_measured_anew_stays() -> None:
     assert seconds == {"C1, prompt 64": 1.0, "C3, DPO": 2.0}
     other = earlier | {"machine": earlier["machine"] | {"processor": "another"}}
     assert len(merged(run(result(C1, {OURS: contender([[1.0]])})), other)["benchmarks"]) == 1
+
+
+def test_a_wider_gate_and_code_that_differs_from_its_commit_are_told() -> None:
+    deep, code = contender([[2.0]]), {"commit": "0123456789abcdef", "changed": True}
+    text = page.page({"cpu": run(result(C1, {OURS: deep}, code=code))})
+    assert "commit 012345678+." in text and "the gate was wider" not in text
+    deep["gate"]["allowed"] = 3e-2
+    assert "wider than the protocol has it: 3.0e-02 nats in bfloat16" in page.page(
+        {"cpu": run(result(C1, {OURS: deep}))}
+    )
 
 
 def test_a_smoke_run_is_marked() -> None:
