@@ -1,13 +1,16 @@
 """GRPO on a real pretrained model, ours and TRL's for the same seconds, and what each has learned: `make real-model`.
 
-    python scripts/real_model.py OUT --peer-python .venv-peer/bin/python [--picture FILE.png]
+    python scripts/real_model.py OUT --peer-python .venv-peer/bin/python [--dtype float32|bfloat16] [--docs]
+    python scripts/real_model.py --page           # writes docs/real-model.md's tables from docs/real-model.json
 
 `experiment=smollm2_largest` trains SmolLM2-135M-Instruct (from `make smollm2`) with LoRA to name the largest of four
-numbers. TRL then trains the same model on the same rows with the same settings for as many seconds, in its fastest
-setting for this: no gradient checkpointing, all completions in one forward pass, float32 like ours. Each run is alone
-on the machine. Both adapters and the model as it came answer the same held-out questions, greedily and four times at
-temperature 1. What is finished in OUT is not run again; `real_model.json` has the numbers. Half an hour
-on two CPU cores.
+numbers. TRL then trains the same model on the same rows with the same settings for as many seconds, as the benchmark's
+fastest tuning of it has them: no gradient checkpointing, all completions in one forward pass, threads and memory as
+`train.py` sets them. Both compute in bfloat16 where the processor has units for it, and in float32 elsewhere: ours with
+`trainer.precision=bf16-true`, TRL with bfloat16 weights, adapters in float32 on both sides. Each run is alone on the
+machine. Both adapters and the model as it came answer the same held-out questions, greedily and four times at
+temperature 1. What is finished in OUT is not run again; `real_model.json` has the numbers, and `--docs` puts them, the
+tables and the picture where the page has them. Half an hour on two CPU cores.
 """
 
 from __future__ import annotations
@@ -21,11 +24,16 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning as L
 import numpy as np
+from bench import machine
+from bench.contenders import BRIEF, KEEP
+from bench.revision import revision
 from curve_runs import BLUE, GREY, ORANGE, look, plt
 from rich.console import Console
 from rich.table import Table
@@ -41,6 +49,8 @@ from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE, NUMBERS = ROOT / "docs" / "real-model.md", ROOT / "docs" / "real-model.json"
+PICTURE = ROOT / "docs" / "images" / "real_model.png"
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HELD_OUT, DRAWS, NEW_TOKENS = 200, 4, 16
 OURS = ("train.py", "experiment=smollm2_largest")
@@ -54,33 +64,38 @@ SETTINGS = {
     "max_completion_length": NEW_TOKENS,
     "temperature": 1.0,
     "beta": 0.0,
-    "bf16": False,
     "gradient_checkpointing": False,
 }
-"""What `experiment=smollm2_largest` is, as TRL calls it; and the last two, which make TRL faster here."""
+"""What `experiment=smollm2_largest` is, as TRL calls it; and the last, which makes TRL faster here."""
+PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-true"}
+THEIR_PRECISIONS = {"float32": {"bf16": False}, "bfloat16": {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}}}
+UNITS = ("amx_bf16", "avx512_bf16")
+"""Of a processor: one of them, and bfloat16 is the faster of the two."""
+TABLE, PHASE_TABLE, END = "<!-- scripts/real_model.py -->\n", "<!-- scripts/real_model.py, phases -->\n", "<!-- end -->"
 
 
-def ours(out: Path) -> None:
+def ours(out: Path, dtype: str) -> None:
     """Train, unless that is done."""
     if not (out / "lit_rl" / "hf" / "adapter" / "adapter_config.json").is_file():
-        run("lit_rl", [sys.executable, *OURS, f"run_dir={out}/lit_rl"], out)
+        run("lit_rl", [sys.executable, *OURS, f"trainer.precision={PRECISIONS[dtype]}", f"run_dir={out}/lit_rl"], out)
 
 
-def theirs(out: Path, python: str, seconds: float) -> None:
-    """The same with TRL."""
+def theirs(out: Path, python: str, seconds: float, dtype: str) -> None:
+    """The same with TRL, its process set as `train.py` sets ours."""
     if not (out / "trl" / "adapter" / "adapter_config.json").is_file():
         rows = out / "rows.jsonl"
         rows.write_text("".join(json.dumps(row) + "\n" for row in Largest().train()))
         command = [python, "scripts/real_model_peer.py", str(copy_without_hub(NAME)), str(rows), str(out / "trl")]
-        settings = [f"--seconds={seconds:.0f}", f"--settings={json.dumps(SETTINGS)}", f"--lora={json.dumps(LORA)}"]
-        run("trl", [*command, *settings], out)
+        told = json.dumps(SETTINGS | THEIR_PRECISIONS[dtype])
+        settings = [f"--seconds={seconds:.0f}", f"--settings={told}", f"--lora={json.dumps(LORA)}"]
+        run("trl", [*command, *settings], out, BRIEF | KEEP)
 
 
-def run(name: str, command: list[str], out: Path) -> None:
-    """Run to the end, with its output in OUT. Exits where it fails, with the end of what it said."""
+def run(name: str, command: list[str], out: Path, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Run to the end, with its output in OUT and its peak of memory. Exits where it fails, with the end of its log."""
     print(f"{name}: {shlex.join(command)}", flush=True)
     began = time.perf_counter()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
@@ -132,7 +147,7 @@ def interval(values: np.ndarray) -> list[float]:
     return [round(float(value), 4) for value in (mean, mean - half, mean + half)]
 
 
-def measured(out: Path) -> dict[str, Any]:
+def measured(out: Path, dtype: str) -> dict[str, Any]:
     """Steps, seconds and held-out accuracy of each; `gain` is that of ours over TRL's, prompt by prompt."""
     mine, others = our_steps(out), their_steps(out)
     adapters = {"as it came": None, "lit_rl": out / "lit_rl" / "hf" / "adapter", "TRL": out / "trl" / "adapter"}
@@ -140,6 +155,9 @@ def measured(out: Path) -> dict[str, Any]:
     greedy = {name: shares(adapter, 0.0) for name, adapter in adapters.items()}
     accuracy = {name: {"sampled": interval(sampled[name]), "greedy": interval(greedy[name])} for name in adapters}
     return {
+        "machine": machine.describe()["processor"],
+        "code": revision(),
+        "dtype": dtype,
         "accuracy": accuracy,
         "gain": {"sampled": interval(sampled["lit_rl"] - sampled["TRL"])},
         "steps": {"lit_rl": len(mine), "TRL": len(others)},
@@ -174,6 +192,32 @@ def _cell(values: list[float]) -> str:
     return f"{mean} [{low}, {high}]"
 
 
+def rows(found: Mapping[str, Any]) -> str:
+    """The page's table of what was learned."""
+    lines = ["| | optimizer steps | seconds of training | peak memory, GiB | right, sampled | right, greedy |"]
+    lines.append("|---|---|---|---|---|---|")
+    for name, of in found["accuracy"].items():
+        steps, seconds, peak = (found[what].get(name) for what in ("steps", "seconds", "peak_gib"))
+        told = [steps or "", f"{seconds:.0f}" if seconds else "", f"{peak:.1f}" if peak else ""]
+        called = "TRL 1.16, as many seconds" if name == "TRL" else name
+        lines.append(f"| {' | '.join(map(str, (called, *told, _cell(of['sampled']), _cell(of['greedy']))))} |")
+    return "\n".join(lines) + "\n"
+
+
+def phase_rows(found: Mapping[str, Any]) -> str:
+    """The page's table of the seconds of our step."""
+    lines = [f"| {phase} | {seconds:.3g} |" for phase, seconds in found["phases"].items()]
+    return "\n".join(["| phase | seconds a step, mean |", "|---|---|", *lines]) + "\n"
+
+
+def with_tables(text: str, found: Mapping[str, Any]) -> str:
+    """The page, its tables made anew."""
+    for begin, table in ((TABLE, rows(found)), (PHASE_TABLE, phase_rows(found))):
+        before, _, rest = text.partition(begin)
+        text = before + begin + table + END + rest.partition(END)[2]
+    return text
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
     """Reward of the training rollouts over seconds, smoothed over ten steps."""
     look()
@@ -197,23 +241,33 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="folder of the runs")
-    parser.add_argument("--peer-python", help="interpreter of an environment with TRL and peft", required=True)
-    parser.add_argument("--picture", type=Path, help="where to draw the curves")
+    parser.add_argument("out", type=Path, nargs="?", help="folder of the runs")
+    parser.add_argument("--peer-python", help="interpreter of an environment with TRL and peft")
+    parser.add_argument("--dtype", choices=list(PRECISIONS), help="of both sides; by default what the processor is for")
+    parser.add_argument("--docs", action="store_true", help="write the page's numbers, tables and picture")
+    parser.add_argument("--page", action="store_true", help="write the page's tables from its numbers, and leave")
     given = parser.parse_args()
+    if given.page:
+        PAGE.write_text(with_tables(PAGE.read_text(), json.loads(NUMBERS.read_text())))
+        return
+    if given.out is None or given.peer_python is None:
+        parser.error("OUT and --peer-python are needed, or --page.")
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not (copy_without_hub(NAME) / "config.json").is_file():
         raise SystemExit("The model is not there: make smollm2")
-    ours(out)
-    theirs(out, given.peer_python, our_steps(out)[-1]["seconds"])
+    dtype = given.dtype or ("bfloat16" if any(machine.describe()["flags"][name] for name in UNITS) else "float32")
+    ours(out, dtype)
+    theirs(out, given.peer_python, our_steps(out)[-1]["seconds"], dtype)
     print("measuring ...", flush=True)
     filter_warnings()
-    found = measured(out)
+    found = measured(out, dtype)
     (out / "real_model.json").write_text(json.dumps(found, indent=1) + "\n")
     show(found)
-    if given.picture:
-        draw(found, given.picture)
+    draw(found, PICTURE if given.docs else out / "real_model.png")
+    if given.docs:
+        NUMBERS.write_text(json.dumps(found, indent=1) + "\n")
+        PAGE.write_text(with_tables(PAGE.read_text(), found))
 
 
 if __name__ == "__main__":
