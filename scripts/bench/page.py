@@ -38,6 +38,14 @@ machine, in turns. This page is written by the benchmark from its results, the J
     "DPO, SFT, two processes, cost against work | some five hours, estimated |\n"
     "| `make bench-gpu` | the 0.5B shape on one GPU, 32 x 8 completions, 128 + 512 tokens (not run on one yet) | under "
     "10 minutes, estimated |\n"
+    """
+Some workloads and contenders of a suite, in fewer rounds (`--list` says their names; `bench.run --help` the rest):
+
+```text
+PYTHONPATH=scripts .venv/bin/python -m bench.run full --peer-python .venv-peer/bin/python --kept --rounds 2 --steps 3 \\
+    --only "C1, prompt 64" DPO SFT --contenders "TRL, default" "threads and memory as train.py's" "lit_rl, float32"
+```
+"""
 )
 
 METHOD = f"""\
@@ -167,12 +175,17 @@ def _described(workload: Workload, result: Result) -> str:
         "sft": f"{workload.prompts} texts, prompts and completions of {workload.prompt_tokens} tokens",
     }[workload.method]
     loud, turns = summary.noisy(result, FOREIGN)
+    rounds = f"{_count(result['rounds'], 'round')} of {_count(result['steps'], 'step')}"
     return (
-        f"{workload.method.upper()}, shape {workload.shape}: {what}. {result['rounds']} rounds of {result['steps']} "
-        f"steps in turns, after {result['warmups']} that do not count; {result['minutes']:.0f} minutes. Others took "
-        f"over {FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before "
-        f"and {result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
+        f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds} in turns, after {result['warmups']} that "
+        f"do not count; {result['minutes']:.0f} minutes. Others took over {FOREIGN:.0%} of the processor in {loud} of "
+        f"{turns} turns; load average {result['load'][0]:.1f} before and {result['load'][1]:.1f} after. "
+        f"{result['date']}, commit {_commit(result)}.{_counted(result)}\n"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _counted(result: Result) -> str:
@@ -246,8 +259,10 @@ def _gate(result: Result) -> Iterator[str]:
 def _settings(result: Result) -> Iterator[str]:
     yield "Settings beyond the workload's:\n"
     for name, one in result["contenders"].items():
-        told = json.dumps(one["settings"].get("config"), sort_keys=True) if one["side"] == "peer" else None
-        told = told or " ".join(one["settings"]["overrides"])
+        parts = [
+            json.dumps(one["settings"][key], sort_keys=True) for key in ("config", "lora") if key in one["settings"]
+        ]
+        told = " and LoRA ".join(parts) or " ".join(one["settings"]["overrides"])
         yield f"- {name}: {f'`{told}`' if told not in ('', '{}') else 'none'}"
     yield ""
 
