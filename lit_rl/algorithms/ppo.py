@@ -29,7 +29,8 @@ from lit_rl.algorithms.preflight import estimators, footprint
 from lit_rl.algorithms.preflight.memory import Network, Numbers
 from lit_rl.algorithms.rollouts.micro_batches import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.algorithms.terms.credit import Credit
+from lit_rl.algorithms.signatures import arguments_for
+from lit_rl.algorithms.terms.credit import Credit, turns_of
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.forward import TokenScores
@@ -142,7 +143,8 @@ class PPO(PolicyGradient):
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         values = self.values(completions)
         learned = sampled & ~credit.rewards.isnan()[:, None]
-        advantages, returns = self.advantage(credit.token_rewards, values, learned)
+        turns = arguments_for(self.advantage, {"turn": turns_of(completions)})
+        advantages, returns = self.advantage(credit.token_rewards, values, learned, **turns)
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout = Rollout(
             completions=completions,

@@ -131,6 +131,7 @@ OPS = (
     "lit_rl.ops.losses",
     "lit_rl.ops.advantages",
     "lit_rl.ops.returns",
+    "lit_rl.ops.turns",
     "lit_rl.ops.kl",
     "lit_rl.ops.reductions",
     "lit_rl.ops.mismatch",

@@ -56,8 +56,8 @@ def gae(
     Raises:
         ValueError: gamma or lam is out of range.
     """
-    _check_share("gamma", gamma)
-    _check_share("lam", lam)
+    check_share("gamma", gamma)
+    check_share("lam", lam)
     values = values.double().masked_fill(~mask, 0.0)
     following = F.pad(_accumulate(values, (~mask).double())[:, 1:], (0, 1))
     delta = (token_rewards.double() + gamma * following - values).masked_fill(~mask, 0.0)
@@ -172,7 +172,7 @@ def process_supervised(
 
 
 def _return_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    _check_share("gamma", gamma)
+    check_share("gamma", gamma)
     earned = token_rewards.double().masked_fill(~mask, 0.0)
     return _accumulate(earned, _discount(mask, gamma)).masked_fill(~mask, 0.0)
 
@@ -199,6 +199,11 @@ def _first(mask: Tensor) -> Tensor:
     return torch.where(mask.any(1), mask.int().argmax(1), mask.shape[1])
 
 
-def _check_share(name: str, value: float) -> None:
+def check_share(name: str, value: float) -> None:
+    """Refuse a discount, or a decay of traces, that is out of range.
+
+    Raises:
+        ValueError: it is not in [0, 1].
+    """
     if not 0 <= value <= 1:
         raise ValueError(f"{name}={value} is out of range: allowed is [0, 1].")

@@ -12,7 +12,7 @@ from lit_rl.algorithms import GRPO, PPO, RLOO, Reinforce
 from lit_rl.algorithms.terms.controllers import AdaptiveEntropy, FixedEntropy
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.scoring.critic import SeparateCritic, SharedTrunk
-from lit_rl.ops import advantages, losses, mismatch, ratios, reductions, rejection, returns, selection, shaping
+from lit_rl.ops import advantages, losses, mismatch, ratios, reductions, rejection, returns, selection, shaping, turns
 from lit_rl.ops.kl import corrected_k1, corrected_k2, k2, k3, sequence_corrected_k3
 from lit_rl.ops.reductions import sequence_mean
 from lit_rl.rollout import Completions, Prompts, Sampling
@@ -66,6 +66,7 @@ TWO_STEPS = {
     "gpg": (GRPO, {"loss": losses.reinforce_loss, "advantage": advantages.gpg}),
     "opo": (GRPO, {"loss": losses.importance_weighted_loss, "advantage": advantages.opo}),
     "gdpo": (GRPO, {"advantage": advantages.normalize_then_sum}),
+    "gigpo": (GRPO, {"advantage": turns.gigpo}),
     "process": (GRPO, {"advantage": returns.process_supervised}),
     "kl-corrected-k1": (GRPO, {"beta": 0.3, "kl": corrected_k1}),
     "kl-corrected-k2": (GRPO, {"beta": 0.3, "kl": corrected_k2}),
@@ -109,6 +110,7 @@ TWO_STEPS = {
     "reinforce-baseline": (Reinforce, {"advantage": returns.reinforce_plus_plus_baseline, "group_size": 4}),
     "remax": (Reinforce, {"advantage": advantages.remax}),
     "ppo": (PPO, {"critic": SeparateCritic(), "vf_coef": 1.0, "iterations": 1, "group_size": 4}),
+    "turn-ppo": (PPO, {"advantage": turns.gae_of_turns, "vf_coef": 1.0, "iterations": 1}),
     "ppo-shared": (PPO, {"critic": SharedTrunk(), "vf_coef": 1.0, "iterations": 1}),
 }
 """Run over two optimizer steps of one rollout, so that ratios differ from 1 in the second."""

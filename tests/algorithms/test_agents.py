@@ -33,6 +33,7 @@ from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel
+from lit_rl.ops.turns import gae_of_turns, gigpo
 from lit_rl.rewards import Rewards, environment
 from lit_rl.rollout import Completions, Rollout, Sampling, join_completions, select
 
@@ -142,6 +143,29 @@ def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     metrics = trainer.callback_metrics
     assert 1 <= metrics["train/turns/mean"] <= 3 and metrics["train/completions/observation_length"] > 0
     assert metrics["train/env/failed"] == metrics["train/env/timeouts"] == 0
+
+
+def paid_by_turn(episodes: Sequence[Mapping[str, Any]]) -> list[list[tuple[int, float]]]:
+    """Each turn is paid by what it says."""
+    said = [[m["content"] for m in episode["messages"] if m["role"] == "assistant"] for episode in episodes]
+    return [[(turn, float(sum(map(ord, text)) % 7)) for turn, text in enumerate(texts)] for texts in said]
+
+
+@pytest.mark.parametrize(("method", "estimator"), [("grpo", gigpo), ("ppo", gae_of_turns)])
+def test_turns_are_credited_one_by_one(method: str, estimator: Any, tmp_path: Path) -> None:
+    """All tokens of a turn have its credit, and turns of one episode have others."""
+    module = module_of(METHODS[method], reward=paid_by_turn, advantage=estimator, whitening=None)
+    trainer_of(tmp_path).fit(module, prompts())
+    rollout = module.rollout
+    turn, mask = rollout.completions.turn, rollout.completions.response_mask
+    several = (turn.masked_fill(~mask, 0).amax(1) > 0).nonzero().flatten().tolist()
+    assert several and not rollout.advantages[~mask].any()
+    credits = [
+        {(int(k), float(a)) for k, a in zip(turn[row][mask[row]], rollout.advantages[row][mask[row]])}
+        for row in several
+    ]
+    assert all(len(credit) == len({k for k, _ in credit}) for credit in credits)
+    assert any(len({a for _, a in credit}) > 1 for credit in credits)
 
 
 def draft_and_answer(texts: Sequence[str], trainer: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.cli.lightning_app import WithKeywords
 from lit_rl.errors import ConfigError
 from lit_rl.generation.native import NativeGenerator
-from lit_rl.ops import advantages, losses, mismatch, rejection, returns, selection, shaping
+from lit_rl.ops import advantages, losses, mismatch, rejection, returns, selection, shaping, turns
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 partial = functools.partial
@@ -210,7 +210,7 @@ DEAF |= {name: {"shaping"} for name in ("remax", "remax_return_to_go")}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("module", [advantages, returns])
+@pytest.mark.parametrize("module", [advantages, returns, turns])
 def test_a_change_of_the_rewards_is_refused_exactly_where_the_advantage_does_not_see_it(module, change):
     estimators = [
         function
@@ -218,7 +218,7 @@ def test_a_change_of_the_rewards_is_refused_exactly_where_the_advantage_does_not
         if callable(function) and estimator_checks.is_ours(function)
         if list(inspect.signature(function).parameters)[:2] == ["rewards", "group_id"]
     ]
-    assert len(estimators) > 4
+    assert len(estimators) > (1 if module is turns else 4)
     for estimator in estimators:
         if change in DEAF.get(estimator.__name__, set()):
             with pytest.raises(ConfigError, match=change):
@@ -232,7 +232,9 @@ OF_ROWS = [advantages.group_normalized, advantages.opo, advantages.remax, return
 
 @pytest.mark.parametrize("estimator", OF_ROWS, ids=lambda estimator: estimator.__name__)
 def test_ppo_refuses_an_advantage_of_rows(estimator):
-    with pytest.raises(ConfigError, match=rf"algo\.advantage={estimator.__name__}\(rewards, group_id.*only gae fits"):
+    with pytest.raises(
+        ConfigError, match=rf"algo\.advantage={estimator.__name__}\(rewards, group_id.*gae and gae_of_turns fit"
+    ):
         PPO("tiny", len, advantage=estimator)
 
 
@@ -271,6 +273,8 @@ COMPARES = {
     returns.process_supervised: True,
     returns.reinforce_plus_plus_baseline: True,
     returns.centered_return_to_go: True,
+    turns.centered_turns: True,
+    turns.gigpo: True,
     advantages.raw: False,
     advantages.remax: False,
     returns.reinforce_plus_plus: False,

@@ -19,7 +19,7 @@ from lit_rl.algorithms import GRPO, RLOO, Reinforce
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.terms.controllers import AdaptiveKL, FixedEntropy
-from lit_rl.algorithms.terms.credit import token_rewards
+from lit_rl.algorithms.terms.credit import states_of, token_rewards
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, RewardError
@@ -431,3 +431,36 @@ def test_the_reward_of_a_turn_is_earned_at_its_last_token() -> None:
         token_rewards(torch.tensor([1.0, 1.0]), rows, [[(2, 1.0)], []], tokenizer())
     alone = dataclasses.replace(rows, turn=None)
     assert token_rewards(torch.tensor([3.0, 3.0]), alone, [[], [(0, 3.0)]], tokenizer())[0][1].tolist()[2] == 3.0
+
+
+# ------------------------------------------------------------------ the state that a turn began in
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=3), st.integers(0, 2))
+def test_turns_that_read_the_same_began_in_one_state(answers: list[list[int]], padding: int) -> None:
+    """The number goes by the newest answer alone: in whatever row, turn and column it stands."""
+
+    def episode(answers: list[list[int]]) -> list[tuple[int, int, bool]]:
+        tokens = [(9, 0, True)]
+        for turn, answer in enumerate(answers):
+            tokens += [(token, turn, False) for token in answer] + [(9, turn + 1, True), (8, turn + 1, True)]
+        return tokens
+
+    rows = [episode(answers), episode(answers[::-1])]
+    width = max(map(len, rows)) + padding
+    ids, turn, sampled = (
+        torch.tensor([[each[i] for each in row] + [0] * (width - len(row)) for row in rows]) for i in range(3)
+    )
+    there = torch.tensor([[column < len(row) for column in range(width)] for row in rows])
+    made = dataclasses.replace(
+        completions([width] * 2, 1), response_ids=ids, turn=turn, response_mask=sampled.bool(), attended=there
+    )
+    found = states_of(made)
+    for row, order in enumerate((answers, answers[::-1])):
+        assert not found[row, 0]
+        for number, answer in enumerate(order, start=1):
+            at = (turn[row] == number) & sampled[row].bool()
+            for other, texts in enumerate((answers, answers[::-1])):
+                for place, text in enumerate(texts, start=1):
+                    there_too = (turn[other] == place) & sampled[other].bool()
+                    assert (found[row, at][0] == found[other, there_too][0]) == (answer == text)

@@ -68,7 +68,7 @@ ROWS: list[tuple[str, list[str], list[str]]] = [
     (
         "ppo-rows-advantage",
         ["algo=ppo", "algo/advantage=group_normalized"],
-        ["algo.advantage=group_normalized(rewards, group_id)", "only gae fits"],
+        ["algo.advantage=group_normalized(rewards, group_id)", "gae and gae_of_turns fit"],
     ),
     # a word where a group's choice belongs
     ("word-loss", ["algo.loss=cispo"], ["algo.loss='cispo'", "write algo/loss=cispo (choices: cispo,", "vespo"]),

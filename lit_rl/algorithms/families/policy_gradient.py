@@ -59,7 +59,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         model: The policy: a description, or its name, folder or hub id.
         reward: Reward functions and weights, or one function.
         advantage: `(rewards (n,), group_id (n,), ...) -> (n,) or (n, t)`; it may also name `values`, `weights`,
-            `lengths`, `greedy_rewards`, `token_rewards`, `mask`.
+            `lengths`, `greedy_rewards`, `token_rewards`, `mask`, `step_ends`, `turn`, `state`.
         loss: `(logprobs, old_logprobs, advantages, mask) -> ((b, t), metrics)`: the loss of each token.
         reduction: `(per_token, mask, totals) -> scalar`: which tokens and sequences the loss is averaged over.
         beta: Weight of the KL in the loss.

@@ -41,8 +41,8 @@ def check_of_rows(estimator: Estimator, algorithm: str) -> None:
     if parameters(estimator)[:1] == ("token_rewards",) or not _binds(estimator, *_BY_POSITION, **asked):
         raise ConfigError(
             f"algo.advantage={_signature(estimator)}: {algorithm} calls it as f(rewards, group_id, ...), where it may "
-            f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae, which needs the critic of "
-            "algo=ppo."
+            f"name {', '.join(offered)}. Of the choices of algo/advantage all fit but gae and gae_of_turns, which need "
+            "the critic of algo=ppo."
         )
     if is_ours(estimator):
         settings("advantage", partial(columns_to_rows, estimator, two_prompts()))
@@ -66,15 +66,16 @@ def check_what_it_reads(
 def check_of_tokens(estimator: Estimator, whitening: Whitening) -> None:
     """Refuse what cannot stand in the place of `gae`, settings that it refuses, and a whitening that does not fit."""
     tensors = dict.fromkeys(("token_rewards", "values", "mask"))
-    if parameters(estimator)[:2] == _BY_POSITION or not _binds(estimator, *tensors):
+    row, numbers = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.long)
+    turns = arguments_for(estimator, {"turn": numbers})
+    if parameters(estimator)[:2] == _BY_POSITION or not _binds(estimator, *tensors, **turns):
         raise ConfigError(
             f"algo.advantage={_signature(estimator)}: PPO calls it as f({', '.join(tensors)}) -> (advantages, "
-            "returns). Of the choices of algo/advantage only gae fits; the others go with the algorithms that have no "
-            "critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
+            "returns), where it may name turn. Of the choices of algo/advantage gae and gae_of_turns fit; the others "
+            "go with the algorithms that have no critic (algo=grpo, algo=rloo, algo=reinforce_pp)."
         )
     whitening.fits(of_tokens=True)
-    row = torch.zeros(1, 2)
-    settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool)))
+    settings("advantage", partial(estimator, row, row, torch.ones(1, 2, dtype=torch.bool), **turns))
 
 
 def compares_within_groups(estimator: Estimator) -> bool:
@@ -125,6 +126,8 @@ def _columns(rewards: Sequence[float], change: Sequence[float] = (), kl: Sequenc
         "token_rewards": torch.stack([first, earned], dim=1),
         "mask": everywhere,
         "step_ends": torch.tensor([False, True]).expand(rows, 2),
+        "turn": torch.zeros(rows, 2, dtype=torch.long),
+        "state": torch.zeros(rows, 2, dtype=torch.long),
         "ended": everywhere[:, 0],
     }
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.errors import ConfigError, RewardError
+from lit_rl.generation import noise
 from lit_rl.generation.collect import response_ids
 from lit_rl.rewards.functions.contract import Part
 from lit_rl.rollout import Completions
@@ -47,6 +49,8 @@ class Credit:
             "token_rewards": self.token_rewards,
             "mask": completions.response_mask,
             "step_ends": self.step_ends,
+            "turn": turns_of(completions),
+            "state": states_of(completions),
         }
         return columns if self.greedy_rewards is None else columns | {"greedy_rewards": self.greedy_rewards}
 
@@ -165,10 +169,34 @@ def token_rewards(
     return out, ends
 
 
+def turns_of(completions: Completions) -> Tensor:
+    """Long `(b, t)`: the turn of each token; 0 in responses of one turn."""
+    mask = completions.response_mask
+    return torch.zeros_like(mask, dtype=torch.long) if completions.turn is None else completions.turn
+
+
+def states_of(completions: Completions) -> Tensor:
+    """Long `(b, t)`: the state in which the turn of each token began, as a number: what the policy had read since its
+    turn before. Equal answers have equal numbers in every row and process. 0 in a row's first turn: it has its prompt.
+    """
+    turn, attended = turns_of(completions), completions.attended
+    if attended is None:
+        return torch.zeros_like(turn)
+    read = attended & ~completions.response_mask
+    most = int(turn.max()) + 1
+    place = read.cumsum(1)
+    begins = place.new_full((len(turn), most), turn.shape[1]).scatter_reduce(
+        1, turn, place.masked_fill(~read, turn.shape[1]), "amin"
+    )
+    # Each token is mixed with its place in the answer, so that a sum of them tells texts apart.
+    words = noise.prompt_key(0, 0, completions.response_ids, place - begins.gather(1, turn))
+    answers = words.new_zeros(len(turn), most).scatter_add(1, turn, words.masked_fill(~read, 0))
+    return F.pad(answers, (1, 0)).gather(1, turn)
+
+
 def _last_of_turn(completions: Completions, row: int, turn: int) -> int:
     """The column of the last token that the policy wrote in a turn."""
-    mask = completions.response_mask[row]
-    turns = torch.zeros_like(mask, dtype=torch.long) if completions.turn is None else completions.turn[row]
+    mask, turns = completions.response_mask[row], turns_of(completions)[row]
     columns = (mask & (turns == turn)).nonzero().flatten()
     if not len(columns):
         raise RewardError(
