@@ -25,7 +25,7 @@ from lit_rl.models.policy.neftune import noisy_embeddings
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 
 
 @final
@@ -63,16 +63,13 @@ class SFT(OfflinePolicyModule):
 
     def loss(self, batch: TextBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         with self.noise(batch):
-            scores = self.text_scores(batch.tokens, stats=True)
+            scores = self.text_scores(batch.tokens, logged=True)
         mask = batch.tokens.learned
         assert scores.stats is not None
         loss = masked_sum(self.imitation(scores.logprobs), mask) / self.denominator(batch.totals)
         loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
-        metrics = {
-            "entropy": mean_of(scores.entropy, mask),
-            "mean_token_accuracy": mean_of(scores.stats.correct, mask),
-        }
-        return loss, metrics | aux
+        metrics = {"mean_token_accuracy": mean_of(scores.stats.correct, mask)}
+        return loss, mean_entropy(scores.entropy, mask) | metrics | aux
 
     @property
     def forward_options(self) -> ForwardOptions:

@@ -109,8 +109,8 @@ def linear_logprobs(
         _of_whole_rows(hidden[rows], weight, bias, ids[rows], distribution)
         for rows in _slices(max(1, len(ids)), _rows(hidden.device, weight.shape[0], distribution.truncation))
     ]
-    logprobs, entropy = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
-    return LinearScores(logprobs, entropy if distribution.entropy else None)
+    logprobs, *entropy = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
+    return LinearScores(logprobs, *entropy)
 
 
 # ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary
@@ -363,19 +363,18 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> 
 
 def _of_whole_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies `(rows,)` of a block; its logits are computed anew in the backward pass."""
-    of_rows = (
-        of_logits.logprobs_and_entropy_with_gradient
-        if distribution.entropy_gradient
-        else of_logits.logprobs_and_entropy
-    )
+) -> tuple[Tensor, ...]:
+    """Log-probs `(rows,)` of a block, and entropies where asked for; the backward pass computes its logits anew."""
 
-    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, weight, bias)
-        return of_rows(
-            logits[None], ids[None], temperature=distribution.temperature, truncation=distribution.truncation
+    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found = of_logits.score_tokens(
+            F.linear(hidden, weight, bias)[None],
+            ids[None],
+            temperature=distribution.temperature,
+            truncation=distribution.truncation,
+            entropy=distribution.entropy,
+            entropy_gradient=distribution.entropy_gradient,
         )
+        return tuple(part[0] for part in found if part is not None)
 
-    logprobs, entropy = checkpoint(scored, hidden, weight, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
-    return logprobs[0], entropy[0]
+    return checkpoint(scored, hidden, weight, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore

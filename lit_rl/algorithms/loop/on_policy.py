@@ -235,8 +235,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         return self.minibatches * self.iterations == 1
 
     def token_scores(self, completions: Completions) -> TokenScores:
-        """Log-probs `(b, t)` of the response under the policy, with gradient, and entropies `(b, t)`."""
-        return score(self.policy, completions, self.sampling, options=self.forward_options)
+        """Log-probs `(b, t)` of the response under the policy, with gradient, and entropies `(b, t)` where logged."""
+        entropy, options = self.log_entropy, self.forward_options
+        return score(self.policy, completions, self.sampling, entropy=entropy, options=options)
 
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
         """The loss tokens of a whole step, from its micro-batches on this rank, where `needs_step`."""
