@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector import _LoggerConnector
+from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 
 from lit_rl import cli
 from lit_rl.algorithms.loop.module import PolicyModule

@@ -60,7 +60,7 @@ def rows_of_slots(
             by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
             backward passes as all others. None: all rows.
     """
-    device = rollout.loss_mask.device
+    device = rollout.completions.group_id.device
     # Slices are looked at one by one: on the host, so that an accelerator is waited for once and not for each.
     group_id, lengths = rollout.completions.group_id.cpu(), rollout.completions.read_lengths.cpu()
     teaching = None if teaching is None else teaching.cpu()
