@@ -205,16 +205,16 @@ class GKD(OfflinePolicyModule):
                 batch.tokens,
                 divergence,
                 shared_tokens=self.teacher.shared_tokens,
+                entropies=self.log_entropy,
                 router_aux=self.router_aux_loss_coef > 0,
                 fused=self.forward_options.fused_head,
             )
         loss = found.divergence.sum() / self.denominator(batch.totals)
         everywhere = torch.ones_like(found.correct, dtype=torch.bool)
-        metrics: Metrics = {
-            "entropy": mean_of(found.entropy, everywhere),
-            "teacher/entropy": mean_of(found.teacher_entropy, everywhere),
-            "mean_token_accuracy": mean_of(found.correct, everywhere),
-        }
+        metrics: Metrics = {"mean_token_accuracy": mean_of(found.correct, everywhere)}
+        if found.entropy is not None and found.teacher_entropy is not None:
+            metrics["entropy"] = mean_of(found.entropy, everywhere)
+            metrics["teacher/entropy"] = mean_of(found.teacher_entropy, everywhere)
         loss, aux = self.with_aux(loss, found.aux_loss, batch.totals)
         return loss, metrics | aux
 

@@ -29,7 +29,7 @@ from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, StepTokens, mean_of
+from lit_rl.ops.step import Metrics, StepTokens, mean_entropy, mean_of
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
@@ -110,10 +110,11 @@ class NashMD(JudgedModule):
         preference_part = rollout.advantages * masked_sum(scores.logprobs, mask, 1)
         judged = torch.as_tensor(totals.unmasked_sequences, device=mask.device).clamp(min=1)
         loss = (kl_part - preference_part).sum() / judged
-        return loss, self._metrics(rollout, scores.logprobs, kl, beta) | {
+        metrics = self._metrics(rollout, scores.logprobs, kl, beta)
+        metrics |= mean_entropy(scores.entropy, rollout.completions.response_mask)
+        return loss, metrics | {
             "loss/kl": mean_of(kl_part, mask.any(1)),
             "loss/score": mean_of(-preference_part, mask.any(1)),
-            "entropy": mean_of(scores.entropy, rollout.completions.response_mask),
         }
 
     @torch.no_grad()

@@ -25,7 +25,7 @@ from lit_rl.models.policy.neftune import noisy_embeddings
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.imitation import cross_entropy
 from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 
 
 @final
@@ -68,11 +68,8 @@ class SFT(OfflinePolicyModule):
         assert scores.stats is not None
         loss = masked_sum(self.imitation(scores.logprobs), mask) / self.denominator(batch.totals)
         loss, aux = self.with_aux(loss, scores.aux_loss, batch.totals)
-        metrics = {
-            "entropy": mean_of(scores.entropy, mask),
-            "mean_token_accuracy": mean_of(scores.stats.correct, mask),
-        }
-        return loss, metrics | aux
+        metrics = {"mean_token_accuracy": mean_of(scores.stats.correct, mask)}
+        return loss, mean_entropy(scores.entropy, mask) | metrics | aux
 
     @property
     def forward_options(self) -> ForwardOptions:

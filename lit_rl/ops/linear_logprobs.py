@@ -10,13 +10,14 @@ With hidden states ``h`` (n, d), the head's weight ``W`` (v, d) and bias ``c``, 
 
 The logits ``z`` are never whole: both directions run over blocks of tokens and of the vocabulary. The forward pass
 keeps two numbers a token, the sums of ``exp(z - m)`` and of ``exp(z - m)(z - m)`` under a running maximum ``m``
-(1805.02867, section 3); the backward pass computes a block of logits anew, and its ``p`` from ``lse``. Below `KEPT`
-logits in all, which cost little memory, they are kept instead. Sums of gradients over blocks are float32, whatever the
-weights are.
+(1805.02867, section 3); the backward pass computes a block of logits anew, and its ``p`` from ``lse``. Up to `KEPT`
+bytes of logits cost little memory, and are kept instead, in the type of the product: nothing is lost. Sums of gradients
+over blocks are float32, whatever the weights are.
 
 Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, so blocks are of tokens alone.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -34,8 +35,14 @@ from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
 COLUMNS = 2**13
 """Tokens of the vocabulary in a block, at most: enough rows of the head's weight to use a matrix product well."""
 
-KEPT = 2**24
-"""Logits that are kept for the backward pass rather than computed twice: 64 MiB."""
+KEPT = 2**26
+"""Bytes of logits that are kept for the backward pass rather than computed twice: 64 MiB."""
+
+_PART = 2**18
+"""Numbers of a block that a CPU works on at a time: 1 MiB in float32, which stays in its cache."""
+
+_PIECE, _SHORTEST_PIECE = 256, 32
+"""Logits of which the highest is found at once: a vector operation on a CPU, which `argmax` of a long row is not."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +109,8 @@ def linear_logprobs(
         _of_whole_rows(hidden[rows], weight, bias, ids[rows], distribution)
         for rows in _slices(max(1, len(ids)), _rows(hidden.device, weight.shape[0], distribution.truncation))
     ]
-    logprobs, entropy = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
-    return LinearScores(logprobs, entropy if distribution.entropy else None)
+    logprobs, *entropies = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
+    return LinearScores(logprobs, entropies[0] if entropies else None)
 
 
 # ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary
@@ -115,12 +122,13 @@ class _LinearScores(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
     ) -> Any:
         sums, kept = _Sums(hidden, ids, distribution), []
-        keeps = len(ids) * len(weight) <= KEPT and any(ctx.needs_input_grad)
+        keeps = len(ids) * len(weight) * hidden.element_size() <= KEPT and any(ctx.needs_input_grad)
         for rows, columns in _blocks(hidden, weight):
-            logits = _logits(hidden, weight, bias, rows, columns, distribution)
-            sums.add(logits, rows, columns)
+            product = _product(hidden, weight, bias, rows, columns)
+            sums.add(product, rows, columns, own=not keeps)
             if keeps:
-                kept.append(logits)
+                kept.append(product)
+            del product  # before the next one is made
         lse = sums.lse()
         entropy = sums.entropy() if distribution.entropy else None
         stats = sums.stats(lse) if distribution.stats else ()
@@ -132,23 +140,16 @@ class _LinearScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        of_logprobs, of_entropy = grads[:2]
         hidden, weight, bias, ids, lse, entropy = ctx.saved_tensors
-        distribution: Distribution = ctx.distribution
+        of_entropy = None if entropy is None else grads[1]
+        slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy)
         sums = _GradientSums(hidden, weight, bias, ctx.needs_input_grad)
-        for number, (rows, columns) in enumerate(_blocks(hidden, weight)):
-            logits = ctx.kept[number] if ctx.kept else _logits(hidden, weight, bias, rows, columns, distribution)
-            log_p = logits - lse[rows, None]
-            scale = of_logprobs[rows, None] / distribution.temperature
-            if entropy is None or of_entropy is None:
-                grad = log_p.exp_().mul_(-scale)
-            else:
-                of_spread = of_entropy[rows, None] / distribution.temperature
-                spread = (log_p + entropy[rows, None]).mul_(of_spread).add_(scale)
-                grad = log_p.exp_().mul_(spread.neg_())
-            _add_at_ids(grad, ids[rows], columns, scale)
-            sums.add(grad.to(hidden.dtype), rows, columns)
-        ctx.kept = []  # the graph lives until the loss is let go, and a second backward pass computes logits anew
+        kept, ctx.kept = ctx.kept[::-1], []  # the graph outlives this pass; a second one multiplies anew
+        for rows, columns in _blocks(hidden, weight):
+            product = kept.pop() if kept else _product(hidden, weight, bias, rows, columns)
+            slopes.write_over(product, rows, columns)
+            sums.add(product, rows, columns)
+            del product  # before the next one is made
         return sums.hidden, sums.weight, sums.bias, None, None
 
 
@@ -169,16 +170,62 @@ def _rows(device: torch.device, columns: int, truncation: Truncation) -> int:
     return max(1, of_logits.block_numbers(device, truncation) // columns)
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice, distribution: Distribution
-) -> Float[Tensor, "rows columns"]:
-    product = F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
-    numbers = product.to(_exact(hidden))
-    return numbers if distribution.temperature == 1 else numbers.div_(distribution.temperature)
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice) -> Tensor:
+    """``(rows, columns)``: what the head makes of hidden states, in their type."""
+    return F.linear(hidden[rows], weight[columns], None if bias is None else bias[columns])
+
+
+def _parts(rows: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """A block in parts that stay near a processor while one operation after another passes over them."""
+    start = rows.start
+    for part in product.split(max(1, part_numbers(product.device) // product.shape[1])):
+        yield slice(start, start + len(part)), part
+        start += len(part)
+
+
+def _logits(product: Tensor, temperature: float, *, own: bool) -> Float[Tensor, "rows columns"]:
+    """The product in float32, by the temperature. What is `own` is written over, if it is float32 already."""
+    numbers = product.to(_exact(product))
+    if temperature == 1:
+        return numbers
+    return numbers.div_(temperature) if own or numbers is not product else numbers / temperature
+
+
+def part_numbers(device: torch.device) -> int:
+    """How many numbers of a block are worked on at a time, at most."""
+    block = of_logits.block_numbers(device, NO_TRUNCATION)
+    return min(_PART, block) if device.type == "cpu" else block
 
 
 def _exact(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class _Slopes:
+    """What makes the gradient of a block out of the block."""
+
+    temperature: float
+    ids: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+    of_logprobs: Tensor
+    of_entropy: Tensor | None
+
+    def write_over(self, product: Tensor, rows: slice, columns: slice) -> None:
+        """Put the gradient of a block of the product in the place of the block."""
+        for some, numbers in _parts(rows, product):
+            log_p = _logits(numbers, self.temperature, own=True).sub_(self.lse[some, None])
+            scale = self.of_logprobs[some, None] / self.temperature
+            if self.entropy is None or self.of_entropy is None:
+                grad = log_p.exp_().mul_(-scale)
+            else:
+                of_spread = self.of_entropy[some, None] / self.temperature
+                spread = (log_p + self.entropy[some, None]).mul_(of_spread).add_(scale)
+                grad = log_p.exp_().mul_(spread.neg_())
+            _add_at_ids(grad, self.ids[some], columns, scale)
+            if grad.dtype != numbers.dtype:
+                numbers.copy_(grad)
 
 
 def _add_at_ids(grad: Tensor, ids: Tensor, columns: slice, scale: Tensor) -> None:
@@ -202,7 +249,13 @@ class _Sums:
         self._likeliest = torch.zeros_like(ids) if distribution.stats else None
         self._vocabulary = 0
 
-    def add(self, logits: Tensor, rows: slice, columns: slice) -> None:
+    def add(self, product: Tensor, rows: slice, columns: slice, *, own: bool) -> None:
+        """A block of the product; what is `own` may be written over."""
+        for some, numbers in _parts(rows, product):
+            logits = _logits(numbers, self._distribution.temperature, own=own)
+            self._add(logits, some, columns, own=own or logits is not numbers)
+
+    def _add(self, logits: Tensor, rows: slice, columns: slice, *, own: bool) -> None:
         at = self._ids[rows] - columns.start
         here = (at >= 0) & (at < logits.shape[1])
         picked = logits.gather(1, at.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
@@ -211,13 +264,13 @@ class _Sums:
         before, highest = self._top[rows], logits.amax(1)
         top = torch.maximum(before, highest)
         shrink = (before - top).exp()
-        below = logits - top[:, None]
         if self._plain is not None:
             self._add_stats(logits, rows, columns, highest > before)
+        below = logits.sub_(top[:, None]) if own else logits - top[:, None]
         if self._spread is not None:
             moved = torch.where(before == -torch.inf, 0, before - top) * self._sum[rows]
             exps = below.exp()
-            self._spread[rows] = shrink * (self._spread[rows] + moved) + (exps * below).sum(1)
+            self._spread[rows] = shrink * (self._spread[rows] + moved) + below.mul_(exps).sum(1)
         else:
             exps = below.exp_()
         self._sum[rows] = shrink * self._sum[rows] + exps.sum(1)
@@ -228,7 +281,7 @@ class _Sums:
     def _add_stats(self, logits: Tensor, rows: slice, columns: slice, higher: Tensor) -> None:
         assert self._plain is not None and self._likeliest is not None
         self._plain[rows] += logits.sum(1)
-        self._likeliest[rows] = torch.where(higher, logits.argmax(1) + columns.start, self._likeliest[rows])
+        self._likeliest[rows] = torch.where(higher, _likeliest(logits) + columns.start, self._likeliest[rows])
         self._vocabulary = max(self._vocabulary, columns.start + logits.shape[1])
 
     def lse(self) -> Tensor:
@@ -246,6 +299,17 @@ class _Sums:
         return tuple(getattr(found, field.name) for field in fields(found))
 
 
+def _likeliest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
+    """``argmax(1)``, of several highest the first: the piece that has the highest, then where in it."""
+    size = math.gcd(logits.shape[1], _PIECE)
+    if size < _SHORTEST_PIECE:
+        return logits.argmax(1)
+    pieces = logits.unflatten(1, (-1, size))
+    best = pieces.amax(2).argmax(1)
+    inside = pieces.gather(1, best[:, None, None].expand(-1, 1, size))[:, 0].argmax(1)
+    return best * size + inside
+
+
 def _type_of_gradient(weight: Tensor) -> torch.dtype:
     """Float32 for a bfloat16 weight with a float32 master: sums over blocks are not rounded, nor converted later."""
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
@@ -256,20 +320,26 @@ class _GradientSums:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
         self._inputs = hidden, weight
-        exact = _exact(hidden)
-        self._hidden = torch.zeros_like(hidden, dtype=exact) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=_type_of_gradient(weight)) if needed[1] else None
+        make = torch.empty_like if len(hidden) else torch.zeros_like
+        self._hidden = make(hidden, dtype=_exact(hidden)) if needed[0] else None
+        self.weight = make(weight, dtype=_type_of_gradient(weight)) if needed[1] else None
         self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
-        self._block = torch.zeros(0)
+        self._sum = torch.empty(0)  # of the columns at hand, where the gradient of the weight is narrower
 
     def add(self, grad: Tensor, rows: slice, columns: slice) -> None:
+        """A block of the gradient of the product; all blocks of some columns come one after another."""
         hidden, weight = self._inputs
         if self._hidden is not None:
-            self._hidden[rows] += grad @ weight[columns]
+            _add_product(self._hidden[rows], grad, weight[columns], first=columns.start == 0)
         if self.weight is not None:
-            part = grad.T @ hidden[rows]
-            self._block = part.to(_exact(hidden)) if rows.start == 0 else self._block.add_(part)
-            self.weight[columns] = self._block
+            of_columns, exact = self.weight[columns], _exact(hidden)
+            if of_columns.dtype == exact:
+                _add_product(of_columns, grad.T, hidden[rows], first=rows.start == 0)
+            else:
+                self._sum = torch.empty_like(of_columns, dtype=exact) if rows.start == 0 else self._sum
+                _add_product(self._sum, grad.T, hidden[rows], first=rows.start == 0)
+                if rows.stop >= len(hidden):
+                    of_columns.copy_(self._sum)
         if self.bias is not None:
             self.bias[columns] += grad.sum(0).to(self.bias.dtype)
 
@@ -278,24 +348,33 @@ class _GradientSums:
         return None if self._hidden is None else self._hidden.to(self._inputs[0].dtype)
 
 
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """Add ``left right`` to what is there; the first product is written over it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=0 if first else 1)
+    elif first:
+        total.copy_(left @ right)
+    else:
+        total.add_(left @ right)
+
+
 # ---------------------------------------------------------------- under truncation: blocks of whole rows
 
 
 def _of_whole_rows(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies `(rows,)` of a block; its logits are computed anew in the backward pass."""
-    of_rows = (
-        of_logits.logprobs_and_entropy_with_gradient
-        if distribution.entropy_gradient
-        else of_logits.logprobs_and_entropy
-    )
+) -> tuple[Tensor, ...]:
+    """Log-probs `(rows,)` of a block, and entropies where asked for; the backward pass computes its logits anew."""
 
-    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        logits = F.linear(hidden, weight, bias)
-        return of_rows(
-            logits[None], ids[None], temperature=distribution.temperature, truncation=distribution.truncation
+    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        found = of_logits.score_tokens(
+            F.linear(hidden, weight, bias)[None],
+            ids[None],
+            temperature=distribution.temperature,
+            truncation=distribution.truncation,
+            entropy=distribution.entropy,
+            entropy_gradient=distribution.entropy_gradient,
         )
+        return tuple(part[0] for part in found if part is not None)
 
-    logprobs, entropy = checkpoint(scored, hidden, weight, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
-    return logprobs[0], entropy[0]
+    return checkpoint(scored, hidden, weight, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore

@@ -72,6 +72,19 @@ def logprobs_and_entropy_with_gradient(
     return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy=True, entropy_gradient=True))
 
 
+def score_tokens(
+    logits: Float[Tensor, "b t v"],
+    ids: Int[Tensor, "b t"],
+    *,
+    temperature: float,
+    truncation: Truncation,
+    entropy: bool,
+    entropy_gradient: bool,
+) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"] | None]:
+    """One of the three functions above: the same log-probs, and the entropy where it is asked for."""
+    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy, entropy_gradient))
+
+
 @dataclass(frozen=True)
 class _Terms:
     temperature: float

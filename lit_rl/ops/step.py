@@ -90,3 +90,8 @@ multiplied by them."""
 def mean_of(values: Shaped[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> tuple[Tensor, Tensor]:
     """A metric: the mean of `values` over the places where `mask` is True."""
     return masked_sum(values.detach().float(), mask), mask.sum().float()
+
+
+def mean_entropy(entropy: Float[Tensor, "b t"] | None, mask: Bool[Tensor, "b t"]) -> Metrics:
+    """The metric of that name; none where no entropy was computed."""
+    return {} if entropy is None else {"entropy": mean_of(entropy, mask)}

@@ -138,21 +138,25 @@ def test_planned_activations_are_what_autograd_keeps(shared, rank, precision):
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
 
 
+@pytest.mark.parametrize("logit", [4, 2], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("part", [2**12, 2**20], ids=["in parts", "at once"])
 @pytest.mark.parametrize("block", [2**14, 2**16, 2**20], ids=["small", "larger", "above what is kept"])
 @pytest.mark.parametrize("tokens", [3, 50, 64, 96, 200, 300, 700])
-def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens, block):
+def test_the_head_works_in_the_memory_that_is_planned(monkeypatch, tokens, block, part, logit):
     """Blocks of all tokens and of some, of all of the vocabulary's slices and a narrow last one; kept, and not."""
     vocabulary = 1000
     monkeypatch.setattr(of_logits, "block_numbers", lambda *_: block)
+    monkeypatch.setattr(of_heads, "_PART", part)
     for module in (of_heads, memory_module):
-        monkeypatch.setattr(module, "KEPT", 2**18)
+        monkeypatch.setattr(module, "KEPT", 2**20)
         monkeypatch.setattr(module, "COLUMNS", 256)
-    hidden = torch.randn(tokens, 1, requires_grad=True)
-    weight, ids = torch.randn(vocabulary, 1, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
+    dtype = {4: torch.float32, 2: torch.bfloat16}[logit]
+    hidden = torch.randn(tokens, 1, dtype=dtype, requires_grad=True)
+    weight, ids = torch.randn(vocabulary, 1, dtype=dtype, requires_grad=True), torch.zeros(tokens, dtype=torch.long)
     with Live() as live:
         of_heads.linear_logprobs(hidden, weight, ids, Distribution(entropy=True)).logprobs.sum().backward()
     shape = replace(SHAPE, vocabulary=vocabulary)
-    planned = 4 * memory(policy=Network(shape, 1, 1), block=block)._of_head(tokens)
+    planned = memory(policy=Network(shape, 1, 1, logit=logit), block=block, part=part)._of_head(tokens)
     assert 0.75 * planned < live.peak < 1.02 * planned + 100 * (tokens + vocabulary)  # numbers a token, and a gradient
 
 

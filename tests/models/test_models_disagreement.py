@@ -27,7 +27,7 @@ def texts(learned: bool = True) -> TokenBatch:
 
 def asked(student, teacher, tokens, shared_tokens=None, **how):
     student.zero_grad()
-    found = disagreement(student, teacher, tokens, DIVERGENCE, shared_tokens=shared_tokens, **how)
+    found = disagreement(student, teacher, tokens, DIVERGENCE, shared_tokens=shared_tokens, entropies=True, **how)
     (found.divergence * torch.linspace(1, 2, len(found.divergence))).sum().backward()
     numbers = [found.divergence.detach(), found.entropy, found.teacher_entropy, found.correct]
     return numbers, [p.grad.clone() for p in student.parameters() if p.grad is not None]
@@ -66,6 +66,6 @@ def test_no_tensor_of_tokens_times_vocabulary_is_kept(pair, monkeypatch):
 
 def test_texts_without_a_learned_token_have_a_graph(pair):
     found = disagreement(*pair, texts(learned=False), DIVERGENCE, shared_tokens=None)
-    assert len(found.divergence) == 0
+    assert len(found.divergence) == 0 and found.entropy is found.teacher_entropy is None
     found.divergence.sum().backward()
     assert all((p.grad == 0).all() for p in pair[0].parameters() if p.grad is not None)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Olmo
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score, token_logits, token_logprobs
+from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.transforms import Truncation
 from lit_rl.rollout import Sampling, trim
@@ -106,7 +107,8 @@ def test_scores_are_those_of_the_distribution_that_sampling_draws_from(
 ):
     policy = LanguageModel(str(make_model())).load()
     completions = make_completions(PROMPTS, RESPONSES, left=1, right=1)
-    scores = score(policy, completions, Sampling(temperature=0.7, **cut), entropy_gradient=entropy_gradient)
+    asked = {"entropy": True, "entropy_gradient": entropy_gradient}
+    scores = score(policy, completions, Sampling(temperature=0.7, **cut), **asked)
     wanted = logprobs_and_entropy(
         token_logits(policy, completions), completions.response_ids, temperature=0.7, truncation=Truncation(**cut)
     )
@@ -116,6 +118,22 @@ def test_scores_are_those_of_the_distribution_that_sampling_draws_from(
     assert scores.aux_loss is None
     assert scores.logprobs.requires_grad
     assert scores.entropy.requires_grad == entropy_gradient
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 20}], ids=["whole", "truncated"])
+def test_without_entropies_all_else_has_the_same_bits(make_model, make_completions, cut, fused):
+    policy = LanguageModel(str(make_model())).load()
+    completions = make_completions(PROMPTS, RESPONSES, left=1, right=1)
+    found = []
+    for asked in (True, False):
+        policy.zero_grad()
+        options = ForwardOptions(fused_head=fused)
+        scores = score(policy, completions, Sampling(temperature=0.7, **cut), entropy=asked, options=options)
+        assert (scores.entropy is not None) == asked
+        scores.logprobs[completions.response_mask].sum().backward()
+        found.append([scores.logprobs, *(p.grad for p in policy.parameters() if p.grad is not None)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_settings_of_the_end_of_a_response_have_no_part_in_scores(make_model, make_completions):

@@ -21,7 +21,7 @@ SHAPE |= dict(num_key_value_heads=1, head_dim=16, bos_token_id=None, eos_token_i
 
 def result(model, completions, options, **terms):
     model.zero_grad()
-    scores = score(model, completions, Sampling(temperature=0.7), options=options, **terms)
+    scores = score(model, completions, Sampling(temperature=0.7), entropy=True, options=options, **terms)
     mask = completions.response_mask
     (scores.logprobs[mask].sum() + scores.entropy[mask].sum()).backward()
     gradient = [p.grad.clone() for p in model.parameters() if p.grad is not None]

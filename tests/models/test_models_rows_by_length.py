@@ -104,7 +104,7 @@ def test_scores_of_texts_and_their_gradients_are_those_of_one_call(make_model, e
     found = []
     for by in (False, True):
         shapes = calls_of(model)
-        scores = score_texts(model, tokens, stats=True, options=ForwardOptions(rows_by_length=by))
+        scores = score_texts(model, tokens, entropy=True, stats=True, options=ForwardOptions(rows_by_length=by))
         mask, stats = tokens.learned, scores.stats
         loss = scores.logprobs[mask].sum()
         values = scores.logprobs, scores.entropy, stats.log_sum_sq, stats.correct.double(), stats.mean_logit

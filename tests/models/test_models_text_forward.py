@@ -59,7 +59,7 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 def test_padding_changes_nothing_and_scores_are_the_plain_ones(make_model, kind):
     model = LanguageModel(str(make_model(kind)), disable_dropout=True).load()
     tokens = token_batch([[text] for text in TEXTS], right=3)
-    scores = score_texts(model, tokens, stats=True)
+    scores = score_texts(model, tokens, entropy=True, stats=True)
     assert scores.logprobs.shape == scores.entropy.shape == scores.stats.correct.shape == (4, 9)
     for row, text in enumerate(TEXTS):
         # The plain way, with nothing of ours: one unpadded text, all logits, softmax.

@@ -126,6 +126,14 @@ def test_of_equally_likely_tokens_the_first_counts_as_the_likeliest(monkeypatch)
     assert found.correct.tolist() == [True, False]
 
 
+@pytest.mark.parametrize("width", [7, 32, 96, 512, 8192], ids=lambda width: f"{width} tokens")
+def test_the_likeliest_is_the_first_of_the_highest(width):
+    """Few different logits, so that most rows have several highest ones, in one piece and in several."""
+    logits = torch.randint(3, (40, width), generator=torch.Generator().manual_seed(5)).float()
+    logits[1], logits[2, -1], logits[3, width // 2] = -torch.inf, 9.0, torch.nan
+    assert torch.equal(module._likeliest(logits), logits.argmax(1))
+
+
 def test_half_precision_is_multiplied_as_the_head_does_and_summed_in_float32(kept):
     hidden, weight, bias, ids = inputs(torch.bfloat16)
     found = linear_logprobs(hidden, weight, ids, bias=bias).logprobs
@@ -204,3 +212,16 @@ def test_logits_are_let_go_with_the_backward_pass_and_a_second_one_computes_them
     assert not node.kept, "logits that are not needed again stay until the loss is let go"
     second = torch.autograd.grad(total, [hidden, weight])
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_kept_as_they_were_multiplied_out_and_nothing_is_lost(monkeypatch, dtype, temperature) -> None:
+    hidden, weight, bias, ids = inputs(dtype)
+    found = {}
+    for kept in (0, N * V * dtype.itemsize):
+        monkeypatch.setattr(module, "KEPT", kept)
+        logprobs = linear_logprobs(hidden, weight, ids, Distribution(temperature), bias=bias).logprobs
+        assert sum(block.nbytes for block in logprobs.grad_fn.kept) == kept
+        found[kept] = logprobs, *gradients(logprobs.square().sum(), hidden, weight, bias)
+    assert all(torch.equal(one, other) for one, other in zip(*found.values()))

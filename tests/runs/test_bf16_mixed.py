@@ -195,9 +195,9 @@ def test_log_probs_are_those_of_the_logits_as_they_came_in_float32(way, head):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=tokens.input_ids).logits[:, 3:-1].detach()
         scores = (
-            score_texts(model, tokens)
+            score_texts(model, tokens, entropy=True)
             if way == "texts"
-            else score(model, as_completions(tokens), Sampling(max_new_tokens=1))
+            else score(model, as_completions(tokens), Sampling(max_new_tokens=1), entropy=True)
         )
     logprobs, entropy = (part[:, -4:] for part in (scores.logprobs, scores.entropy))
     assert logits.dtype == head and logprobs.dtype == entropy.dtype == torch.float32

@@ -20,7 +20,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs
 from lit_rl.ops.reductions import StepTotals
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 from lit_rl.rollout import Rollout, select
 
 
@@ -180,8 +180,7 @@ class PairScores:
             "logps/chosen": mean_of(self.logprobs[self.better], pairs),
             "logps/rejected": mean_of(self.logprobs[self.worse], pairs),
             "contain_eos_token": mean_of(completions.ended.float(), every),
-            "entropy": mean_of(scores.entropy, completions.response_mask),
-        }
+        } | mean_entropy(scores.entropy, completions.response_mask)
 
 
 def best_and_worst(wins: Tensor) -> Tensor:

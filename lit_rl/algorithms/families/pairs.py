@@ -20,7 +20,7 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.divergences import reverse_kl
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.preference.pairs import Pairs, sums_of_pairs
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 
 Preference = Callable[..., Tensor]
 """A function of `lit_rl.ops.preference`: `(pairs, beta)` to one loss a pair."""
@@ -140,9 +140,8 @@ def pair_metrics(rewards: Sides, logps: Sides, batch: PairBatch, scores: TextSco
         "logps/rejected": mean_of(logps.rejected, every),
         "logits/chosen": mean_of(logits[0], of_chosen),
         "logits/rejected": mean_of(logits[1], of_rejected),
-        "entropy": mean_of(scores.entropy, mask),
         "mean_token_accuracy": mean_of(scores.stats.correct.chunk(2)[0], of_chosen),
-    }
+    } | mean_entropy(scores.entropy, mask)
 
 
 def policy_columns(batch: PairBatch, scores: TextScores, *, tail_weight: float = 1.0) -> Columns:

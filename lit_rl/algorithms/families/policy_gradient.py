@@ -232,9 +232,11 @@ class PolicyGradient(OnPolicyModule, ABC):
 
         objective = self.reduction(tokens, mask, totals)
         metrics = metrics | weighing | off_policy | distances
-        metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
+        if entropy is not None:
+            metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}
         one = torch.ones((), device=objective.device)
         if self.entropy is not None:
+            assert entropy is not None
             metrics |= {"policy_loss": (objective.detach(), one / totals.micro_batches)}
             objective = objective - self.entropy(entropy, selected, self.selection.count(selected, totals, step))
         if self.router_aux_loss_coef:
@@ -250,7 +252,11 @@ class PolicyGradient(OnPolicyModule, ABC):
     @property
     def score_terms(self) -> dict[str, Any]:
         """What the objective needs of the policy's forward pass beside log-probs, and how it is computed."""
-        wanted = {"entropy_gradient": self.entropy is not None, "router_aux": self.router_aux_loss_coef > 0}
+        wanted = {
+            "entropy": self.log_entropy or self.selection.choose is not None,
+            "entropy_gradient": self.entropy is not None,
+            "router_aux": self.router_aux_loss_coef > 0,
+        }
         return wanted | {"options": self.forward_options}
 
     def look_ahead(self, micro_batches: Sequence[Rollout]) -> StepTokens | None:
@@ -276,6 +282,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def after_micro_batch(self, rollout: Rollout, scores: TokenScores, step: StepTokens | None = None) -> None:
         if self.entropy is not None:
+            assert scores.entropy is not None
             self.entropy.observe(scores.entropy, self.selection(scores.entropy, rollout.loss_mask, step))
 
     def after_step(self) -> None:

@@ -15,7 +15,7 @@ from lit_rl.examples import VerdictBatch
 from lit_rl.models.policy.text_forward import TextScores
 from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops.masking import masked_sum
-from lit_rl.ops.step import Metrics, mean_of
+from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 
 
 class VerdictModule(OfflinePolicyModule, ABC):
@@ -63,7 +63,7 @@ class VerdictModule(OfflinePolicyModule, ABC):
     def verdict_metrics(self, batch: VerdictBatch, scores: TextScores, ratios: Tensor) -> Metrics:
         """TRL's metrics of a micro-batch. Those of one verdict are means over its rows, NaN where there are none."""
         good, mask, rewards = _desirable(batch), batch.tokens.learned, self.beta * ratios
-        metrics: Metrics = {"entropy": mean_of(scores.entropy, mask)}
+        metrics = mean_entropy(scores.entropy, mask)
         logps = masked_sum(scores.logprobs, mask, dim=1)
         for name, rows in (("chosen", good), ("rejected", ~good)):
             metrics[f"rewards/{name}"] = mean_of(rewards, rows)

@@ -64,9 +64,14 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
     # ------------------------------------------------------------------ what losses are made with
 
     def text_scores(self, tokens: TokenBatch, *, stats: bool = False) -> TextScores:
-        """Log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient."""
-        router_aux, options = self.router_aux_loss_coef > 0, self.forward_options
-        return score_texts(self.policy, tokens, stats=stats, router_aux=router_aux, options=options)
+        """Log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient.
+
+        Args:
+            tokens: `b` rows.
+            stats: Whether to compute also what metrics are made of: statistics, and entropies with `log_entropy`.
+        """
+        wanted = {"entropy": stats and self.log_entropy, "stats": stats, "router_aux": self.router_aux_loss_coef > 0}
+        return score_texts(self.policy, tokens, **wanted, options=self.forward_options)
 
     @torch.no_grad()
     def ref_logprobs(self, batch: ExampleBatch, tokens: TokenBatch | None = None) -> Tensor:

@@ -48,8 +48,10 @@ def frozen_bytes(model: LanguageModel) -> int:
 
 def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, head: Head) -> Network:
     """The policy as it is trained."""
-    how: dict[str, bool] = {"checkpointing": bool(model.checkpointing), "offloaded": model.checkpointing == "offload"}
+    how: dict[str, Any] = {"checkpointing": bool(model.checkpointing), "offloaded": model.checkpointing == "offload"}
     how["eager"] = model.attn_implementation == "eager"
+    halves = numbers.product < 4 or model.dtype in ("bfloat16", "float16")
+    how["logit"] = 2 if halves and not model.lm_head_fp32 else 4
     if model.lora is None and model.adapter is None:
         held = numbers.weight * shape.parameters
         return Network(shape, shape.parameters, held, head=head, **how)

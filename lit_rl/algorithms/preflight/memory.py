@@ -18,7 +18,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
                     and narrow where y < 4
     logits          none; the hidden states that they are made of, and their gradient
-    working memory  the larger of: blocks of logits, and all of them in a pass with few (lit_rl.ops.linear_logprobs);
+    working memory  the larger of: a block of logits and what is made of a part of it (lit_rl.ops.linear_logprobs), all
+                    logits in place of the block in a pass with few;
                     gradients of one layer's activations, 4 y m + 3 x d a token. And those of the head's weight, x v d.
                     A critic of its own runs after the policy's head and back before it: its activations are there
                     beside the kept logits, and not beside the head's other blocks. Rows of like length run in several
@@ -35,7 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Literal
 
 from lit_rl.models.policy.disagreement import LOGITS
@@ -51,8 +51,8 @@ def in_words(size: float) -> str:
     return f"{size / 2**20:.3g} MiB" if size < GIB / 10 else f"{size / GIB:.3g} GiB"
 
 
-BLOCKS = 4
-"""Tensors of the size of a block of logits that are there at a time: logits, their exponentials, gradient, product."""
+LOGITS_OF_A_STEP = 4
+"""Tensors of the size of a decode step's logits that are there at a time."""
 
 WHOLE = 5
 """Tensors of the size of whole logits, in float32, where no head is fused: scaled, their log-softmax, its
@@ -104,6 +104,7 @@ class Network:
         widened: Numbers a token, over all layers, that adapters read in float32 beside the narrow ones of their layers.
         head: What stands behind the last layer: a head fused with the softmax, one whose logits are compared with
             another model's block by block, one that gives logits, or none.
+        logit: Bytes of a logit as the head multiplies it out.
         checkpointing: Whether activations are computed twice.
         offloaded: Whether the inputs of its layers then wait on the host.
         narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
@@ -116,6 +117,7 @@ class Network:
     adapters: int = 0
     widened: int = 0
     head: Head = "fused"
+    logit: int = 4
     checkpointing: bool = False
     offloaded: bool = False
     narrow: bool = False
@@ -182,6 +184,7 @@ class Memory:
         grouped_cache: Whether it holds a prompt's keys and values once a group.
         spread_over: Ranks over which the policy's weights, gradients and optimizer state are spread.
         block: Logits in a block of the fused head.
+        part: Logits of a block that are worked on at a time.
         may_recompute: Whether the plan may choose gradient checkpointing.
         may_offload: Whether it may also keep the inputs of layers on the host.
     """
@@ -196,6 +199,7 @@ class Memory:
     grouped_cache: bool = True
     spread_over: int = 1
     block: int = 2**22
+    part: int = 2**18
     may_recompute: bool = False
     may_offload: bool = False
 
@@ -301,7 +305,7 @@ class Memory:
         head, of_head, logits = self.policy.head, 0, 0
         if head == "fused":
             tokens = rows * self.lengths.texts * self.lengths.response
-            of_head, logits = 4 * self._of_head(tokens), 4 * self._kept_logits(tokens)
+            of_head, logits = self._of_head(tokens), self._kept_logits(tokens)
         of_layer = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
         if self.critic is not None:  # it runs after the policy's head, and back before it
             of_head, of_layer = of_head - self._kept(self.critic, rows), of_layer + logits
@@ -314,21 +318,18 @@ class Memory:
         return max(call.tokens for call in self._calls(network, rows)) * of_token
 
     def _kept_logits(self, tokens: int) -> int:
-        """Numbers, where a fused head keeps the logits of so many tokens."""
-        whole = tokens * self.policy.shape.vocabulary
+        """Bytes, where a fused head keeps the logits of so many tokens."""
+        whole = tokens * self.policy.shape.vocabulary * self.policy.logit
         return whole if whole <= KEPT else 0
 
     def _of_head(self, tokens: int) -> int:
-        """Numbers that a fused head holds at most: a few of one block, and the blocks that are kept so far."""
-        vocabulary = self.policy.shape.vocabulary
-        columns = min(COLUMNS, vocabulary)
+        """Bytes that a fused head holds at most: a block of logits, or all that are kept, and what a part becomes."""
+        columns = min(COLUMNS, self.policy.shape.vocabulary)
         rows = max(1, min(tokens, self.block // columns))
-        if (kept := self._kept_logits(tokens)) == 0:
-            return BLOCKS * rows * columns
-        widths = [min(columns, vocabulary - start) for start in range(0, vocabulary, columns)]
-        blocks = [min(rows, tokens - start) * width for width in widths for start in range(0, tokens, rows)]
-        forward = max(held + (BLOCKS - 1) * block for held, block in zip(accumulate(blocks), blocks, strict=True))
-        return max(forward, kept + (BLOCKS - 2) * max(blocks))
+        kept, part = self._kept_logits(tokens), min(rows, max(1, self.part // columns)) * columns
+        # Its exponentials; and itself in float32, where it cannot be written over.
+        copies = 2 if kept or self.policy.logit < 4 else 1
+        return (kept or self.policy.logit * rows * columns) + 4 * copies * part
 
     def _cache(self, lengths: Lengths, rows: int) -> dict[str, int]:
         """Keys and values of a decode batch, and the logits of a step with what is made of them."""
@@ -336,7 +337,7 @@ class Memory:
         # The last row of a group keeps its prompt: `native_loop` holds no more than twice those of full places.
         prompts = min(rows, 2 * -(-rows // lengths.group)) if self.grouped_cache else rows
         of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
-        logits = 4 * BLOCKS * rows * shape.vocabulary
+        logits = 4 * LOGITS_OF_A_STEP * rows * shape.vocabulary
         prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
         return {"key-value cache": of_token * (prompts * p + rows * t), "logits": logits, "working memory": prefill}
 

@@ -31,16 +31,17 @@ class TokenSelection:
         """Whether the choice is made over all tokens of an optimizer step."""
         return self.choose is not None and reads(self.choose, "step")
 
-    def __call__(self, entropy: Tensor, mask: Tensor, step: StepTokens | None) -> Tensor:
+    def __call__(self, entropy: Tensor | None, mask: Tensor, step: StepTokens | None) -> Tensor:
         """Bool `(b, t)`, a subset of `mask`.
 
         Args:
-            entropy: `(b, t)` in nats.
+            entropy: `(b, t)` in nats. None will do where all loss tokens are chosen.
             mask: Loss mask.
             step: The loss tokens of the whole step. None: this micro-batch is all of it.
         """
         if self.choose is None:
             return mask
+        assert entropy is not None
         return mask & self.choose(entropy.detach(), mask, **arguments_for(self.choose, {"step": step}))
 
     def count(self, selected: Tensor, totals: StepTotals, step: StepTokens | None) -> Tensor:

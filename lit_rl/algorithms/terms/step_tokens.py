@@ -39,7 +39,7 @@ def step_tokens(
         ranks: The step is of all of them.
     """
     with evaluation_mode(policy):
-        scores = [score(policy, micro.completions, sampling, options=options) for micro in micro_batches]
+        scores = [score(policy, micro.completions, sampling, entropy=True, options=options) for micro in micro_batches]
     parts = [
         StepTokens.of(
             micro.loss_mask,

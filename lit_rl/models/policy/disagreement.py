@@ -34,11 +34,12 @@ class Disagreement:
 
     divergence: Tensor
     """With gradient."""
-    entropy: Tensor
-    """Of the student's next-token distribution, in nats."""
-    teacher_entropy: Tensor
     correct: Tensor
     """Whether the token is the student's likeliest."""
+    entropy: Tensor | None = None
+    """Of the student's next-token distribution, in nats. None unless it was asked for."""
+    teacher_entropy: Tensor | None = None
+    """The same of the teacher's."""
     aux_loss: Tensor | None = None
     """The student's router loss; None unless it was asked for."""
 
@@ -50,6 +51,7 @@ def disagreement(
     divergence: Divergence,
     *,
     shared_tokens: int | None,
+    entropies: bool = False,
     router_aux: bool = False,
     fused: bool = True,
 ) -> Disagreement:
@@ -61,6 +63,7 @@ def disagreement(
         tokens: `b` rows.
         divergence: Of the one from the other.
         shared_tokens: Only the first so many tokens of both vocabularies are compared. None: all.
+        entropies: Whether to compute those of both.
         router_aux: Whether to compute the student's load-balancing loss.
         fused: Whether to work in blocks, where both models allow it.
 
@@ -84,17 +87,17 @@ def disagreement(
         logits = head(mine)[None, :, :shared_tokens]
         with torch.no_grad():
             of_teacher, plain = head_of_teacher(others)[None, :, :shared_tokens], logits.detach()
-            entropies = [logprobs_and_entropy(each, wanted[None])[1][0] for each in (plain, of_teacher)]
+            compared = (plain, of_teacher) if entropies else ()
+            spreads = [logprobs_and_entropy(each, wanted[None])[1][0] for each in compared]
             correct = token_stats(plain, wanted[None]).correct[0].float()
-        return divergence(logits, of_teacher)[0], *entropies, correct
+        return divergence(logits, of_teacher)[0], correct, *spreads
 
     mine, others = ours.flatten(0, 1)[at], theirs.flatten(0, 1)[at]
     if len(at) <= block:
         return Disagreement(*of_block(mine, others, ids), aux_loss=aux_loss)
     blocks = zip(mine.split(block), others.split(block), ids.split(block))
     parts = [checkpoint(of_block, *part, use_reentrant=False) for part in blocks]
-    divergences, entropies, of_teacher, correct = (torch.cat(part) for part in zip(*parts))  # pyright: ignore
-    return Disagreement(divergences, entropies, of_teacher, correct, aux_loss)
+    return Disagreement(*(torch.cat(column) for column in zip(*parts)), aux_loss=aux_loss)  # pyright: ignore
 
 
 def _last(

@@ -26,8 +26,8 @@ class TokenScores:
 
     logprobs: Tensor
     """Float32 ``(b, t)``, with gradient: of the distribution that the sampling settings make of the model's logits."""
-    entropy: Tensor
-    """Float32 ``(b, t)``: of the same distribution, in nats. Without gradient, unless it was asked for."""
+    entropy: Tensor | None = None
+    """Float32 ``(b, t)``: of the same distribution, in nats. None unless it was asked for, and its gradient too."""
     aux_loss: Tensor | None = None
     """0-dim, with gradient: the router's load-balancing loss. None unless it was asked for."""
     values: Tensor | None = None
@@ -39,6 +39,7 @@ def score(
     completions: Completions,
     sampling: Sampling,
     *,
+    entropy: bool = False,
     entropy_gradient: bool = False,
     router_aux: bool = False,
     options: ForwardOptions = DEFAULT,
@@ -53,7 +54,8 @@ def score(
         model: A causal language model; under PEFT with the adapter that is active.
         completions: Of ``b`` rows.
         sampling: What drew them. Its temperature is above 0.
-        entropy_gradient: Whether the entropy takes part in the backward pass.
+        entropy: Whether to compute entropies.
+        entropy_gradient: Whether to compute them, and they take part in the backward pass.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), as
             transformers does: over the attended tokens, prompts included, and all layers, without its coefficient.
         options: How.
@@ -61,7 +63,7 @@ def score(
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
-    distribution = _distribution(sampling, entropy=True, entropy_gradient=entropy_gradient)
+    distribution = _distribution(sampling, entropy=entropy or entropy_gradient, entropy_gradient=entropy_gradient)
     if router_aux:
         if "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
             raise no_router(model)
@@ -75,7 +77,7 @@ def score(
 def response_logprobs(
     model: nn.Module, completions: Completions, sampling: Sampling, options: ForwardOptions = DEFAULT
 ) -> Tensor:
-    """Float32 ``(b, t)``: the log-probs of `score` alone, where nothing reads entropies."""
+    """Float32 ``(b, t)``: the log-probs of `score` alone."""
     return _run(model, completions, _distribution(sampling), options).logprobs
 
 
@@ -106,7 +108,6 @@ def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
 
 
 def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenScores:
-    assert found.entropy is not None
     return TokenScores(found.logprobs, found.entropy, aux_loss)
 
 

@@ -22,7 +22,7 @@ from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.rows_by_length import Call, together
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
-from lit_rl.ops.logprobs import logprobs_and_entropy, logprobs_and_entropy_with_gradient
+from lit_rl.ops.logprobs import score_tokens
 from lit_rl.ops.token_stats import TokenStats, token_stats
 
 
@@ -193,12 +193,16 @@ def _dtype_of_product(hidden: Tensor, head: nn.Linear) -> torch.dtype:
 
 
 def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> TargetScores:
-    scored = logprobs_and_entropy_with_gradient if distribution.entropy_gradient else logprobs_and_entropy
-    logprobs, entropy = scored(
-        logits, targets.ids, temperature=distribution.temperature, truncation=distribution.truncation
+    logprobs, entropy = score_tokens(
+        logits,
+        targets.ids,
+        temperature=distribution.temperature,
+        truncation=distribution.truncation,
+        entropy=distribution.entropy,
+        entropy_gradient=distribution.entropy_gradient,
     )
     stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
-    return TargetScores(logprobs, entropy if distribution.entropy else None, stats)
+    return TargetScores(logprobs, entropy, stats)
 
 
 _STATS = tuple(field.name for field in fields(TokenStats))

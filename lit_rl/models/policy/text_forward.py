@@ -31,8 +31,8 @@ class TextScores:
 
     logprobs: Tensor
     """Float32 ``(b, s - 1)``, with gradient."""
-    entropy: Tensor
-    """Float32 ``(b, s - 1)``, in nats, without gradient."""
+    entropy: Tensor | None = None
+    """Float32 ``(b, s - 1)``, in nats, without gradient. None unless it was asked for."""
     stats: TokenStats | None = None
     """``(b, s - 1)`` each, without gradient. None unless they were asked for."""
     aux_loss: Tensor | None = None
@@ -43,6 +43,7 @@ def score_texts(
     model: nn.Module,
     tokens: TokenBatch,
     *,
+    entropy: bool = False,
     stats: bool = False,
     router_aux: bool = False,
     options: ForwardOptions = DEFAULT,
@@ -56,6 +57,7 @@ def score_texts(
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
         tokens: ``b`` rows.
+        entropy: Whether to compute entropies.
         stats: Whether to compute `lit_rl.ops.token_stats.TokenStats`.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6).
         options: How: whether the head is fused, and rows of like length run together. Rows with several texts do not.
@@ -63,20 +65,21 @@ def score_texts(
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
-    width = tokens.input_ids.shape[1] - 1
+    width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
     alone = router_aux or tokens.segment is not None or isinstance(model, FSDPModule)
     calls = [] if alone or not options.rows_by_length else by_length(tokens.attention_mask.sum(1))
     if len(calls) < 2:
-        found, aux_loss = _one_call(model, tokens, stats, router_aux, options)
+        found, aux_loss = _one_call(model, tokens, distribution, router_aux, options)
     else:
-        parts = [_one_call(model, tokens.take(call.rows, call.width), stats, False, options)[0] for call in calls]
+        parts = [
+            _one_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0] for call in calls
+        ]
         found, aux_loss = TargetScores.of_calls(parts, calls, width), None
-    assert found.entropy is not None
     return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
 
 
 def _one_call(
-    model: nn.Module, tokens: TokenBatch, stats: bool, router_aux: bool, options: ForwardOptions
+    model: nn.Module, tokens: TokenBatch, distribution: Distribution, router_aux: bool, options: ForwardOptions
 ) -> tuple[TargetScores, Tensor | None]:
     """`(b, s - 1)` of every row in one call of the model, and the router's loss if it was asked for."""
     columns = tokens.learned.any(0).nonzero().flatten()
@@ -86,7 +89,7 @@ def _one_call(
     found, output = run(
         model,
         Targets(ids.reshape(shape), learned.reshape(shape)),
-        Distribution(entropy=True, stats=stats),
+        distribution,
         fused=options.fused_head,
         **inputs,
     )
