@@ -126,7 +126,7 @@ class Caller:
             job,
             lambda part: self._run_or_retry_rows(part, completions),
             self._loop,
-            at_once=self._concurrency if job.per_sample else 1,
+            at_once=self._concurrency,
             all_that_wait=not job.per_sample,
             most_hangs=MAX_HANGS,
         )
