@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor
@@ -75,7 +76,8 @@ class SFT(OfflinePolicyModule):
     def forward_options(self) -> ForwardOptions:
         """Noise is laid on the embeddings of a whole batch."""
         options = super().forward_options
-        return options if self.neftune_alpha is None else options.in_one_call
+        whole = replace(options.in_one_call, most_rows=options.most_rows)  # without gradient there is no noise
+        return options if self.neftune_alpha is None else whole
 
     def noise(self, batch: TextBatch) -> AbstractContextManager[None]:
         """Noise on the embeddings of a training batch. The same row gets the same in the same step of every run."""

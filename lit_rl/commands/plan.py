@@ -69,6 +69,8 @@ def memory_table(sizes: MemoryPlan, room: int) -> Table:
     table.add_section()
     table.add_row("in all", *(in_words(sum(parts.values())) for parts in columns.values()))
     table.add_row("may be given out", *(in_words(room) for _ in columns))
+    if sizes.host:
+        table.add_row("on the host", in_words(sizes.host))
     return table
 
 

@@ -54,6 +54,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     version: int,
     seed: int,
     interaction: EpisodeSource | None = None,
+    over: Callable[[int, list[int]], None] | None = None,
 ) -> Callable[[], Completions]:
     """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
 
@@ -70,6 +71,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         version: The policy's, for the completions to say which it was.
         seed: Of the samples.
         interaction: Makes completions of more than one turn. None: each is over with its first.
+        over: Is told of completions of one turn as they are over: see `Prompts.over`.
 
     Raises:
         ConfigError: the generator cannot hold conversations.
@@ -81,9 +83,9 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         int(prompt_key(seed, batch.rollout, row, occurrence))
         for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
     ]
-    if interaction is None:
-        return partial(generator.generate, vocabulary.prompts(batch.prompt_ids, keys, group_size), sampling)
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
+    if interaction is None:
+        return partial(generator.generate, replace(asked, over=over), sampling)
     agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
     wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, row_keys(keys, group_size).tolist())
     device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
@@ -143,12 +145,18 @@ def as_reward_input(
     rows = torch.arange(len(batch)).repeat_interleave(group_size).tolist()
     columns = {name: [values[i] for i in rows] for name, values in batch.columns.items()}
     prompts = [batch.prompts[i] for i in rows]
-    messages: list[list[Message]] = [[{"role": "assistant", "content": text}] for text in texts]
     if episodes is not None:
-        prompts, messages = [each.prompt for each in episodes], [each.messages for each in episodes]
+        prompts = [each.prompt for each in episodes]
         columns |= {"episodes": [each.plain() for each in episodes]}
         columns |= {name: [each.extra[name] for each in episodes] for name in episodes[0].extra}
-    completions: list[str | list[Message]] = [
-        text if isinstance(prompt, str) else said for prompt, text, said in zip(prompts, texts, messages, strict=True)
-    ]
-    return prompts, completions, columns
+        said: list[str | list[Message]] = [
+            text if isinstance(prompt, str) else each.messages
+            for prompt, text, each in zip(prompts, texts, episodes, strict=True)
+        ]
+        return prompts, said, columns
+    return prompts, [answer_to(prompt, text) for prompt, text in zip(prompts, texts, strict=True)], columns
+
+
+def answer_to(prompt: Prompt, text: str) -> str | list[Message]:
+    """What was written after a prompt, as reward functions take it: a message where the prompt is messages."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

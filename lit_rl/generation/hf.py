@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
+from lit_rl.generation.over import tell_batch
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.generation.turn_by_turn import TurnByTurn
 from lit_rl.rollout import Prompts, Sampling
@@ -44,7 +45,9 @@ class HFGenerator(InProcessGenerator):
             yield rows, TurnByTurn(decode, prompts, sampling, self.rows_a_batch, device).run()
             return
         for batch in decode_batches(prompts, self.rows_a_batch, device):
-            yield batch.rows, decode(batch, prompts, sampling)
+            decoded = decode(batch, prompts, sampling)
+            tell_batch(prompts.over, batch.rows, decoded)
+            yield batch.rows, decoded
 
     def _decode_batch(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
         model: Any = policy

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_rollouts import trainer
 
+from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.rollouts.micro_batches import micro_rows, minibatch_rows, rows_of_slots
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
+from lit_rl.ops.selection import top_entropy
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
 
 
 def plan(**changes) -> BatchPlan:
@@ -173,3 +181,32 @@ def test_counts_below_one_are_refused(key, value):
 def test_a_group_is_split_only_into_equal_slices():
     with pytest.raises(ConfigError, match="split_groups=3"):
         plan(split_groups=3)
+
+
+def test_how_a_rollout_is_dealt_out_is_worked_out_once(tmp_path):
+    """For all of its slots, also those that are looked at ahead."""
+    dealt: list[int] = []
+    looked: list[int] = []
+
+    class Counted(GRPO):
+        def _deal(self, index):
+            dealt.append(index)
+            return super()._deal(index)
+
+        def look_ahead(self, micro_batches):
+            looked.append(len(micro_batches))
+            return super().look_ahead(micro_batches)
+
+    module = Counted(
+        "tiny",
+        exact_match,
+        group_size=4,
+        minibatches=2,
+        iterations=2,
+        sampling=Sampling(max_new_tokens=3),
+        selection=partial(top_entropy, share=0.5),
+    )
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+    trainer(tmp_path, max_steps=8, accumulate_grad_batches=2).fit(module, datamodule=data)
+    assert module.plan.slots == 8 and looked == [2] * 8
+    assert dealt == [0, 1]

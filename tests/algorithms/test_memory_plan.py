@@ -253,6 +253,21 @@ def test_where_a_group_is_too_large_it_is_cut_and_then_activations_are_computed_
     assert cut(Given(2, 1), step, plan_of, 2**30)[0].micro_batches == 6
 
 
+def test_what_is_offloaded_has_to_fit_on_the_host():
+    step, of_row = Step(units=4, rows=4, slices=(1, 2, 4)), SHAPE.layers * (40 + 24) * 4 * SHAPE.hidden
+    by_hand, by_itself = memory().recomputing(offload=True), memory(may_recompute=True, may_offload=True)
+    assert by_hand.plan(8, 1, steps_in_parts=True).host == 8 * of_row
+    assert memory().recomputing().plan(8, 1, steps_in_parts=True).host == 0
+    for rows, micro_batches in {16: 1, 15: 2, 5: 4, 1: 16}.items():
+        assert chosen(step, replace(by_hand, host=rows * of_row), 2**30).micro_batches == micro_batches
+    room = memory().recomputing().plan(1, 1, steps_in_parts=True).total - 1
+    assert chosen(step, replace(by_itself, host=of_row), room).offload
+    for sizes in (by_hand, by_itself):
+        with pytest.raises(ConfigError, match=r"Offloading keeps .* in main memory, which can give"):
+            chosen(step, replace(sizes, host=of_row - 1), room)
+    assert "in main memory" in cut(Given(None, 1), step, replace(by_hand, host=of_row - 1), 2**30)[1]
+
+
 def test_memory_grows_with_the_micro_batch_and_not_with_the_step():
     totals = [sum(memory().plan(rows, 8, steps_in_parts=True).learning.values()) for rows in (4, 8, 16, 32)]
     assert totals == sorted(set(totals))
@@ -293,6 +308,11 @@ def test_what_the_user_says_is_warned_about_with_the_setting_that_fits():
     found, warning = cut(Given(None, 2), step, plan_of, room)
     assert found is None and "trainer.accumulate_grad_batches=4" in warning and "activations" in warning
     assert not cut(Given(None, 12), step, plan_of, room)[1].count("accumulate_grad_batches=4")
+    needed = plan_of.plan(24, 48, steps_in_parts=True).total
+    assert (
+        cut(Given(None, 2), step, plan_of, room, needed - 1)[1]
+        and not cut(Given(None, 2), step, plan_of, room, needed)[1]
+    )
 
 
 def test_the_room_is_bounded_by_the_container(tmp_path):

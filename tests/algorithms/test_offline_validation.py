@@ -9,7 +9,7 @@ import pytest
 from small_rollouts import trainer
 
 import lit_rl.algorithms
-from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, ProcessRewardModeling, RewardModeling
+from lit_rl.algorithms import BCO, CPO, DPO, GKD, KTO, ORPO, SFT, Evaluation, ProcessRewardModeling, RewardModeling
 from lit_rl.algorithms.families.scalar import ScalarModule
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
@@ -69,3 +69,27 @@ def test_a_policy_is_validated_by_its_loss_and_by_what_it_writes(method: type, t
     assert {"val/loss", "val/reward", "val/rewards/exact_match/mean", "val/completions/mean_length"} <= found.keys()
     assert found["val/prompts"] == 6
     assert 1 <= found["val/completions/mean_length"] <= 3
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [(SFT, {}), (SFT, {"neftune_alpha": 5.0}), (DPO, {}), (KTO, {}), (RewardModeling, {}), (ProcessRewardModeling, {})],
+    ids=["sft", "noise", "dpo", "kto", "reward", "process"],
+)
+def test_no_more_rows_are_measured_at_once_than_fit(method: type, settings: dict[str, Any], tmp_path: Path) -> None:
+    """All rows of a validation set are one batch here: its loss does not depend on what fits."""
+    seen: list[int] = []
+
+    def measured(gigabytes: float) -> dict[str, float]:
+        few = {"evaluation": Evaluation(limit=1)} if method in WRITE else {}
+        module = method("tiny", micro_batch_size="auto", **METHODS[method], **few, **settings)
+        module.memory_gb = gigabytes
+        module.configure_model()
+        seen.clear()
+        module.policy.get_input_embeddings().register_forward_hook(lambda _, args, out: seen.append(len(args[0])))
+        return validated(module, tmp_path)
+
+    whole = measured(64.0)
+    most = max(seen)
+    assert measured(0.0098) == pytest.approx(whole, rel=1e-4, abs=1e-5)
+    assert max(seen) < most

@@ -129,6 +129,14 @@ def test_layout(engine: Any, qwen: nn.Module, group_size: int) -> None:
     assert not any(part.requires_grad or part.is_inference() for part in vars(out).values() if isinstance(part, Tensor))
 
 
+def test_a_row_that_is_over_is_told_as_it_is_returned_once_or_not_at_all(engine: Any, qwen: nn.Module) -> None:
+    told: list[tuple[int, list[int]]] = []
+    asked = dataclasses.replace(ask(group_size=3), over=lambda row, ids: told.append((row, ids)))
+    out = run(engine, qwen, asked, SAMPLED)
+    same(out, run(engine, qwen, ask(group_size=3), SAMPLED))
+    assert sorted(told) == ([] if isinstance(engine, HFContinuousGenerator) else list(enumerate(responses(out))))
+
+
 def test_eos_stays_in_the_mask_and_every_eos_id_ends(engine: Any, qwen: nn.Module) -> None:
     eos_ids = (EOS, 5, 17, 23)
     out = run(engine, qwen, ask(eos_ids=eos_ids, group_size=8), SAMPLED)

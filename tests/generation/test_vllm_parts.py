@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -82,6 +82,19 @@ def test_answers_become_rows_and_what_is_missing_is_an_error() -> None:
     nan = Answer([5], [float("nan")], True)
     with pytest.raises(NumericError, match="NaN"):
         completions_of(PROMPTS, [[nan, nan]] * 2, version=0, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_completions_are_told_as_their_group_is_done(temperature: float) -> None:
+    told: list[tuple[int, list[int]]] = []
+    generator: EngineGenerator = VLLMServerGenerator(urls=["http://127.0.0.1:1"])
+    generator.facts, generator._policy = FACTS, torch.nn.Linear(1, 1)
+    asked = replace(PROMPTS, over=lambda row, ids: told.append((row, ids)))
+    work = generator._work(asked, Sampling(temperature=temperature, max_new_tokens=4))
+    for number, request in reversed(work.requests(wait=True)):
+        work.done(number, [Answer([5 + number, 6 + i], [-1.0] * 2, True) for i in range(request.completions)])
+    second = 7 if temperature else 6  # a greedy answer stands for its whole group
+    assert told == [(2, [6, 6]), (3, [6, second]), (0, [5, 6]), (1, [5, second])]
 
 
 @pytest.mark.parametrize(

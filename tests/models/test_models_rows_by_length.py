@@ -115,6 +115,30 @@ def test_scores_of_texts_and_their_gradients_are_those_of_one_call(make_model, e
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("by", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_without_gradient_no_call_has_more_rows_than_it_may(make_model, by, packed):
+    model = LanguageModel(str(make_model()), disable_dropout=True).load().double().eval()
+    ids = torch.randint(250, (5, 12), generator=torch.Generator().manual_seed(0))
+    attended = torch.arange(12) < torch.tensor([12, 4, 9, 12, 5])[:, None]
+    learned = attended & (torch.arange(12) % 3 > 0)
+    tokens = TokenBatch(ids, attended, learned, (torch.arange(12) >= 3).long().expand(5, 12) if packed else None)
+    options = ForwardOptions(rows_by_length=by)
+    bounded = dataclasses.replace(options, most_rows=2)
+    shapes = calls_of(model)
+    with torch.no_grad():
+        whole = score_texts(model, tokens, stats=True, options=options)
+        shapes.clear()
+        found = score_texts(model, tokens, stats=True, options=bounded)
+    assert len(shapes) >= 3 and all(rows <= 2 for rows, _ in shapes)
+    mask = tokens.learned
+    for one, other in [(whole.logprobs, found.logprobs), (whole.entropy, found.entropy)]:
+        torch.testing.assert_close(one[mask], other[mask])
+    shapes.clear()
+    assert score_texts(model, tokens, options=bounded).logprobs.requires_grad
+    assert sum(rows for rows, _ in shapes) == 5 and (by or len(shapes) == 1)
+
+
 def test_texts_that_share_a_row_stay_in_one_call(make_model, eager_to_cut):
     model = LanguageModel(str(make_model())).load()
     ids = torch.randint(250, (3, 12), generator=torch.Generator().manual_seed(0))

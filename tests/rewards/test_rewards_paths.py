@@ -161,9 +161,9 @@ def test_from_paths_takes_every_setting_of_rewards_and_hands_it_on(folder):
     assert set(settings) - {"functions", "weights"} == set(DEFAULTS)
     given = {"on_error": 0.5, "timeout": 7.0, "workers": 3, "memory_mb": 9, "recycle_after": 4}
     given |= {"max_concurrent": 6, "cache": 5}
-    rewards = from_paths("./my_reward.py:score", **given, constant_limit=8)
+    rewards = from_paths("./my_reward.py:score", **given, constant_limit=8, while_generating=False)
     assert dataclasses.asdict(rewards.settings) == given
-    assert rewards.constant_limit == 8
+    assert rewards.constant_limit == 8 and not rewards.while_generating
 
 
 OUT_OF_RANGE = {

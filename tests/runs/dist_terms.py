@@ -39,6 +39,11 @@ def varied(completions: list[str], log_metric: Callable[[str, float], None]) -> 
     return [float(len(text) % 2) for text in completions]
 
 
+def uneven(completions: list[str], answer: list[str]) -> list[float]:
+    """One and the same within the groups of many prompts, of which ranks have different numbers."""
+    return [float(len(text) % 2) if int(right) > 7 else 0.0 for text, right in zip(completions, answer)]
+
+
 def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Made anew for each run: controllers hold a state."""
     two = {"iterations": 2}
@@ -65,6 +70,7 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
                 "weight_norm": mismatch.normalize_sequence_weights,
             },
         ),
+        "skipped": (GRPO, {"reward": uneven}),
         "dynamic": (GRPO, {"groups": DynamicSampling(6), "beta": 0.2, "kl_control": AdaptiveKL(0.01, 64)}),
         "whitened": (Reinforce, {**two, "reward_beta": 0.2, "reward_norm": RunningNorm()}),
         "vespo": (
@@ -80,14 +86,17 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
     }
 
 
-class Widths(L.Callback):
-    """The widest response of this rank in each rollout."""
+class Seen(L.Callback):
+    """The widest response of this rank in each rollout, and the rows that a gradient comes from."""
 
     def __init__(self) -> None:
-        self.seen: list[int] = []
+        self.widths: list[int] = []
+        self.teaching: list[int] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
-        self.seen.append(int(pl_module.rollout.completions.lengths.max()))
+        self.widths.append(int(pl_module.rollout.completions.lengths.max()))
+        teaching = pl_module.rows_that_teach(pl_module.rollout)
+        self.teaching.append(len(pl_module.rollout) if teaching is None else int(teaching.sum()))
 
 
 def run(name: str, folder: Path, devices: int, **more: Any) -> None:
@@ -95,19 +104,20 @@ def run(name: str, folder: Path, devices: int, **more: Any) -> None:
     algorithm, settings = shapes()[name]
     settings = {"group_size": 4, "lr": 0.1, "sampling": Sampling(max_new_tokens=6), **settings}
     module = algorithm(
-        "tiny", varied, scheduler=Constant(),
+        "tiny", settings.pop("reward", varied), scheduler=Constant(),
         optimizer=ByPath("torch.optim.SGD", lr=settings.pop("lr")), **settings,
     )  # fmt: skip
-    widths = Widths()
-    trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, callbacks=[widths], gradient_clip_val=1.0, **more)
+    on_rank = Seen()
+    trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, callbacks=[on_rank], gradient_clip_val=1.0, **more)
     data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
     trainer.fit(module, datamodule=data)
     parts = {part: full_state_dict(getattr(module, part)) for part in ("policy", *module.trained_beside)}
     weights = {f"{part}.{key}": value for part, state in parts.items() for key, value in state.items()}
     metrics = dist_equal.logged(trainer)
-    seen = module.ranks.gather(torch.tensor([widths.seen])).tolist()
+    mine = {"widths": on_rank.widths, "teaching": on_rank.teaching}
+    seen = {each: module.ranks.gather(torch.tensor([found])).tolist() for each, found in mine.items()}
     if trainer.is_global_zero:
-        torch.save({"weights": weights, "metrics": metrics, "widths": seen}, folder / f"{name}.pt")
+        torch.save({"weights": weights, "metrics": metrics, **seen}, folder / f"{name}.pt")
 
 
 def main(folder: Path) -> None:

@@ -42,6 +42,12 @@ def test_the_ranks_had_responses_of_different_lengths(two):
     assert len(first) == dist_terms.STEPS and first != second
 
 
+def test_the_ranks_left_out_different_numbers_of_rows(two):
+    """In one step a rank learns from none, and still takes as many passes as the other."""
+    first, second = left(two, "skipped")["teaching"]
+    assert any(not mine and theirs for mine, theirs in zip(first, second))
+
+
 def test_what_is_counted_was_there_to_count(two):
     metrics = {name: left(two, name)["metrics"] for name in dist_terms.shapes()}
     assert metrics["dynamic"]["train/groups/drawn"] > 0

@@ -9,6 +9,7 @@ import pytest
 from runs_helpers import SMALL, assert_same_run, interrupted, newest
 
 from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.preflight import room
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError
@@ -113,3 +114,21 @@ def test_plain_constructors_warn_once_and_go_on():
         trainer.fit(module, datamodule=data)
     assert sum("does not fit" in str(one.message) for one in seen) == 1
     assert trainer.global_step == 1 and trainer.accumulate_grad_batches == 1
+
+
+@pytest.mark.parametrize(("free", "warned"), [(1.9, False), (0.9, True)])
+def test_on_a_cpu_they_warn_of_what_is_more_than_all_that_is_free(monkeypatch, free, warned):
+    """The plan gives out half of it, so that twice what is planned would still fit."""
+    module, trainer = made(), short_trainer()
+    monkeypatch.setattr(room, "available_memory", lambda: 2**40)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*does not fit")
+        trainer.fit(module, datamodule=prompts())
+    needed = module.memory().plan(32, 32, steps_in_parts=False).total
+    monkeypatch.setattr(room, "available_memory", lambda: int(free * needed))
+    module = made()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        short_trainer().fit(module, datamodule=prompts())
+    assert module.room() < needed
+    assert any("does not fit" in str(one.message) for one in seen) == warned

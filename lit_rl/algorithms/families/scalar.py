@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms.loop.offline import OfflineModule
@@ -67,11 +68,17 @@ class ScalarModule(OfflineModule, ABC):
 
     def logits(self, tokens: TokenBatch) -> Tensor:
         """What the model itself says, in float32, with gradient: `(b, labels)`, or `(b, s, labels)` for tokens."""
-        return scoring_logits(self.policy, tokens)[0]
+        most = self.forward_options.most_rows
+        if most is None or torch.is_grad_enabled():
+            return scoring_logits(self.policy, tokens)[0]
+        parts = torch.arange(len(tokens), device=tokens.input_ids.device).split(most)
+        return torch.cat([scoring_logits(self.policy, tokens.take(rows))[0] for rows in parts])
 
     def logits_and_aux(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
         """The same with the router's load-balancing loss, where that has a weight."""
-        return scoring_logits(self.policy, tokens, router_aux=self.router_aux_loss_coef > 0)
+        if self.router_aux_loss_coef == 0:
+            return self.logits(tokens), None
+        return scoring_logits(self.policy, tokens, router_aux=True)
 
     @abstractmethod
     def scores(self, batch: Any) -> dict[str, list[Any]]:

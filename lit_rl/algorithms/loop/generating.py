@@ -16,6 +16,7 @@ from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compar
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
+from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
 from lit_rl.algorithms.rollouts.episodes import scores_of
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
@@ -27,6 +28,7 @@ from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.judges.functions import as_judge
+from lit_rl.rewards.sums.begun import BegunRewards
 from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
@@ -67,6 +69,7 @@ class GeneratingModule(PolicyModule):
         self.log_entropy = log_entropy
         self.stopwatch = Stopwatch("generate", "reward")
         self.source = RolloutSource(self.generator, self.stopwatch)
+        self._early = EarlyRewards()
         self._evaluated: list[EvaluationRows] = []
         self._compared_model = ComparedModel(self.model)
 
@@ -122,6 +125,17 @@ class GeneratingModule(PolicyModule):
         """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
         return self.source.draw(self.request(batch, sampling, group_size), self.ranks)
 
+    def generate_to_score(
+        self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
+    ) -> Completions:
+        """`generate`, for completions that `reward` is asked about next: functions that can, score them as they come.
+
+        What `reward` says is the same, and asked of other completions it begins anew.
+        """
+        asked = self.request(batch, sampling, group_size)
+        with self._early.begun(self.reward_functions, asked, self.trainer_state) as asked:
+            return self.source.draw(asked, self.ranks)
+
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> RolloutRequest:
@@ -140,7 +154,7 @@ class GeneratingModule(PolicyModule):
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
         """What the reward functions say of each completion, special tokens left out of the text."""
         texts, episodes = texts_of(completions, self.model.tokenizer), completions.episodes
-        scores = self.reward_texts(batch, texts, response_ids(completions), episodes)
+        scores = self.reward_texts(batch, texts, response_ids(completions), episodes, self._early.take(batch))
         return scores if episodes is None else scores_of(scores, episodes)
 
     def reward_texts(
@@ -149,12 +163,16 @@ class GeneratingModule(PolicyModule):
         texts: Sequence[str],
         ids: Sequence[Sequence[int]],
         episodes: Sequence[Episode] | None = None,
+        begun: BegunRewards | None = None,
     ) -> Scores:
-        """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours."""
+        """What the reward functions say of completions, whoever wrote them; those of a prompt are neighbours.
+
+        `begun` are calls of the functions that know some of these completions.
+        """
         with self.stopwatch.measure("reward"):
             prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
-                prompts, answers, columns, completion_ids=ids, trainer_state=self.trainer_state
+                prompts, answers, columns, completion_ids=ids, trainer_state=self.trainer_state, begun=begun
             )
 
     @property
@@ -182,7 +200,9 @@ class GeneratingModule(PolicyModule):
         """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
         with self.source.aside(), self.rollout_context():
-            completions = self.generate(apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size)
+            completions = self.generate_to_score(
+                apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
+            )
             scores = self.reward(apart, completions)
         return completions, scores
 

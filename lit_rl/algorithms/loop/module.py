@@ -30,7 +30,7 @@ from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.footprint import numbers_of, policy_network, reference_bytes, shape_of
 from lit_rl.algorithms.preflight.memory import Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
-from lit_rl.algorithms.preflight.room import room
+from lit_rl.algorithms.preflight.room import free_of, host_room, room
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
@@ -81,6 +81,7 @@ class PolicyModule(L.LightningModule):
         self.cut: Cut | None = None
         self.step: Step | None = None
         self._room: int | None = None
+        self._host_room: int | None = None
         self.policy: Any = None
         self.reference_policy: Scorer | None = None
         self.grad_norm = torch.zeros(())
@@ -111,8 +112,14 @@ class PolicyModule(L.LightningModule):
     def forward_options(self) -> ForwardOptions:
         """How log-probs are computed. Where ranks hold parts of the weights, each has to call the model as often as the
         others, so all rows go into one call."""
-        trainer, options = self.trainer_or_none, self.model.forward_options
+        trainer, options = self.trainer_or_none, replace(self.model.forward_options, most_rows=self.most_texts)
         return options.in_one_call if trainer is not None and shards(trainer.strategy) else options
+
+    @property
+    def most_texts(self) -> int | None:
+        """Texts of a call of the model without gradient, at most: what is validated, or asked of a reference, is as
+        large as the data say, and what fits is in the memory plan. None: all."""
+        return None
 
     @property
     def ranks(self) -> Ranks:
@@ -174,6 +181,7 @@ class PolicyModule(L.LightningModule):
             part=part_numbers(device),
             may_recompute=may_recompute,
             may_offload=may_recompute and device.type == "cuda",
+            host=self.host_room(),
         )
         return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
 
@@ -185,6 +193,17 @@ class PolicyModule(L.LightningModule):
             mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices)
             self._room = min(Ranks(device, trainer.global_rank, trainer.world_size).counts(mine or 0))
         return self._room or None
+
+    def host_room(self) -> int | None:
+        """Bytes of main memory that every rank may fill from its GPU; None without one, and where it is not known."""
+        trainer: Any = self.trainer
+        device = trainer.strategy.root_device
+        if device.type != "cuda" or self.memory_gb is not None:
+            return None
+        if self._host_room is None:
+            mine = host_room(trainer.num_devices) or 0
+            self._host_room = min(Ranks(device, trainer.global_rank, trainer.world_size).counts(mine))
+        return self._host_room or None
 
     def cut_step(self, step: Step) -> tuple[int, str]:
         """Cut the optimizer step: set the Trainer's micro-batches, and return their number, and why it is that.
@@ -202,7 +221,9 @@ class PolicyModule(L.LightningModule):
         given = Given(self.micro_batch_size, self.accumulation_by_hand)
         given.check()
         if self.cut is None or self.cut.micro_batches != trainer.accumulate_grad_batches:
-            self.cut, warning = cut(given, step, self.memory(), self.room())
+            room, device = self.room(), trainer.strategy.root_device
+            most = None if room is None else free_of(room, device, gigabytes=self.memory_gb)
+            self.cut, warning = cut(given, step, self.memory(), room, most)
             if warning:
                 rank_zero_warn(warning)
         self._take_cut()

@@ -19,7 +19,7 @@ from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight.cut import Cut, Step
+from lit_rl.algorithms.preflight.cut import Cut, Step, most_scored
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
 from lit_rl.algorithms.records import OfflineRecords
@@ -58,6 +58,7 @@ class OfflineModule(PolicyModule, ABC):
         self._val_averages: list[Averages] = []
         self._micro: ExampleBatch | None = None
         self._whole: WholeStep | None = None
+        self._scored: int | None = None
 
     # ------------------------------------------------------------------ what a method is
 
@@ -134,10 +135,23 @@ class OfflineModule(PolicyModule, ABC):
             )
             accumulate, why = self.cut_step(Step(data.batch_size // trainer.world_size, 1))
             self.plan = replace(plan, accumulate=accumulate, why=why)
+        elif self.cut is None:
+            self.fit_scoring()
 
     def lengths(self) -> Lengths:
         longest, scored = self.longest_text(), self.most_scored()
         return Lengths(longest - scored, scored, texts=2 if self.learns_from == "pairs" else 1)
+
+    @property
+    def most_texts(self) -> int | None:
+        rows = self.cut.scored if self.cut is not None else self._scored
+        return None if rows is None else rows * (2 if self.learns_from == "pairs" else 1)
+
+    def fit_scoring(self) -> None:
+        """Bound what is scored where nothing is learned."""
+        memory, room = self.memory(), self.room()
+        if self.micro_batch_size == "auto" and memory is not None and room is not None:
+            self._scored = most_scored(memory, room)
 
     def longest_text(self) -> int:
         """Tokens of the longest text that a step reads."""

@@ -200,7 +200,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """The completions of a rollout's prompts, drawn with the weights of now."""
-        return self.generate(batch)
+        return self.generate_to_score(batch)
 
     def _request_ahead(self, upcoming: PromptBatch | None) -> None:
         if upcoming is not None:
@@ -225,7 +225,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         """`(b,)`: the reward of the likeliest completion of each row's prompt."""
         greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
         with failing_together(self.ranks):
-            completions = self.generate(batch, greedy, group_size=1)
+            completions = self.generate_to_score(batch, greedy, group_size=1)
         total = self.reward(batch, completions).total
         return total.to(completions.response_ids.device).repeat_interleave(self.group_size)
 

@@ -10,7 +10,7 @@ from lit_rl.algorithms.preflight.memory import Memory, MemoryPlan, in_words
 from lit_rl.errors import ConfigError, in_range
 
 MOST_DECODED = 2**20
-"""Sequences of a decode batch where memory sets no bound."""
+"""Sequences of a decode batch, and rows that are scored at once, where memory sets no bound."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Cut:
     """Whether the plan chose gradient checkpointing."""
     offload: bool = False
     """Whether it also keeps the inputs of layers on the host."""
+    scored: int | None = None
+    """Rows of a forward pass without gradient over a data set, at most; None sets no bound."""
 
 
 def by_hand(step: Step, micro_batch_size: int) -> int:
@@ -91,13 +93,19 @@ def chosen(step: Step, memory: Memory, room: int) -> Cut:
         needs = {}
         for count, rows in cuts.items():
             needs[count] = sizes.plan(rows, max(1, min(decoded, step.sequences)), steps_in_parts=count > 1)
-            if decoded and sum(needs[count].learning.values()) <= room:
+            if decoded and _fits(needs[count], sum(needs[count].learning.values()), room, sizes):
                 recompute = sizes is not memory
                 offload = recompute and sizes.policy.offloaded
-                return Cut(count, decoded, _why(needs, room, recompute, offload), recompute, offload)
+                why, scored = _why(needs, room, recompute, offload), max(rows, most_scored(sizes, room))
+                return Cut(count, decoded, why, recompute, offload, scored)
     last = max(cuts)
     rows = f"{cuts[last]} row{'s' if cuts[last] > 1 else ''}"
     raise ConfigError(too_large(needs[last], room, rows, sizes, step))
+
+
+def _fits(plan: MemoryPlan, needed: int, room: int, memory: Memory) -> bool:
+    """Whether so much fits on the device, and what leaves it fits on the host."""
+    return needed <= room and (memory.host is None or plan.host <= memory.host)
 
 
 def most_decoded(memory: Memory, room: int) -> int:
@@ -108,13 +116,24 @@ def most_decoded(memory: Memory, room: int) -> int:
     return decoded
 
 
+def most_scored(memory: Memory, room: int) -> int:
+    """Rows of a forward pass without gradient that surely fit, a power of two: those of a micro-batch that would."""
+    rows = MOST_DECODED
+    while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > room:
+        rows //= 2
+    return rows
+
+
 def too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: Step) -> str:
     """One message: what a step needs by part, what there is, and what to set."""
     worst = max((plan.learning, plan.generating), key=lambda parts: sum(parts.values()))
     listed = ", ".join(f"{name} {in_words(size)}" for name, size in worst.items() if size)
+    host = ""
+    if memory.host is not None and plan.host > memory.host:
+        host = f" Offloading keeps {in_words(plan.host)} in main memory, which can give {in_words(memory.host)}."
     return (
         f"A step does not fit: with micro-batches of {rows} it needs {in_words(plan.total)} ({listed}), and "
-        f"{in_words(room)} can be given out. Set one of: {'; '.join(remedies(worst, memory, step))}."
+        f"{in_words(room)} can be given out.{host} Set one of: {'; '.join(remedies(worst, memory, step))}."
     )
 
 
@@ -177,10 +196,19 @@ class Given:
             )
 
 
-def cut(given: Given, step: Step, memory: Memory | None, room: int | None) -> tuple[Cut | None, str]:
+def cut(
+    given: Given, step: Step, memory: Memory | None, room: int | None, most: int | None = None
+) -> tuple[Cut | None, str]:
     """How a step is cut, and a warning where that is the user's choice and does not fit; empty where it does.
 
     A step that is left to `accumulate` is no Cut. Where sizes or memory are not known, "auto" cuts nothing.
+
+    Args:
+        given: What the user said.
+        step: What is cut.
+        memory: What it needs.
+        room: Bytes that a plan may give out.
+        most: Bytes above which the user is warned, where a plan is more careful than that; None: `room`.
 
     Raises:
         ConfigError: the size does not divide the step, or with "auto" nothing fits.
@@ -191,17 +219,17 @@ def cut(given: Given, step: Step, memory: Memory | None, room: int | None) -> tu
             return Cut(1, None, "1: what the step needs is not known"), ""
         return chosen(step, memory, room), ""
     count = given.accumulate if size is None else by_hand(step, int(size))
-    warning = "" if memory is None or room is None else overfull(step, memory, room, count)
+    warning = "" if memory is None or room is None else overfull(step, memory, room, count, most or room)
     if size is None:
         return None, warning
     return Cut(count, None, f"{count}: algo.micro_batch_size={size}"), warning
 
 
-def overfull(step: Step, memory: Memory, room: int, count: int) -> str:
-    """What does not fit with so many micro-batches, and the setting that would; empty where it fits."""
+def overfull(step: Step, memory: Memory, room: int, count: int, most: int) -> str:
+    """What is more than `most` with so many micro-batches, and the setting that fits; empty where it is not."""
     rows = step.units * step.rows // count
     plan = memory.plan(rows, step.sequences, steps_in_parts=count > 1)
-    if plan.total <= room:
+    if _fits(plan, plan.total, most, memory):
         return ""
     try:
         better = chosen(step, memory, room)

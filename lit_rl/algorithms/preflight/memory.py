@@ -162,6 +162,8 @@ class MemoryPlan:
 
     learning: Mapping[str, int]
     generating: Mapping[str, int]
+    host: int = 0
+    """Bytes that leave the device for main memory while the policy learns."""
 
     @property
     def total(self) -> int:
@@ -187,6 +189,7 @@ class Memory:
         part: Logits of a block that are worked on at a time.
         may_recompute: Whether the plan may choose gradient checkpointing.
         may_offload: Whether it may also keep the inputs of layers on the host.
+        host: Bytes of main memory that they may take there; None where that is not known.
     """
 
     policy: Network
@@ -202,6 +205,7 @@ class Memory:
     part: int = 2**18
     may_recompute: bool = False
     may_offload: bool = False
+    host: int | None = None
 
     def recomputing(self, offload: bool = False) -> Memory:
         """The same under gradient checkpointing."""
@@ -228,7 +232,8 @@ class Memory:
         held = self.held()
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
         generating = self._cache(self.decoding, decoded) if self.decoding else {}
-        return MemoryPlan(held | _with_holes(learning), held | _with_holes(generating) if generating else {})
+        generating = held | _with_holes(generating) if generating else {}
+        return MemoryPlan(held | _with_holes(learning), generating, self._on_host(rows))
 
     def held(self) -> dict[str, int]:
         """What is there whatever is computed."""
@@ -275,6 +280,15 @@ class Memory:
             return shape.layers * layer
         inputs = 2 if network.offloaded else shape.layers
         return inputs * call.tokens * numbers.residual * shape.hidden + layer
+
+    def _on_host(self, rows: int) -> int:
+        """Bytes of the inputs of layers that wait in main memory."""
+        networks = [network for network in (self.policy, self.critic) if network is not None and network.offloaded]
+        return self.numbers.residual * sum(
+            network.shape.layers * network.shape.hidden * call.tokens
+            for network in networks
+            for call in self._calls(network, rows)
+        )
 
     def _of_layer(self, network: Network, call: Call) -> int:
         shape, x, y = network.shape, self.numbers.residual, self.numbers.product

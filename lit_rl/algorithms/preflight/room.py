@@ -13,7 +13,7 @@ KEPT_FREE = 0.1
 """Share of the memory that no plan gives out: for kernels' workspaces, holes between tensors, and other processes."""
 
 KEPT_FREE_ON_A_CPU = 0.5
-"""The same of main memory, where the C library holds more: up to 1.94 times what was planned (docs/hardware.md)."""
+"""The same of main memory, where the C library may hold more: up to 1.94 times what was planned (docs/hardware.md)."""
 
 _CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -37,6 +37,19 @@ def room(device: torch.device, *, gigabytes: float | None = None, processes: int
         return int(free * (1 - KEPT_FREE))
     available = available_memory() if device.type == "cpu" else None
     return None if available is None else int(available * (1 - KEPT_FREE_ON_A_CPU) / processes)
+
+
+def free_of(room: int, device: torch.device, *, gigabytes: float | None = None) -> int:
+    """Bytes above which a plan cannot fit, of what `room` gives out with the same arguments.
+
+    On a CPU that is all that is free: the C library may hold as much again as was planned, and seldom does.
+    """
+    return int(room / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else room
+
+
+def host_room(processes: int = 1) -> int | None:
+    """Bytes of main memory that each of the processes of a machine may fill from its GPU; None where nothing tells."""
+    return room(torch.device("cpu"), processes=processes)
 
 
 def room_of(gigabytes: float) -> int:

@@ -12,12 +12,13 @@ from torch import nn
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.base import Gap, Generator, check_request
+from lit_rl.generation.over import tell_group
 from lit_rl.generation.ranks import together
 from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine, Facts, Weights
 from lit_rl.generation.vllm.heartbeat import Beat
 from lit_rl.generation.vllm.probe import Probe
-from lit_rl.generation.vllm.requests import check_temperature, completions_of, requests_of
+from lit_rl.generation.vllm.requests import Answer, check_temperature, completions_of, requests_of
 from lit_rl.generation.vllm.sender import PUSHES, Sender, rank_of_adapter, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.work import Completing, Work
@@ -268,7 +269,11 @@ class EngineGenerator(Generator):
         if prompts.responder is not None:
             check_temperature(sampling)
             return Conversing(prompts, sampling, self._version)
-        return Completing(requests_of(prompts, sampling))
+
+        def tell(number: int, answers: list[Answer]) -> None:
+            tell_group(prompts.over, number, [answer.token_ids for answer in answers], prompts.group_size)
+
+        return Completing(requests_of(prompts, sampling), None if prompts.over is None else tell)
 
     def _run(self, work: Work) -> None:
         """Let the engine do it. A collective."""

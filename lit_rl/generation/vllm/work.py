@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lit_rl.generation.vllm.requests import Answer, Request
 
@@ -43,10 +43,15 @@ class Work(ABC):
 
 
 class Completing(Work):
-    """Requests that are known from the beginning."""
+    """Requests that are known from the beginning.
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.at_once, self._all = len(requests), requests
+    Args:
+        requests: All of them.
+        over: Is told of the answers of a request, by its number, as they come.
+    """
+
+    def __init__(self, requests: Sequence[Request], over: Callable[[int, list[Answer]], None] | None = None) -> None:
+        self.at_once, self._all, self._over = len(requests), requests, over
         self._asked = sum(request.completions for request in requests)
         self.again()
 
@@ -61,6 +66,8 @@ class Completing(Work):
 
     def done(self, number: int, answers: list[Answer]) -> None:
         self._answers[number] = answers
+        if self._over is not None:
+            self._over(number, answers)
 
     def again(self) -> None:
         self._requests = list(enumerate(self._all))

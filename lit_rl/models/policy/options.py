@@ -13,11 +13,13 @@ class ForwardOptions:
         fused_head: Compute log-probs without the logits in memory (`lit_rl.ops.linear_logprobs`).
         shared_prompts: Compute the prompt of a group once (`lit_rl.models.policy.shared_prefix`).
         rows_by_length: Run rows of like length together (`lit_rl.models.policy.rows_by_length`).
+        most_rows: Texts of a call without gradient, at most; None: all.
     """
 
     fused_head: bool = True
     shared_prompts: bool = True
     rows_by_length: bool = True
+    most_rows: int | None = None
 
     @property
     def in_one_call(self) -> ForwardOptions:

@@ -45,6 +45,11 @@ def by_length(lengths: Tensor) -> list[Call]:
     return [Call(rows, int(falling[start])) for rows, start in zip(order.tensor_split(calls), _starts(falling, calls))]
 
 
+def at_most(calls: Sequence[Call], most: int) -> list[Call]:
+    """The same rows in calls of no more than so many."""
+    return [Call(rows, call.width) for call in calls for rows in call.rows.split(most)]
+
+
 def _starts(falling: list[int], calls: int) -> list[int]:
     """Where `tensor_split` cuts, the end included."""
     size, more = divmod(len(falling), calls)

@@ -16,7 +16,7 @@ from lit_rl.models.policy.forward import no_router
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
-from lit_rl.models.policy.rows_by_length import by_length
+from lit_rl.models.policy.rows_by_length import Call, at_most, by_length
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.ops.token_stats import TokenStats
@@ -60,14 +60,14 @@ def score_texts(
         entropy: Whether to compute entropies.
         stats: Whether to compute `lit_rl.ops.token_stats.TokenStats`.
         router_aux: Whether to compute the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6).
-        options: How: whether the head is fused, and rows of like length run together. Rows with several texts do not.
+        options: How: whether the head is fused, rows of like length run together (those with several texts do not), and
+            how many rows a call without gradient may have. A router's loss is over all rows, which are one call.
 
     Raises:
         ConfigError: the model has no router whose load could be balanced.
     """
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
-    alone = router_aux or tokens.segment is not None or isinstance(model, FSDPModule)
-    calls = [] if alone or not options.rows_by_length else by_length(tokens.attention_mask.sum(1))
+    calls = [] if router_aux or isinstance(model, FSDPModule) else _calls(tokens, options)
     if len(calls) < 2:
         found, aux_loss = _one_call(model, tokens, distribution, router_aux, options)
     else:
@@ -76,6 +76,14 @@ def score_texts(
         ]
         found, aux_loss = TargetScores.of_calls(parts, calls, width), None
     return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
+
+
+def _calls(tokens: TokenBatch, options: ForwardOptions) -> list[Call]:
+    """The rows of each call of the model, all of them together."""
+    calls = [Call(torch.arange(len(tokens), device=tokens.input_ids.device), tokens.input_ids.shape[1])]
+    if options.rows_by_length and tokens.segment is None:
+        calls = by_length(tokens.attention_mask.sum(1))
+    return calls if options.most_rows is None or torch.is_grad_enabled() else at_most(calls, options.most_rows)
 
 
 def _one_call(

@@ -101,6 +101,9 @@ class CodeExecution:
                 stacklevel=2,
             )
 
+    independent_rows = True
+    """It runs completions that are over while others are still written."""
+
     def __call__(
         self,
         prompts: Sequence[Any],

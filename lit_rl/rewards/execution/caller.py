@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +15,14 @@ from typing import Any
 from lit_rl.errors import ConfigError
 from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.cache import Cache, key_of
-from lit_rl.rewards.execution.event_loops import FUNCTION_LOOP, WORKER_LOOP, run_without_loop
+from lit_rl.rewards.execution.early import EarlyCalls, in_order, is_independent
+from lit_rl.rewards.execution.event_loops import (
+    BESIDE_LOOP,
+    FUNCTION_LOOP,
+    WORKER_LOOP,
+    BackgroundLoop,
+    run_without_loop,
+)
 from lit_rl.rewards.execution.failures import call_error, warn_of_failures
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
@@ -41,6 +48,10 @@ GRACE = 5.0
 """Seconds after its cancellation in which a coroutine that does not block is gone."""
 
 _PLURAL = {"prompt": "prompts", "completion": "completions"}
+
+
+Early = tuple[EarlyCalls, Collection[int]]
+"""Calls that were begun before the batch was whole, and the rows that they were asked about as they are."""
 
 
 class Caller:
@@ -96,14 +107,50 @@ class Caller:
             max_concurrent=self.settings.max_concurrent,
         )
 
-    def begin(self, job: Job, completions: Sequence[Completion]) -> Future[FunctionScores] | None:
+    def early(self, job: Job, completions: Sequence[Completion]) -> EarlyCalls | None:
+        """Calls for rows that are over while others are written; None where the function has to see the batch.
+
+        That is where a value may depend on other rows, as of any function that takes a list; where a sync function of
+        this process does not allow a thread; where it logs a number a call; and where a cache counts what it knows.
+
+        Args:
+            job: All rows of the batch. What is not written yet is put into its inputs before a row is told.
+            completions: The same of the completions, for messages.
+        """
+        runs_elsewhere = self.pool is not None or is_async(self.function)
+        allowed = is_independent(self.function) or (job.per_sample and runs_elsewhere)
+        logs = not job.per_sample and "log_metric" in argument_names(self.name, self.function)
+        if not allowed or logs or self._cache is not None:
+            return None
+        return EarlyCalls(
+            job,
+            lambda part: self._run_or_retry_rows(part, completions),
+            self._loop,
+            at_once=self._concurrency,
+            all_that_wait=not job.per_sample,
+            most_hangs=MAX_HANGS,
+        )
+
+    @property
+    def _loop(self) -> BackgroundLoop:
+        """Where it runs, if it does not run on the thread that asks."""
+        if self.pool is not None:
+            return WORKER_LOOP
+        return FUNCTION_LOOP if is_async(self.function) else BESIDE_LOOP
+
+    def begin(
+        self, job: Job, completions: Sequence[Completion], early: Early | None = None
+    ) -> Future[FunctionScores] | None:
         """Start it in the background, if it runs on a loop there; else None, and `result` does the work.
 
-        `completions` are those of the whole batch, of which the job may have a part.
+        Args:
+            job: Rows of the batch.
+            completions: Of the whole batch.
+            early: Calls that were begun before the batch was whole, and the rows that they are right for.
         """
-        if self.pool is not None:
-            return WORKER_LOOP.submit(self._score(job, completions))
-        return FUNCTION_LOOP.submit(self._score(job, completions)) if is_async(self.function) else None
+        if early is None and self.pool is None and not is_async(self.function):
+            return None
+        return self._loop.submit(self._score(job, completions, early))
 
     def result(
         self, job: Job, completions: Sequence[Completion], begun: Future[FunctionScores] | None
@@ -116,7 +163,9 @@ class Caller:
 
     # ---------------------------------------------------------------- one batch; suspends only where it runs on a loop
 
-    async def _score(self, job: Job, completions: Sequence[Completion]) -> FunctionScores:
+    async def _score(self, job: Job, completions: Sequence[Completion], early: Early | None = None) -> FunctionScores:
+        if early is not None:
+            return self._check(job, await self._run_what_is_left(job, completions, *early), completions)
         if self._cache is None:
             return self._check(job, await self._run_in_parts(job, completions), completions)
         keys = [key_of(job.row(i)) for i in range(job.rows)]
@@ -144,6 +193,17 @@ class Caller:
             result.spans.append(spans)
             result.failures.append(failure)
         return result
+
+    async def _run_what_is_left(
+        self, job: Job, completions: Sequence[Completion], calls: EarlyCalls, rows: Collection[int]
+    ) -> Outcome:
+        """The whole job; what early calls have said of these rows is not asked again."""
+        parts = await calls.parts(rows)
+        known = {number for numbers, _ in parts for number in numbers}
+        left = job.select([place for place, number in enumerate(job.numbers) if number not in known])
+        if left.rows:
+            parts.append((left.numbers, await self._run_in_parts(left, completions)))
+        return in_order(parts, job.numbers)
 
     async def _run_in_parts(self, job: Job, completions: Sequence[Completion]) -> Outcome:
         """The whole job; a per-sample one in as many parts as there are workers."""

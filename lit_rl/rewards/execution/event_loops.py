@@ -74,6 +74,9 @@ FUNCTION_LOOP = BackgroundLoop("lit_rl-async-rewards")
 WORKER_LOOP = BackgroundLoop("lit_rl-reward-workers")
 """Talks to worker processes. Apart from the other: a user's coroutine that blocks must not keep a limit from firing."""
 
+BESIDE_LOOP = BackgroundLoop("lit_rl-rewards-beside")
+"""Runs functions of this process that allow a thread of their own, one after another."""
+
 
 def run_without_loop(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine that never suspends, on this thread and without a loop."""

@@ -23,6 +23,7 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
     max_concurrent: int = 32,
     cache: int = 0,
     constant_limit: int = 0,
+    while_generating: bool = True,
 ) -> Rewards:
     """Rewards from one path or several; functions of the same name are called ``file.name``.
 
@@ -39,6 +40,8 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
         cache: Completions of each function whose values are kept in memory and not asked for again, for functions whose
             value depends on the prompt, the completion and its columns alone; 0 is off.
         constant_limit: Batches in a row of one and the same value after which a function ends the run; 0 is never.
+        while_generating: Call functions that look at one completion at a time for those that are over, while others are
+            still written. Values and metrics are the same.
 
     Raises:
         ConfigError: a path does not exist, two functions share a name, or a setting is out of range.
@@ -60,4 +63,5 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
         max_concurrent=max_concurrent,
         cache=cache,
         constant_limit=constant_limit,
+        while_generating=while_generating,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_rl.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.rewards.completion import Completion
-from lit_rl.rewards.execution.caller import Caller
+from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rewards.workers.job import Job, TrainerState
@@ -69,11 +69,12 @@ class RewardRecipes(Rewards):
             )
 
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
-        recipes, callers = self._recipes(inputs), {}
-        for name, caller in self._callers.items():
-            rows = [row for row, recipe in enumerate(recipes) if name in recipe]
-            callers[name] = _RowsCaller(caller, rows)
-        return callers
+        rows = self._rows_for(inputs)
+        return {name: _RowsCaller(caller, rows[name]) for name, caller in self._callers.items()}
+
+    def _rows_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+        recipes = self._recipes(inputs)
+        return {name: [row for row, recipe in enumerate(recipes) if name in recipe] for name in self.names}
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
         """Float64 ``(b, k)``: by the recipe of each row."""
@@ -110,8 +111,10 @@ class _RowsCaller:
     def job(self, inputs: Mapping[str, Any], rows: int, state: TrainerState) -> Job:
         return self.caller.job(inputs, rows, state).select(self.rows)
 
-    def begin(self, job: Job, completions: Sequence[Completion]) -> Future[FunctionScores] | None:
-        return self.caller.begin(job, completions) if job.rows else None
+    def begin(
+        self, job: Job, completions: Sequence[Completion], early: Early | None = None
+    ) -> Future[FunctionScores] | None:
+        return self.caller.begin(job, completions, early) if job.rows else None
 
     def result(
         self, job: Job, completions: Sequence[Completion], begun: Future[FunctionScores] | None

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lit_rl.errors import RewardError, in_range
 from lit_rl.rewards.completion import Completion
-from lit_rl.rewards.execution.caller import Caller
+from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
 from lit_rl.rewards.functions.contract import Part
 from lit_rl.rewards.scorers.classifier import Classifier
+from lit_rl.rewards.sums.begun import BegunRewards
 from lit_rl.rewards.sums.by_name import functions_by_name, weights_by_name
 from lit_rl.rewards.sums.watch import ValueWatch
 from lit_rl.rewards.workers.job import TrainerState
@@ -82,6 +83,8 @@ class Rewards:
             value depends on the prompt, the completion and its columns alone; 0 is off. What such a function logs is
             the mean over the completions that were not known, no longer over all.
         constant_limit: Batches in a row of one and the same value after which a function ends the run; 0 is never.
+        while_generating: Call functions that look at one completion at a time for those that are over, while others are
+            still written: see `begin`. Values and metrics are the same.
 
     Raises:
         ConfigError: two functions share a name, a weight has no function or is not a finite number, or a setting is out
@@ -102,11 +105,12 @@ class Rewards:
         max_concurrent: int = 32,
         cache: int = 0,
         constant_limit: int = 0,
+        while_generating: bool = True,
     ) -> None:
         self.functions = {} if functions is None else functions_by_name(functions)
         self.weights = weights_by_name(weights, list(self.functions))
         in_range("reward.constant_limit", constant_limit, low=0)
-        self.constant_limit = constant_limit
+        self.constant_limit, self.while_generating = constant_limit, while_generating
         settings = CallSettings(on_error, timeout, workers, memory_mb, recycle_after, max_concurrent, cache)
         self.settings = settings
         self._callers = {name: Caller(name, function, settings) for name, function in self.functions.items()}
@@ -150,6 +154,29 @@ class Rewards:
         """What the reward models that are loaded take on the device that all else runs on."""
         return sum(function.weight_bytes for function in self.functions.values() if isinstance(function, Classifier))
 
+    def begin(
+        self, prompts: Sequence[Prompt], columns: Mapping[str, Sequence[Any]], trainer_state: TrainerState | None = None
+    ) -> BegunRewards | None:
+        """Get ready for completions that come one by one; what is returned is told of each, and then given to `score`.
+
+        Asked as they come are functions that name `prompt` or `completion`, where they are `async def` or run in
+        worker processes, and functions whose attribute ``independent_rows`` is True. All others see the whole batch, in
+        `score`.
+
+        Args:
+            prompts: One for each completion that will come.
+            columns: The other columns of the data, one value a completion.
+            trainer_state: None is the state before the first step.
+
+        Returns:
+            None where no function can be asked early.
+        """
+        if not self.while_generating or not self.functions:
+            return None
+        inputs = {"prompts": prompts, **columns}
+        begun = BegunRewards(self._callers, inputs, self._rows_for(inputs), trainer_state or TrainerState())
+        return begun or None
+
     def score(
         self,
         prompts: Sequence[Prompt],
@@ -158,6 +185,7 @@ class Rewards:
         *,
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
+        begun: BegunRewards | None = None,
     ) -> Scores:
         """Call every function on copies of the inputs, check what came back and sum it up.
 
@@ -167,6 +195,7 @@ class Rewards:
             columns: The other columns of the data, one value a completion.
             completion_ids: Token ids of each completion; None where there are none, for functions that do not ask.
             trainer_state: None is the state before the first step.
+            begun: What `begin` returned, and was told of completions of this batch.
 
         Raises:
             RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
@@ -176,7 +205,8 @@ class Rewards:
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
                 raise RewardError(f"{key} has {len(values)} values for {len(completions)} completions.")
-        by_function = self._call(inputs, completions, trainer_state or TrainerState())
+        early = begun.of(completions, completion_ids) if begun and completion_ids is not None else {}
+        by_function = self._call(inputs, completions, trainer_state or TrainerState(), early)
         for name, scores in by_function.items():
             _print_output(scores.output)
             self._watches[name].observe(scores.values, completions)
@@ -194,7 +224,11 @@ class Rewards:
         )
 
     def _call(
-        self, inputs: Mapping[str, Any], completions: Sequence[Completion], state: TrainerState
+        self,
+        inputs: Mapping[str, Any],
+        completions: Sequence[Completion],
+        state: TrainerState,
+        early: Mapping[str, Early],
     ) -> dict[str, FunctionScores]:
         """What every function said. Those that run elsewhere run while the others do, one after another, here."""
         callers = self._callers_for(inputs)
@@ -203,7 +237,7 @@ class Rewards:
         by_function: dict[str, FunctionScores] = {}
         try:
             for name, caller in callers.items():
-                begun[name] = caller.begin(jobs[name], completions)
+                begun[name] = caller.begin(jobs[name], completions, early.get(name))
             for name, future in sorted(begun.items(), key=lambda item: item[1] is not None):
                 by_function[name] = callers[name].result(jobs[name], completions, future)
         finally:
@@ -215,6 +249,10 @@ class Rewards:
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
         """What calls each function on these inputs."""
         return self._callers
+
+    def _rows_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
+        """The rows that each function scores."""
+        return dict.fromkeys(self.names, range(len(inputs["prompts"])))
 
     def _weights(self, inputs: Mapping[str, Any], rows: int) -> Tensor:
         """Float64 ``(b, k)``: the same for every row."""

@@ -1,0 +1,68 @@
+"""Rewards that are begun while the completions of the batch are still written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from lit_rl.algorithms.rollouts.source import RolloutRequest
+from lit_rl.generation.collect import answer_to, as_reward_input
+from lit_rl.rewards.sums.begun import BegunRewards
+from lit_rl.rewards.sums.weighted import Rewards, TrainerState
+from lit_rl.rollout import PromptBatch
+
+
+class EarlyRewards:
+    """Calls of reward functions that were begun for one batch, until its rewards are asked for.
+
+    A copy or a pickle holds none.
+    """
+
+    def __init__(self) -> None:
+        self._begun: tuple[PromptBatch, BegunRewards] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(EarlyRewards())
+
+    @contextmanager
+    def begun(self, rewards: Rewards, asked: RolloutRequest, state: TrainerState) -> Iterator[RolloutRequest]:
+        """The request, with reward functions listening. They are let go where it is not answered.
+
+        Rewards of episodes need the episodes, which are there at the end.
+        """
+        self._drop()
+        if asked.interaction is not None:
+            yield asked
+            return
+        batch, tokenizer = asked.batch, asked.model.tokenizer
+        prompts, _, columns = as_reward_input(batch, [""] * (len(batch) * asked.group_size), asked.group_size)
+        begun = rewards.begin(prompts, columns, state)
+        if begun is None:
+            yield asked
+            return
+
+        def over(row: int, token_ids: list[int]) -> None:
+            (text,) = tokenizer.batch_decode([token_ids], skip_special_tokens=True)
+            begun.tell(row, answer_to(prompts[row], text), token_ids)
+
+        self._begun = batch, begun
+        try:
+            yield replace(asked, over=over)
+        except BaseException:
+            self._drop()
+            raise
+
+    def take(self, batch: PromptBatch) -> BegunRewards | None:
+        """What was begun for this batch; anything else is let go."""
+        found, self._begun = self._begun, None
+        if found is None or found[0] is batch:
+            return None if found is None else found[1]
+        found[1].cancel()
+        return None
+
+    def _drop(self) -> None:
+        if self._begun is not None:
+            self._begun[1].cancel()
+        self._begun = None

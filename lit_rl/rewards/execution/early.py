@@ -1,0 +1,98 @@
+"""Calls of one reward function for completions that are over while others are still written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from lit_rl.rewards.execution.event_loops import BackgroundLoop
+from lit_rl.rewards.functions.by_path import FunctionFromPath
+from lit_rl.rewards.workers.job import Failure, Job, Outcome
+
+Part = tuple[Sequence[int], Outcome]
+"""Rows of a batch, and what a call said of them, in their order."""
+
+
+def is_independent(function: Any) -> bool:
+    """Whether a function has an attribute ``independent_rows`` that is True.
+
+    What it says of a completion then depends on that completion, its prompt and columns alone: it may be called with
+    some of the rows of a batch, in a thread of its own, while other rows are still written.
+    """
+    inner = function.function if isinstance(function, FunctionFromPath) else function
+    return getattr(inner, "independent_rows", False) is True
+
+
+class EarlyCalls:
+    """What a function says of rows as they are over, for the call of the whole batch to take over.
+
+    Only success is kept. A row whose call failed is asked about again with all that is left, so that a failure has the
+    words and the consequences that it has without early calls.
+
+    Args:
+        job: All rows of the batch, in whose inputs stands what is known of them by now.
+        call: Calls the function with some of them.
+        loop: Where.
+        at_once: Calls under way at a time.
+        all_that_wait: Whether a call has all rows that wait by then; otherwise one.
+        most_hangs: Rows that may run into the limit before the rest is left to the call of the batch.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        call: Callable[[Job], Awaitable[Outcome]],
+        loop: BackgroundLoop,
+        *,
+        at_once: int,
+        all_that_wait: bool,
+        most_hangs: int,
+    ) -> None:
+        self._job, self._call, self._loop = job, call, loop
+        self._all_that_wait, self._hangs_left = all_that_wait, most_hangs
+        self._gate = asyncio.Semaphore(at_once)
+        self._waiting: deque[int] = deque()
+        self._begun: list[Future[None]] = []
+        self._done: list[Part] = []
+
+    def tell(self, row: int) -> None:
+        """The row's completion stands in the job now: begin to ask about it."""
+        self._waiting.append(row)
+        self._begun.append(self._loop.submit(self._next()))
+
+    def cancel(self) -> None:
+        """Nobody waits for it any longer."""
+        for future in self._begun:
+            future.cancel()
+
+    async def parts(self, rows: Collection[int]) -> list[Part]:
+        """What was said of these rows, once no call is under way: the parts that have no other row."""
+        await asyncio.gather(*map(asyncio.wrap_future, self._begun))
+        return sorted((part for part in self._done if set(part[0]) <= set(rows)), key=lambda part: part[0][0])
+
+    async def _next(self) -> None:
+        async with self._gate:
+            if not self._waiting or self._hangs_left <= 0:
+                return
+            rows = [self._waiting.popleft()]
+            while self._all_that_wait and self._waiting:
+                rows.append(self._waiting.popleft())
+            try:
+                outcome = await self._call(self._job.select(rows))
+            except Exception:
+                self._hangs_left = 0  # what is left is asked about with the batch
+                return
+            self._hangs_left -= sum(isinstance(value, Failure) and value.timed_out for value in outcome.returned)
+            self._done.append((rows, outcome))
+
+
+def in_order(parts: Sequence[Part], rows: Sequence[int]) -> Outcome:
+    """Parts that have each of these rows once, as one call with the rows in this order would have given them."""
+    whole = Outcome.concatenate([outcome for _, outcome in parts], [len(numbers) for numbers, _ in parts])
+    place = {number: i for i, number in enumerate(number for numbers, _ in parts for number in numbers)}
+    order = [place[row] for row in rows]
+    extras = {column: [values[i] for i in order] for column, values in whole.extras.items()}
+    return Outcome([whole.returned[i] for i in order], whole.metrics, extras, whole.output)
