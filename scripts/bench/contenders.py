@@ -12,7 +12,7 @@ from typing import Any, Literal
 from bench.workload import Workload
 
 OURS = "lit_rl"
-"""The defaults of `train.py`."""
+"""The defaults of `train.py`, in float32 on any processor."""
 REFERENCE = "TRL, float32"
 """What the gate compares with: no reduced precision, no checkpointing. Also a candidate for the best tuning."""
 DEFAULT = "TRL, default"
