@@ -154,7 +154,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     module.memory_gb = tree["plan"]["memory_gb"]
     settings, asked = tree["trainer"], tree["trainer"]["precision"]
     settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])
-    settings["precision"] = given = for_trainer(asked, config.ckpt_path)
+    settings["precision"] = given = for_trainer(settings, config.ckpt_path)
     trainer = _trainer(tree, run_dir, dry)
     if choice := settle(asked, given, trainer, module):
         settings["precision"] = choice.precision

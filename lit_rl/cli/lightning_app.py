@@ -211,7 +211,7 @@ class CommandLine(LightningCLI):
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
         settings = self._get(self.config_init, "trainer")
         kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
-        kwargs["precision"] = given = for_trainer(settings["precision"], self._get(self.config, "ckpt_path"))
+        kwargs["precision"] = given = for_trainer(settings, self._get(self.config, "ckpt_path"))
         trainer = super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
         if choice := settle(settings["precision"], given, trainer, self.model):
             self._get(self.config, "trainer")["precision"] = choice.precision  # as `SaveConfig` writes it

@@ -5,6 +5,7 @@ It is decided once, for a run that begins: a run that goes on has the precision 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,8 +49,8 @@ def automatic(device: str, units: bool, strategy: type, dtype: str | None) -> Ch
     """
     if dtype is not None:
         return Choice(FLOAT32, f"model.dtype={dtype} says what the weights are")
-    if issubclass(strategy, DeepSpeedStrategy):  # its bf16-true makes bfloat16 of rewards and advantages too
-        return Choice(FLOAT32, "DeepSpeed has a precision of its own, which you may set")
+    if issubclass(strategy, DeepSpeedStrategy):
+        return Choice(FLOAT32, "with DeepSpeed bf16-true would round rewards and advantages too")
     if issubclass(strategy, FSDPStrategy):
         return Choice(FLOAT32, f"{strategy.__name__} keeps no float32 masters of bfloat16 weights")
     if device not in ("cpu", "cuda"):
@@ -60,16 +61,18 @@ def automatic(device: str, units: bool, strategy: type, dtype: str | None) -> Ch
     return Choice(BF16, f"this {name} has units for bfloat16; updates go into float32 masters of the weights")
 
 
-def for_trainer(asked: Any, checkpoint: str | None) -> Any:
+def for_trainer(settings: Mapping[str, Any], checkpoint: str | None) -> Any:
     """What the Trainer is given: the key's value; for `auto` that of the checkpoint to go on from, or None.
 
     Args:
-        asked: The key's value.
+        settings: Of the Trainer. One of its plugins may be a precision, and then it takes no name of one.
         checkpoint: A file; a word of Lightning's for one ("last") is not known yet.
     """
-    if asked != AUTO:
-        return asked
-    return precision_of(Path(checkpoint)) if checkpoint is not None and Path(checkpoint).exists() else None
+    if settings["precision"] != AUTO:
+        return settings["precision"]
+    if settings["plugins"] or checkpoint is None or not Path(checkpoint).exists():
+        return None
+    return precision_of(Path(checkpoint))
 
 
 def settle(asked: Any, given: Any, trainer: L.Trainer, module: PolicyModule) -> Choice | None:

@@ -134,15 +134,17 @@ def test_a_run_goes_on_in_the_precision_it_began_in_on_any_processor(train, tmp_
 def test_checkpoints_of_earlier_versions_were_float32_or_have_masters(tmp_path):
     plain = {"state_dict": {}, "optimizer_states": [{"state": {0: {"exp_avg": torch.zeros(1)}}}]}
     narrow = {"state_dict": {}, "optimizer_states": [{"state": {0: {"master": torch.zeros(1)}}}]}
+    file = tmp_path / "one.ckpt"
     for state, precision in ((plain, FLOAT32), (narrow, BF16), (plain | {"precision": "bf16-mixed"}, "bf16-mixed")):
-        torch.save(state, tmp_path / "one.ckpt")
-        assert precision_of(tmp_path / "one.ckpt") == for_trainer("auto", str(tmp_path / "one.ckpt")) == precision
+        torch.save(state, file)
+        assert precision_of(file) == for_trainer({"precision": "auto", "plugins": None}, str(file)) == precision
+    assert for_trainer({"precision": "auto", "plugins": [MixedPrecision("bf16-mixed", "cpu")]}, str(file)) is None
+    assert for_trainer({"precision": FLOAT32, "plugins": None}, str(file)) == FLOAT32
     (tmp_path / "sharded").mkdir()
     torch.save({"precision": BF16}, tmp_path / "sharded" / "meta.pt")
     assert precision_of(tmp_path / "sharded") == BF16
     (tmp_path / "torn.ckpt").write_bytes(b"torn")
-    assert precision_of(tmp_path / "torn.ckpt") is None and for_trainer("auto", "last") is None
-    assert for_trainer(FLOAT32, str(tmp_path / "one.ckpt")) == FLOAT32
+    assert precision_of(tmp_path / "torn.ckpt") is None
 
 
 @pytest.mark.all
