@@ -29,7 +29,10 @@ SHAPES = {
 }
 """Width, MLP, layers, heads, heads of keys, vocabulary, tied head: from the public config.json of each Qwen2.5."""
 
-RUNS = [(name, rank) for name in ("qwen0.5b", "qwen1.5b") for rank in (0, 16)] + [("Qwen2.5-7B", 16)]
+WHOLE, ADAPTERS = (0, "bf16-true"), [(16, "bf16-true"), (16, "bf16-mixed")]
+RUNS = [(name, *how) for name in ("qwen0.5b", "qwen1.5b") for how in (WHOLE, *ADAPTERS)]
+RUNS += [("Qwen2.5-7B", *how) for how in ADAPTERS]
+"""Model, rank of the adapters (0: none), `trainer.precision`."""
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 32, 8, 512, 512
 """`data.prompts_per_rollout`, `algo.group_size`, `data.max_prompt_tokens`, `sampling.max_new_tokens`: the defaults."""
 
@@ -48,14 +51,16 @@ def shape_of(name: str) -> ModelShape:
     return ModelShape.of(config)
 
 
-def memory(name: str, rank: int) -> Memory:
-    """Of `algo=grpo trainer.precision=bf16-mixed`, with `model.lora.r=RANK model.dtype=bfloat16` if that is not 0."""
-    shape, numbers = shape_of(name), Numbers.of("bf16-mixed", 8)
-    policy = Network(shape, shape.parameters, 4 * shape.parameters)
+def memory(name: str, rank: int, precision: str) -> Memory:
+    """Of `algo=grpo`, with `model.lora.r=RANK` if that is not 0; with `bf16-mixed` the frozen base is bfloat16 too."""
+    shape, numbers = shape_of(name), Numbers.of(precision, 8)
+    policy = Network(shape, shape.parameters, numbers.weight * shape.parameters)
     if rank:
         trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in shape.linears)
         adapters = rank * sum(linear.count for linear in shape.linears)
-        policy = Network(shape, trained, 2 * shape.parameters + 4 * trained, adapters, narrow=True)
+        wide = 0 if numbers.cast else sum(linear.inputs * linear.count for linear in shape.linears)
+        held = 2 * shape.parameters + 4 * trained
+        policy = Network(shape, trained, held, adapters, widened=wide, narrow=True)
     lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
     return Memory(policy, numbers, lengths, decoding=lengths, block=GPU_BLOCK, may_recompute=True, may_offload=True)
 
@@ -78,14 +83,16 @@ def table() -> str:
     """Markdown."""
     step = Step(PROMPTS, GROUP, PROMPTS * GROUP, slices=(1, 2, 4, 8))
     lines = [
-        "| GPU | model | trains | completions a micro-batch | gradient checkpointing | decoded | a step needs |",
-        "|---|---|---|---|---|---|---|",
+        "| GPU | model | trains | precision | completions a micro-batch | gradient checkpointing | decoded "
+        "| a step needs |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for gigabytes in (24, 80):
         room = room_of(gigabytes)
-        for name, rank in RUNS:
-            trains = f"LoRA r={rank}, base in bfloat16" if rank else "all weights"
-            lines.append(f"| {gigabytes} GB | {name} | {trains} | {planned(memory(name, rank), step, room)} |")
+        for name, rank, precision in RUNS:
+            trains = f"LoRA r={rank}" if rank else "all weights"
+            plan = planned(memory(name, rank, precision), step, room)
+            lines.append(f"| {gigabytes} GB | {name} | {trains} | {precision} | {plan} |")
     return "\n".join(lines) + "\n"
 
 

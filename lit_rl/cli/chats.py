@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
-from lit_rl.cli.replays import checkpoint_of, config_of, fabric_of, held
+from lit_rl.cli.replays import checkpoint_of, config_of, placed
 from lit_rl.commands.chat import Chat, chat
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError, did_you_mean
@@ -34,8 +34,7 @@ def run(config: DictConfig) -> int:
         model, checkpoint = _model(config, run_dir, of_run)
         named = {key.split(".")[1] for key in typed if key.startswith("sampling.")}
         sampling = of_run["sampling"] | {key: tree["sampling"][key] for key in named}
-    fabric, _ = fabric_of(config, of_run["trainer"])
-    model = held(model, config, of_run["trainer"])
+    model, fabric, _ = placed(model, config, of_run["trainer"])
     # What the policy was trained to read: the command's own setting counts more.
     data, own = (of_run.get("data") or {}) if config.run_dir else {}, dict(tree["chat"])
     plain_lines = own["plain"] or not model.tokenizer.chat_template

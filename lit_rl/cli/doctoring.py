@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from lit_rl.cli import own_keys
 from lit_rl.cli.build import build, plain
-from lit_rl.cli.replays import fabric_of, held
+from lit_rl.cli.replays import placed
 from lit_rl.commands.doctor import Doctor, doctor
 from lit_rl.commands.doctor_advice import Planned
 
@@ -29,13 +29,12 @@ def run(config: DictConfig) -> int:
     """Build what is examined, and examine it."""
     own_keys.check("lit-rl doctor", own_keys.typed(), KEYS)
     tree = plain(config)
-    fabric, _ = fabric_of(config, tree["trainer"])
     # The generator first: without vLLM nothing else has to be loaded.
     generator, sampling = build(tree["generator"]), build(tree["sampling"])
     data = tree["data"]
     planned = Planned(
         data["prompts_per_rollout"], tree["algo"]["group_size"], data["max_prompt_tokens"], sampling.max_new_tokens
     )
-    model = held(build(tree["model"]), config, tree["trainer"])
+    model, fabric, _ = placed(build(tree["model"]), config, tree["trainer"])
     job = Doctor(model, generator, sampling, fabric, planned, seed=tree["seed"], **tree["doctor"])
     return doctor(job)

@@ -25,6 +25,7 @@ from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, s
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.cli.micro_batches import cut_by
+from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.train import Run
@@ -50,6 +51,8 @@ _WITHOUT_A_RUN = {
     "transcripts": transcribing.run,
 }
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
+_COMPUTE_NOTHING = ("reward_test", "env_check")
+"""Tasks whose policy is never asked."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)
 
@@ -141,7 +144,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     """Build everything and open the run directory; the disk is as it was until the settings are sound."""
     tree = plain(config)
     data_choice.check_pair(config)
-    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] in ("reward_test", "env_check", "plan")
+    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] in (*_COMPUTE_NOTHING, "plan")
     if tree["task"] == "plan":
         tree |= {"callbacks": {}}
         tree["trainer"] |= {"limit_val_batches": 0, "enable_progress_bar": False}
@@ -149,8 +152,14 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     check_judged(module, tree)
     check_answered(module, tree)
     module.memory_gb = tree["plan"]["memory_gb"]
-    tree["trainer"]["accumulate_grad_batches"] = cut_by(module, tree["trainer"]["accumulate_grad_batches"])
+    settings, asked = tree["trainer"], tree["trainer"]["precision"]
+    settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])
+    settings["precision"] = given = for_trainer(settings, config.ckpt_path)
     trainer = _trainer(tree, run_dir, dry)
+    if choice := settle(asked, given, trainer, module):
+        settings["precision"] = choice.precision
+        if trainer.is_global_zero and tree["task"] not in _COMPUTE_NOTHING:
+            choice.say()
     if tree["task"] in ("fit", "plan"):
         settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
         if isinstance(data, ExampleDataModule):

@@ -33,6 +33,7 @@ from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
+from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import parameters
 from lit_rl.commands import evaluate
 from lit_rl.commands.run_dir import RunDir, redact
@@ -140,7 +141,7 @@ class CommandLine(LightningCLI):
         return commands
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        skipped: set[str | int] = {"accumulate_grad_batches"}
+        skipped: set[str | int] = {"accumulate_grad_batches", "precision"}
         parser.add_class_arguments(
             L.Trainer, "trainer", fail_untyped=False, instantiate=False, sub_configs=True, skip=skipped
         )
@@ -148,6 +149,11 @@ class CommandLine(LightningCLI):
             "--trainer.accumulate_grad_batches",
             type=Accumulation,
             help="Micro-batches an optimizer step; auto takes as few as fit into memory.",
+        )
+        parser.add_argument(
+            "--trainer.precision",
+            type=Asked,
+            help="As Lightning's; auto is bf16-true where the device has units for bfloat16, 32-true elsewhere.",
         )
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
         parser.add_subclass_arguments(PolicyModule, "model", fail_untyped=False, required=True, skip=set(FACTORIES))
@@ -203,9 +209,15 @@ class CommandLine(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         given = self._get(self.config_init, "trainer")["plugins"]
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
-        accumulate = self._get(self.config_init, "trainer")["accumulate_grad_batches"]
-        kwargs["accumulate_grad_batches"] = cut_by(self.model, accumulate)
-        return super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
+        settings = self._get(self.config_init, "trainer")
+        kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
+        kwargs["precision"] = given = for_trainer(settings, self._get(self.config, "ckpt_path"))
+        trainer = super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)
+        if choice := settle(settings["precision"], given, trainer, self.model):
+            self._get(self.config, "trainer")["precision"] = choice.precision  # as `SaveConfig` writes it
+            if trainer.is_global_zero:
+                choice.say()
+        return trainer
 
     def predict(self, model: Any, datamodule: Any, ckpt_path: str | None = None) -> None:
         """Completions of the validation prompts, one JSON line each, in `predictions.jsonl`."""

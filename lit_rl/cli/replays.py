@@ -14,10 +14,11 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.precision import BF16
+from lit_rl.algorithms.optim.precision import BF16, FLOAT32
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
 from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
+from lit_rl.cli.precision import AUTO, automatic_on
 from lit_rl.commands.replay import Replay, replay
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
@@ -69,9 +70,8 @@ def run(config: DictConfig) -> int:
     allow = list(config.allow_targets)
     presets = {name: tree["algo"] if name == RUN else _preset(name, tree, allow) for name in dict.fromkeys(names)}
     parts = _shared(tree["algo"], rollout, allow)
-    parts["model"] = held(parts["model"], config, tree["trainer"])
+    parts["model"], fabric, notes = placed(parts["model"], config, tree["trainer"])
     modules = [(name, _module(name, presets[name], parts, rollout)) for name in names]
-    fabric, notes = fabric_of(config, tree["trainer"])
     checkpoint = checkpoint_of(config, run_dir)
     return replay(Replay(modules, rollout, path, checkpoint, run_dir.path, fabric, notes))
 
@@ -214,21 +214,22 @@ def _module(name: str, algo: dict[str, Any], parts: dict[str, Any], rollout: Sav
     return module
 
 
-def fabric_of(config: DictConfig, trainer: dict[str, Any]) -> tuple[L.Fabric, list[str]]:
-    """One device in the run's precision, and a note where that is another one."""
+def placed(
+    model: LanguageModel, config: DictConfig, trainer: dict[str, Any]
+) -> tuple[LanguageModel, L.Fabric, list[str]]:
+    """The model in the type that the run's precision gives its weights, one device, and a note on another precision."""
     accelerator, precision = (_chosen(config, trainer, key) for key in ("accelerator", "precision"))
     notes = []
     if str(precision) in ("16", "16-mixed"):
-        precision = "32-true"
+        precision = FLOAT32
         notes.append("computed in float32: float16 gradients would need the loss scale of the training")
-    if precision == BF16:  # `held` says so to the model; as in training, nothing else is bfloat16
-        precision = "32-true"
-    return L.Fabric(accelerator=accelerator or "auto", devices=1, precision=precision or "32-true"), notes
-
-
-def held(model: LanguageModel, config: DictConfig, trainer: dict[str, Any]) -> LanguageModel:
-    """The model in the type that the run's precision gives its weights."""
-    return model.held_in("bfloat16") if _chosen(config, trainer, "precision") == BF16 else model
+    narrow = precision in (AUTO, BF16)  # of the model alone: as in training, nothing else is bfloat16
+    fabric = L.Fabric(
+        accelerator=accelerator or "auto", devices=1, precision=FLOAT32 if narrow else precision or FLOAT32
+    )
+    if precision == AUTO:
+        precision = automatic_on(fabric.device, type(fabric.strategy), model).precision
+    return model.held_in("bfloat16") if precision == BF16 else model, fabric, notes
 
 
 def _chosen(config: DictConfig, trainer: dict[str, Any], key: str) -> Any:

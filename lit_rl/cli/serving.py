@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import torch
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from omegaconf import DictConfig
 
+from lit_rl.algorithms.optim.precision import BF16
 from lit_rl.cli import own_keys
 from lit_rl.cli.build import build, plain
+from lit_rl.cli.precision import AUTO, automatic_on
 from lit_rl.commands.serve import Serve, serve
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.generation.vllm.settings import EngineSettings
@@ -37,7 +41,12 @@ def run(config: DictConfig) -> int:
     settings = {name: tree["generator"][name] for name in engine if name in tree["generator"]}
     # The run describes the same model and the same engine; the generator and its address are the command's own to say.
     said = [word for word, key in zip(overrides, typed) if key.startswith(("model", "generator."))]
-    return serve(Serve(build(tree["model"]), EngineSettings(**settings), typed=said, **tree["serve"]))
+    model = build(tree["model"])
+    if tree["trainer"]["precision"] == AUTO:  # as the run will hold the policy on such a device
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if automatic_on(device, SingleDeviceStrategy, model).precision == BF16:
+            model = model.held_in("bfloat16")
+    return serve(Serve(model, EngineSettings(**settings), typed=said, **tree["serve"]))
 
 
 def _check_keys(typed: Sequence[str], engine: Sequence[str]) -> None:

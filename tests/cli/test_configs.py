@@ -18,6 +18,7 @@ from tiers import quick
 import lit_rl
 from lit_rl.algorithms import GRPO, RLOO
 from lit_rl.cli.build import build
+from lit_rl.cli.precision import for_trainer
 from lit_rl.constraints import Structured
 from lit_rl.errors import BackendError
 from lit_rl.models import LanguageModel
@@ -99,7 +100,8 @@ def composed() -> Callable[..., Tree]:
 def parts(tree: Tree) -> list[Any]:
     """Everything that the front door builds of a config, the Trainer last."""
     nodes = [tree["algo"], tree["data"], *tree["callbacks"].values(), *tree["logger"].values()]
-    return [build(node) for node in (*nodes, tree["trainer"])]
+    trainer = tree["trainer"] | {"precision": for_trainer(tree["trainer"], None)}
+    return [build(node) for node in (*nodes, trainer)]
 
 
 @pytest.mark.parametrize(

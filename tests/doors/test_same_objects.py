@@ -72,6 +72,7 @@ def by_lightning_cli(algorithm: str, *arguments: str) -> Built:
             "--model.model=tiny",
             "--model.reward=lit_rl.rewards.exact_match",
             "--data.task=lit_rl.data.tasks.Addition",
+            "--trainer.precision=32-true",  # as the YAML of the shipped policy has it
             *arguments,
         ],
         run=False,
@@ -218,6 +219,7 @@ def test_lightning_cli_builds_what_the_constructors_build(algorithm: str, expect
         ("data.val_batch_size=7", "--data.val_batch_size=7"),
         ("data.task.seed=7", "--data.task.seed=7"),
         ("trainer.accumulate_grad_batches=2", "--trainer.accumulate_grad_batches=2"),
+        ("trainer.precision=bf16-mixed", "--trainer.precision=bf16-mixed"),
         ("optimizer.weight_decay=0.1", "--optimizer.weight_decay=0.1"),
         ("scheduler=constant", "--scheduler=Constant"),
         ("reference=frozen_copy", "--reference=FrozenCopy"),

@@ -47,6 +47,7 @@ def test_a_real_pretrained_model(examined, generator):
     # Two workers with their engines fill 22 of 24 GB.
     small = ["generator.max_model_len=512", "generator.kv_cache_gib=0.25"]
     words = [f"generator={generator}", *served, *small, "model=smollm2_135m", "sampling.max_new_tokens=16"]
+    words.append("trainer.precision=32-true")
     code, out, err = examined(*words)
     assert code == 0, err
     assert number(out, "max |difference|, nats") < 1e-4

@@ -60,13 +60,13 @@ def answer(model: LanguageModel) -> str:
 def test_one_can_talk_to_it(train, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?\n"))
     words = ["task=chat", "model=smollm2_135m", "sampling.temperature=0", "sampling.max_new_tokens=16"]
-    assert train(*words) == 0
+    assert train(*words, "trainer.precision=32-true") == 0
     assert "Paris" in capsys.readouterr().out
 
 
 def test_its_generator_is_examined_and_its_memory_planned(train, capsys):
     words = ["model=smollm2_135m", "doctor.prompts=2", "doctor.completions=2", "sampling.max_new_tokens=8"]
-    assert train("task=doctor", *words) == 0
+    assert train("task=doctor", *words, "trainer.precision=32-true") == 0
     assert "SOUND" in capsys.readouterr().out
     assert train("task=plan", *SHORT, "plan.probe=false") == 0
     assert "activations" in capsys.readouterr().out

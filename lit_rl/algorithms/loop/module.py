@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
-from lit_rl.algorithms.optim.precision import replace_half_precision, shard_precision
+from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
@@ -78,6 +78,7 @@ class PolicyModule(L.LightningModule):
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.memory_gb: float | None = None
+        self.precision_by_device = False
         self.cut: Cut | None = None
         self.step: Step | None = None
         self._room: int | None = None
@@ -442,13 +443,15 @@ class PolicyModule(L.LightningModule):
         """The counterpart of `rank_state`."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep trained tensors only (no reference, no frozen base), and every rank's own state."""
+        """Keep trained tensors only (no reference, no frozen base), every rank's own state, and the precision."""
         if checkpoint.get("state_dict"):
             trained = self._trained_names()
             weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if name in trained}
             checkpoint["state_dict"] = weights
         mine = {"format": state.FORMAT, "module": self.rank_state(), "rng": state.rng_state()}
         checkpoint["lit_rl"] = self.ranks.objects(mine | {"broken_steps": self.broken_steps.in_a_row})
+        if self.trainer_or_none is not None:
+            checkpoint["precision"] = str(self.trainer.precision)
         if self.cut is not None:
             checkpoint["cut"] = asdict(self.cut)
         if self.needs_reference and self.reference.moves:
@@ -458,6 +461,7 @@ class PolicyModule(L.LightningModule):
         if weights := checkpoint.get("state_dict"):
             state.check_weights(weights, self._trained_names())
         if self._fitting:
+            self._check_precision(made_in(checkpoint))
             trained = [tensor for tensor in self._trained_names().values() if tensor.requires_grad]
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
@@ -479,6 +483,15 @@ class PolicyModule(L.LightningModule):
         self.cut = cut
         self._take_cut()
         self._recompute_as_cut()
+
+    def _check_precision(self, before: str) -> None:
+        """A run goes on in the precision that it had; the user may say another one."""
+        now = str(self.trainer.precision)
+        if self.precision_by_device and now != before:
+            raise StorageError(
+                f"The checkpoint was made with trainer.precision={before}, and trainer.precision=auto is {now} on this "
+                f"machine. Set trainer.precision={before} to go on as the run began, or {now} to change it."
+            )
 
     def _load_reference(self, checkpoint: dict[str, Any]) -> None:
         if "reference" in checkpoint:

@@ -26,6 +26,8 @@ from lit_rl.errors import StorageError
 MASTER = "master"
 """The masters' key in the state of the optimizer."""
 
+_MASTERS = (MASTER, "remainder")
+
 _BUCKET = 1 << 23
 
 
@@ -59,7 +61,7 @@ def check_masters(
         StorageError: no trained weight is bfloat16, and an optimizer has masters, or remainders that make them; or one
             of the two is `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
-    kept = {key for state in optimizer_states for one in state["state"].values() for key in one}
+    kept = _kept(optimizer_states)
     was_split, is_split = SplitAdamW.BOUND in kept, isinstance(make, AdamWSplit)
     if kept and was_split != is_split:
         names = {True: "optimizer=adamw_split", False: "another optimizer"}
@@ -68,13 +70,23 @@ def check_masters(
             "the other's state. Resume with the optimizer of the run's config.yaml, or start a new run from the "
             "exported model: model.name=<run_dir>/hf."
         )
-    if kept.isdisjoint((MASTER, "remainder")) or any(is_narrow(weight) for weight in weights):
+    if kept.isdisjoint(_MASTERS) or any(is_narrow(weight) for weight in weights):
         return
     raise StorageError(
         "The checkpoint's optimizer keeps float32 masters of bfloat16 weights, and this run trains float32 weights: "
         "the masters would be lost. Resume with the trainer.precision and model.dtype of the run's config.yaml, or "
         "start a new run from the exported model: model.name=<run_dir>/hf."
     )
+
+
+def holds_masters(optimizer_states: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the optimizers of a checkpoint keep masters, or remainders that make them."""
+    return not _kept(optimizer_states).isdisjoint(_MASTERS)
+
+
+def _kept(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
+    """What they keep of their weights, by name."""
+    return {key for state in optimizer_states for one in state["state"].values() for key in one}
 
 
 def is_narrow(weight: Tensor) -> bool:

@@ -6,6 +6,7 @@ up to 1/512), of rewards and advantages that are made while it is in force, and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,13 +14,36 @@ from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lit_rl.algorithms.optim.master_weights import holds_masters
+
 BF16 = "bf16-true"
+FLOAT32 = "32-true"
 
 
 class BFloat16Weights(Precision):
     """The policy is loaded in bfloat16, as with `model.dtype=bfloat16`; autocast, inputs and default types stay."""
 
     precision: Any = BF16
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether a processor or a GPU multiplies bfloat16 in hardware: AMX, AVX-512 BF16, Arm's BF16; Ampere or newer.
+
+    Others emulate it, and are several times as fast in float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    known = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return any(known.get(name, False) for name in ("amx_bf16", "avx512_bf16", "bf16"))
+
+
+def made_in(checkpoint: Mapping[str, Any]) -> str:
+    """The `trainer.precision` of the run that wrote it.
+
+    One that does not name it is of an earlier version, whose default was float32; weights in bfloat16 have masters.
+    """
+    named = checkpoint.get("precision")
+    return str(named) if named else BF16 if holds_masters(checkpoint.get("optimizer_states", ())) else FLOAT32
 
 
 def replace_half_precision(strategy: Any) -> bool:

@@ -44,7 +44,8 @@ class LanguageModel:
     Args:
         name: "tiny" (the policy that comes with the package), a folder, or a hub id.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored). Weights in bfloat16 are
-            trained by float32 masters in the optimizer; adapters are always float32.
+            trained by float32 masters in the optimizer; adapters are always float32. None is float32, where
+            `trainer.precision` does not make it bfloat16.
         attn_implementation: "sdpa", "eager", "flash_attention_2", ... None lets transformers choose.
         revision: Branch, tag or commit of the hub repository.
         trust_remote_code: Run Python code that comes with the model. From the hub only with ``revision`` a commit.
@@ -72,7 +73,7 @@ class LanguageModel:
     def __init__(
         self,
         name: str = "tiny",
-        dtype: str = "float32",
+        dtype: str | None = None,
         attn_implementation: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -91,7 +92,8 @@ class LanguageModel:
         pad_token: str | None = None,
     ) -> None:
         self.name = name
-        self.dtype = dtype
+        self.dtype = "float32" if dtype is None else dtype
+        self.dtype_was_set = dtype is not None
         self.attn_implementation = attn_implementation
         self.revision = revision
         self.trust_remote_code = trust_remote_code
