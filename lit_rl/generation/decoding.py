@@ -108,7 +108,7 @@ class DecodingSteps:
     @property
     def full(self) -> bool:
         """Whether rows that are over have to be dropped now: the columns before all others go with them."""
-        return self._joined and self._length > self._last_position
+        return self._length > self._last_position
 
     # ------------------------------------------------------------------ the cache
 

@@ -11,6 +11,10 @@ That is the softmax of plain attention over the same keys, split where the keys 
 keys are neither repeated over the group nor copied at a token; a row's own are written into room that doubles when it
 is full. Left padding of prompts is a bias of minus infinity on their scores.
 
+16-bit products on a CPU read all of the room, and what is not written yet is hidden by the same bias: oneDNN builds a
+kernel for each new shape, so a product over t tokens would cost more to build than to run, and one of a part of the
+room copies it first.
+
 Models reach it by two registries of transformers, under the name ``IMPLEMENTATION``: one of attention functions and one
 of masks. Both are strict. They stand in for ``sdpa`` only, whose meaning is known: anything that plain attention over
 the cached keys would not do raises `NotGrouped`.
@@ -64,6 +68,15 @@ class GroupedLayer(CacheLayerMixin):
         self._length = 0
         self.own: tuple[Tensor, Tensor] | None = None
         """Of the tokens so far, ``(b, k, t, d)`` and ``(b, k, t, e)``: views, and what `update` returned last."""
+
+    @property
+    def read(self) -> tuple[Tensor, Tensor]:
+        """What products read: the rows' own tokens, or all of the room for them. Zero where nothing is written."""
+        assert self.own is not None
+        if self.keys is None or not _builds_kernels(self.keys):
+            return self.own
+        assert self.values is not None
+        return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         room = min(_ROOM, self._max_new_tokens)
@@ -149,7 +162,14 @@ def _with_room(states: Tensor, room: int) -> Tensor:
     b, k, t, d = states.shape
     wide = states.new_empty(b, k, room, d)
     wide[:, :, :t] = states
+    if _builds_kernels(states):
+        wide[:, :, t:] = 0  # it is read, and what is hidden must be finite
     return wide
+
+
+def _builds_kernels(states: Tensor) -> bool:
+    """Whether a product of such numbers builds a kernel for its shape."""
+    return states.device.type == "cpu" and states.dtype in (torch.bfloat16, torch.float16)
 
 
 class GroupedCache(Cache):
@@ -175,6 +195,7 @@ class GroupedCache(Cache):
         # Where the own tokens of each row begin, `(b,)`. None: all in the first column.
         self._begin: Tensor | None = None
         self._before: Tensor | None = None
+        self._hides = 0, 0
         # What each query of a chunk may see of the rows' own columns, `(b, c, t)`; None while rows get a token each.
         self._seen: Tensor | None = None
         self._names = list(names)
@@ -282,12 +303,16 @@ class GroupedCache(Cache):
             of_prompts = int((~self._padding[prompts]).any(0).flatten().int().argmax())
         return of_prompts, int(self._begin[rows].min())
 
-    def _hidden(self, length: int) -> Tensor:
-        """Bool `(b, 1, 1, t)`: the columns before the own tokens of each row."""
-        assert self._begin is not None
-        if self._before is None or self._before.shape != (len(self._begin), 1, 1, length):
-            columns = torch.arange(length, device=self._begin.device)
-            self._before = (columns < self._begin[:, None])[:, None, None]
+    def _hidden(self, length: int, columns: int) -> Tensor | None:
+        """Bool `(b or 1, 1, 1, columns)`: what is none of the own tokens of each row, `length` being written."""
+        if self._begin is None and length == columns:
+            return None
+        if self._before is None or self._hides != (length, columns):
+            index = torch.arange(columns, device=self._prompt_of.device)
+            hidden = (index >= length)[None]
+            if self._begin is not None:
+                hidden = hidden | (index < self._begin[:, None])
+            self._before, self._hides = hidden[:, None, None], (length, columns)
         return self._before
 
     def attend(self, module: nn.Module, layer: GroupedLayer, query: Tensor, scaling: float) -> Tensor:
@@ -302,8 +327,7 @@ class GroupedCache(Cache):
         Returns:
             ``(b, k r, c, e)``.
         """
-        assert layer.own is not None
-        keys, values = layer.own
+        keys, values = layer.read
         b, heads, c, d = query.shape
         query = query.reshape(b, keys.shape[1], heads // keys.shape[1] * c, d) * scaling
         of_prompt = torch.matmul(self._by_prompt(query), layer.prompt_keys.mT)
@@ -311,10 +335,10 @@ class GroupedCache(Cache):
             of_prompt = of_prompt.masked_fill(self._padding, -torch.inf)
         of_own = torch.matmul(query, keys.mT)
         if self._seen is not None:
-            hidden = ~self._seen.repeat(1, heads // keys.shape[1], 1)[:, None]
+            seen = nn.functional.pad(self._seen, (0, keys.shape[2] - self._seen.shape[2]))
+            of_own = of_own.masked_fill(~seen.repeat(1, heads // keys.shape[1], 1)[:, None], -torch.inf)
+        elif (hidden := self._hidden(layer.own_length, keys.shape[2])) is not None:
             of_own = of_own.masked_fill(hidden, -torch.inf)
-        elif self._begin is not None:
-            of_own = of_own.masked_fill(self._hidden(keys.shape[2]), -torch.inf)
         scores = torch.cat([self._by_row(of_prompt, b), of_own], -1)
         wide = torch.promote_types(scores.dtype, torch.float32)
         weights = scores.softmax(-1, dtype=wide).to(values.dtype)
@@ -379,6 +403,7 @@ def _in_float64(layer: GroupedLayer) -> GroupedLayer:
     assert layer.own is not None
     twin = GroupedLayer(layer.prompt_keys.double(), layer.prompt_values.double(), 0)
     twin.own = layer.own[0].double(), layer.own[1].double()
+    twin._length = layer.own_length
     return twin
 
 

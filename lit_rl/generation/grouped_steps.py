@@ -36,7 +36,7 @@ class GroupedSteps(DecodingSteps):
 
     @property
     def full(self) -> bool:
-        return self._joined and self._cache.own_length >= self._max_new_tokens
+        return self._cache.own_length >= self._max_new_tokens
 
     def _share_out(self, batch: DecodeBatch) -> None:
         length = batch.prompt_mask.shape[1]
@@ -84,16 +84,16 @@ def fits(policy: nn.Module, length: int) -> bool:
 
 def proven(policy: nn.Module) -> bool:
     """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
-    batch = _probe(policy)
+    batch = probe(policy)
     try:
-        plain = _decode(DecodingSteps(policy, batch, 4))
-        grouped = _decode(_ProvingSteps(policy, batch, 4))
+        plain = decoded_probe(DecodingSteps(policy, batch, 5))
+        grouped = decoded_probe(_ProvingSteps(policy, batch, 5))
     except Exception:  # whatever a model's own code makes of a cache that it was not written for
         return False
     return bool((grouped - plain).abs().max() <= _ALIKE * plain.std())
 
 
-def _probe(policy: nn.Module) -> DecodeBatch:
+def probe(policy: nn.Module) -> DecodeBatch:
     """Two prompts of five and three tokens, two rows each."""
     device = next(policy.parameters()).device
     size = _text_config(base_model(policy)).vocab_size
@@ -104,17 +104,20 @@ def _probe(policy: nn.Module) -> DecodeBatch:
     return DecodeBatch(ids, mask, 2, rows.to(device), rows, [0, 1])
 
 
-def _decode(steps: DecodingSteps) -> Tensor:
-    """Logits ``(3, 4, v)`` of two steps in which every row gets another token, and one in which it gets several."""
-    logits, size = [], steps.logits.shape[-1]
-    for step in range(2):
-        steps.advance((torch.arange(4, device=steps.logits.device) * 5 + step + 2) % size)
+def decoded_probe(steps: DecodingSteps) -> Tensor:
+    """Logits ``(4, 4, v)`` of two steps in which every row gets another token, one in which it gets several, and one
+    more: of a `probe`, with five new tokens at most."""
+    size, device = steps.logits.shape[-1], steps.logits.device
+    chunks = [[3 % size], [5 % size, 4 % size], [6 % size], [2 % size, 7 % size]]
+    positions = torch.tensor([7, 7, 5, 5], device=device)
+    logits = []
+    for step in range(4):
+        if step == 2:
+            steps.feed(chunks, positions, torch.zeros_like(positions))
+        else:
+            steps.advance((torch.arange(4, device=device) * 5 + step + 2) % size)
         logits.append(steps.logits)
-    positions = torch.tensor([7, 7, 5, 5], device=steps.logits.device)
-    steps.feed(
-        [[3 % size], [5 % size, 4 % size], [6 % size], [2 % size, 7 % size]], positions, torch.zeros_like(positions)
-    )
-    return torch.stack([*logits, steps.logits])
+    return torch.stack(logits)
 
 
 def _plain(cache: Any, length: int) -> bool:

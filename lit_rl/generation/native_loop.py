@@ -24,6 +24,10 @@ _STRAGGLERS = 2
 """Prompts that are held at most, over those of places that are full of whole groups: the last row of a group keeps its
 prompt. A memory plan counts as many."""
 
+_LOOK_ON_CPU, _LOOK_ON_GPU = 1, 4
+"""Tokens after which the device is asked how many rows still run: to ask an accelerator is to wait for it. What is
+drawn meanwhile of rows that are over is thrown away."""
+
 _POLL = 16
 """Tokens after which answers are looked for, where no row has ended."""
 
@@ -104,6 +108,9 @@ class DecodeLoop:
         rows = self._rows
         drawn = self._sampler(self._steps.logits, self._responses.spoken(rows), rows)
         running = self._responses.add(rows, drawn)
+        if not self._looks():
+            self._go_on(drawn.tokens)
+            return False
         left = int(running.sum())
         if self._talk and left < len(rows):
             self._talk.tell(rows, running)
@@ -114,9 +121,19 @@ class DecodeLoop:
             return self._drop(running, drawn.tokens)
         if self._talk:
             self._talk.passed_by(rows, running)
-        self._steps.advance(drawn.tokens)
-        self._tokens += 1
+        self._go_on(drawn.tokens)
         return bool(self._talk and self._talk.held and self._tokens % _POLL == 0)
+
+    def _looks(self) -> bool:
+        """Whether to ask how many rows run. A responder is told at once."""
+        assert self._steps is not None
+        every = _LOOK_ON_CPU if self._rows.device.type == "cpu" else _LOOK_ON_GPU
+        return self._talk is not None or self._steps.full or self._tokens % every == 0
+
+    def _go_on(self, tokens: Tensor) -> None:
+        assert self._steps is not None
+        self._steps.advance(tokens)
+        self._tokens += 1
 
     def _drop(self, running: Tensor, tokens: Tensor) -> bool:
         """Go on with the rows that run."""

@@ -28,6 +28,9 @@ _FLAT = 4096
 _BLOCK = 512
 """Tokens of a block of larger ones."""
 
+_NAMED = 1 << 22
+"""Noise is made at once where no more numbers are asked for than this: 16 MiB of them."""
+
 _AT_ONCE = 1 << 21
 """Logits that are drawn from at once on a CPU: what is made of them stays in its caches."""
 
@@ -51,25 +54,29 @@ def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         Token ids ``(b,)``, never one of zero probability, and their log-probabilities ``(b,)`` under softmax(logits):
         NaN where the row holds NaN or no finite entry.
     """
+    return _in_parts(_draw, logits, uniforms)
+
+
+def _in_parts(drawn: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """Of few rows at a time, on a CPU."""
     rows = max(_AT_ONCE // logits.shape[-1], 1)
     if logits.device.type != "cpu" or len(logits) <= rows:
-        return _draw(logits, uniforms)
-    tokens, logprobs = zip(*(_draw(*part) for part in zip(logits.split(rows), uniforms.split(rows))))
+        return drawn(logits, *others)
+    parts = zip(*(part.split(rows) for part in (logits, *others)))
+    tokens, logprobs = zip(*(drawn(*part) for part in parts))
     return torch.cat(tokens), torch.cat(logprobs)
 
 
 def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     size, left = logits.shape[-1], 1 - uniforms[:, None]
     if size <= _FLAT:
-        top, likeliest = logits.max(-1, keepdim=True)
+        top = logits.amax(-1, keepdim=True)
         weights = (logits - top).exp_()
         cdf = weights.cumsum(-1)
         total = cdf[:, -1:]
         tokens = _reaching(cdf, left * total)
     else:
-        tops = _by_block(logits, lambda part: part.amax(-1))
-        top, block = tops.max(-1, keepdim=True)
-        likeliest = block * _BLOCK + _of_block(logits, block, -torch.inf).argmax(-1, keepdim=True)
+        top = _tops(logits).amax(-1, keepdim=True)
         weights = (logits - top).exp_()
         blocks = _by_block(weights, lambda part: part.sum(-1))
         cdf = blocks.cumsum(-1)
@@ -80,10 +87,23 @@ def _draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         # Blocks and tokens are summed in another order. Whatever that leaves is a mass in (0, that of the block].
         rest = (mass - (cdf - blocks).gather(-1, block)).clamp(min=torch.finfo(mass.dtype).tiny)
         tokens = (block * _BLOCK + _reaching(inside, rest.minimum(inside[:, -1:]))).clamp_(max=size - 1)
-    # A parallel scan on an accelerator may be off by one rounding from being monotone.
-    tokens = torch.where(weights.gather(-1, tokens) > 0, tokens, likeliest)
+    if logits.device.type != "cpu":  # a parallel scan may be off by one rounding from being monotone
+        tokens = torch.where(weights.gather(-1, tokens) > 0, tokens, _likeliest(logits)[1])
     logprobs = logits.gather(-1, tokens) - top - total.log()
     return tokens.squeeze(-1), logprobs.squeeze(-1)
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest logit of each row, and the lowest token that has it, both `(b, 1)`."""
+    if logits.shape[-1] <= _FLAT:
+        return logits.max(-1, keepdim=True)
+    top, block = _tops(logits).max(-1, keepdim=True)
+    return top, block * _BLOCK + _of_block(logits, block, -torch.inf).argmax(-1, keepdim=True)
+
+
+def _tops(logits: Tensor) -> Tensor:
+    """The highest logit of each block, `(b, blocks)`."""
+    return _by_block(logits, lambda part: part.amax(-1))
 
 
 def _reaching(cdf: Tensor, mass: Tensor) -> Tensor:
@@ -109,8 +129,12 @@ def _of_block(values: Tensor, block: Tensor, fill: float) -> Tensor:
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest token (the lowest id of equals) and its log-probability under softmax(logits), both ``(b,)``."""
-    top, tokens = logits.max(-1)
-    return tokens, -(logits - top[:, None]).exp_().sum(-1).log()
+    return _in_parts(_greedy, logits)
+
+
+def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    top, tokens = _likeliest(logits)
+    return tokens.squeeze(-1), -(logits - top).exp_().sum(-1).log()
 
 
 class Drawn(NamedTuple):
@@ -150,6 +174,7 @@ class TokenSampler:
         self._prompt = (prompt_ids, prompt_mask)
         self._seen: Tensor | None = None
         self._begun: Tensor | None = None
+        self._uniforms: Tensor | None = None
         self._bans = Bans(sampling, eos_ids, bad_words, len(keys))
 
     @classmethod
@@ -159,6 +184,9 @@ class TokenSampler:
         words = bad_word_ids(prompts, sampling)
         made = cls(sampling, batch.keys, prompt_ids=ids, prompt_mask=mask, eos_ids=prompts.eos_ids, bad_words=words)
         made._begun = batch.begun
+        longest = prompts.longest_response(sampling) + 1  # one column more: for what is drawn of rows that are over
+        if not sampling.greedy and batch.begun is None and len(batch.keys) * longest <= _NAMED:
+            made._uniforms = noise.uniform(batch.keys[:, None], torch.arange(longest, device=batch.keys.device))
         return made
 
     def __call__(self, logits: Tensor, position: int | Tensor, rows: Tensor | None = None) -> Drawn:
@@ -172,7 +200,7 @@ class TokenSampler:
         if sampling.repetition_penalty != 1:
             logits = repetition_penalty(logits, self._history(logits)[these], sampling.repetition_penalty)
         column = position if self._begun is None else position + self._begun[these]
-        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self.keys[these], column)
+        drawn = Drawn(*greedy(logits), None) if sampling.greedy else self._draw(logits, self._noise(rows, column))
         if self._seen is not None:
             self._seen[torch.arange(len(self.keys), device=logits.device)[these], drawn.tokens] = True
         self._bans.drew(drawn.tokens, these)
@@ -193,11 +221,17 @@ class TokenSampler:
             self._seen[row, list(response_ids)] = True
         self._bans.next_turn(row)
 
-    def _draw(self, logits: Tensor, keys: Tensor, position: int | Tensor) -> Drawn:
+    def _noise(self, rows: Tensor | None, column: int | Tensor) -> Tensor:
+        """The uniform number ``(n,)`` of the token in a column of these rows' responses."""
+        if self._uniforms is None:
+            return noise.uniform(self.keys if rows is None else self.keys[rows], column)
+        return self._uniforms[torch.arange(len(self.keys), device=self.keys.device) if rows is None else rows, column]
+
+    def _draw(self, logits: Tensor, uniforms: Tensor) -> Drawn:
         scaled = temperature(logits, self.sampling.temperature)
         kept = self._truncation(scaled)
         mass = None if self._truncation.off else kept_logmass(scaled, kept)
-        return Drawn(*draw(kept, noise.uniform(keys, position)), mass)
+        return Drawn(*draw(kept, uniforms), mass)
 
     def _history(self, logits: Tensor) -> Tensor:
         if self._seen is None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.generation import logits_process as peer
 
-from lit_rl.generation import transforms
+from lit_rl.generation import noise, transforms
+from lit_rl.generation.batches import decode_batches
 from lit_rl.generation.transforms import EndDetector, TokenSampler
 from lit_rl.ops.transforms import temperature, top_k
 from lit_rl.rollout import Prompts, Sampling
@@ -82,6 +83,64 @@ def test_a_large_vocabulary_is_searched_as_the_whole_cdf_would_be(seed: int, siz
     mass = 1 - uniforms.double()
     assert (mass <= upper + 2e-6).all() and (mass >= upper - probability - 2e-6).all()
     torch.testing.assert_close(logprobs, probability.log().float(), atol=1e-5, rtol=1e-5)
+
+
+def drawn_by_hand(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """The draw as it is written down: a running sum over blocks of 512, then inside the block that was met."""
+    size, left = logits.shape[-1], 1 - uniforms[:, None]
+    top, likeliest = logits.max(-1, keepdim=True)
+    weights = (logits - top).exp()
+    if size <= 4096:
+        cdf = weights.cumsum(-1)
+        total = cdf[:, -1:]
+        tokens = torch.searchsorted(cdf, left * total).clamp(max=size - 1)
+    else:
+        blocks = torch.stack([part.sum(-1) for part in weights.split(512, -1)], -1)
+        cdf = blocks.cumsum(-1)
+        total = cdf[:, -1:]
+        block = torch.searchsorted(cdf, left * total).clamp(max=blocks.shape[-1] - 1)
+        tokens = torch.zeros_like(block)
+        for row, at in enumerate(block[:, 0].tolist()):
+            inside = weights[row, at * 512 : (at + 1) * 512].cumsum(-1)
+            rest = left[row] * total[row] - (cdf[row, at] - blocks[row, at])
+            rest = rest.clamp(min=torch.finfo(torch.float32).tiny).minimum(inside[-1:])
+            tokens[row] = at * 512 + torch.searchsorted(inside, rest).clamp(max=len(inside) - 1)
+    tokens = torch.where(weights.gather(-1, tokens) > 0, tokens, likeliest)
+    return tokens[:, 0], (logits.gather(-1, tokens) - top - total.log())[:, 0]
+
+
+@settings(max_examples=60)
+@given(seed=seeds, size=st.sampled_from([17, 4096, 4097, 5000]), kept=st.sampled_from([1, 3, 17]))
+def test_tokens_are_those_of_the_draw_by_hand(seed: int, size: int, kept: int) -> None:
+    logits = top_k(random_logits(seed, rows=8, vocabulary=size), kept)
+    uniforms = torch.tensor([0.0, 2**-24, 0.1, 0.3, 0.5, 0.9, LARGEST - 2**-24, LARGEST])
+    for ours, by_hand in zip(transforms.draw(logits, uniforms), drawn_by_hand(logits, uniforms), strict=True):
+        assert torch.equal(ours, by_hand)
+
+
+@pytest.mark.parametrize("size", [17, 5000, 5120])
+def test_greedy_over_blocks_takes_the_lowest_of_equals(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    logits = random_logits(3, rows=7, vocabulary=size).clamp(max=2)  # some share the highest logit
+    logits[0, :-1] = -torch.inf
+    monkeypatch.setattr(transforms, "_AT_ONCE", 3 * size)
+    tokens, logprobs = transforms.greedy(logits)
+    assert tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1), atol=1e-6, rtol=1e-6)
+
+
+def test_noise_that_is_made_at_once_is_that_of_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = Prompts([[1], [1, 2]], [5, 6], 2, (EOS,), PAD)
+    (batch,) = decode_batches(prompts, None, torch.device("cpu"))
+    sampling, logits = Sampling(max_new_tokens=6), random_logits(4)
+    rows, columns = torch.tensor([0, 2, 3]), torch.tensor([0, 4, 6])
+    drawn = []
+    for numbers in (transforms._NAMED, 0):
+        monkeypatch.setattr(transforms, "_NAMED", numbers)
+        sampler = TokenSampler.of(batch, prompts, sampling)
+        assert (sampler._uniforms is None) == (numbers == 0)
+        drawn += [[sampler(logits, 3).tokens, sampler(logits[rows], columns, rows).tokens]]
+        assert torch.equal(sampler._noise(rows, columns), noise.uniform(batch.keys[rows], columns))
+    assert all(torch.equal(*both) for both in zip(*drawn, strict=True))
 
 
 def test_a_row_does_not_depend_on_how_many_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,11 @@ from tiers import quick
 from torch import Tensor, nn
 from transformers.modeling_utils import AttentionInterface
 
+from lit_rl.generation import grouped_cache, native_loop
 from lit_rl.generation.batches import DecodeBatch, decode_batches
 from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.grouped_cache import GroupedCache, GroupedLayer
-from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
+from lit_rl.generation.grouped_steps import GroupedSteps, decoded_probe, fits, probe, proven
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.mixture import GeometricMixture
 from lit_rl.generation.native import NativeGenerator
@@ -338,6 +339,38 @@ def test_rows_that_join_later_get_the_logits_that_they_get_alone(policy: nn.Modu
             steps.join(kind(policy, batches[number], new_tokens))
             rows, begun = rows + fresh, begun | dict.fromkeys(fresh, clock + 1)
     assert row_counts[4] == 6 and row_counts[8] == 9
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seen", [True, False])
+def test_room_that_is_not_written_is_not_seen(monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
+    """16-bit products on a CPU read all of the room: here float64 ones do, with rows that leave, join and read."""
+    monkeypatch.setattr(grouped_cache, "_builds_kernels", lambda states: True)
+    policy = GROUPED["qwen2"]().double()
+    plain, whole = (decoded_probe(kind(policy, probe(policy), 5)) for kind in (DecodingSteps, GroupedSteps))
+    torch.testing.assert_close(whole, plain, rtol=0, atol=1e-6)
+    if seen:
+        monkeypatch.setattr(GroupedCache, "_hidden", lambda *asked: None)
+        shown = decoded_probe(GroupedSteps(policy, probe(policy), 5))
+        assert not torch.allclose(shown, plain, atol=1e-3), "the case needs room that would be seen"
+    else:
+        test_rows_that_join_later_get_the_logits_that_they_get_alone(policy, GroupedSteps)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("every", [4, 100])
+def test_looking_at_every_few_tokens_changes_no_response(
+    monkeypatch: pytest.MonkeyPatch, grouped: bool, every: int
+) -> None:
+    """As on an accelerator, where a look waits for it."""
+    policy, out = GROUPED["qwen2"](), []
+    for looks in (1, every):
+        monkeypatch.setattr(native_loop, "_LOOK_ON_CPU", looks)
+        generator = NativeGenerator(batch_size=6, grouped_cache=grouped)
+        asked = {"rows": list(range(8)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
+        out.append(drawn(generator, policy, Sampling(max_new_tokens=9), **asked))
+    assert responses(out[0]) == responses(out[1])
+    torch.testing.assert_close(out[0].sampler_logprobs, out[1].sampler_logprobs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
