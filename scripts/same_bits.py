@@ -259,9 +259,12 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl less what measures time."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [
-        {key: value for key, value in json.loads(line).items() if key[:5] != "time/" and key != "tokens_per_second"}
-        for line in lines
+        {key: value for key, value in json.loads(line).items() if not _measures_time(key)} for line in lines
     ]
+
+
+def _measures_time(key: str) -> bool:
+    return key.startswith("time/") or "env/seconds" in key or key == "tokens_per_second"
 
 
 def samples(run_dir: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, scores_of
+from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, sound_rows
 from lit_rl.callbacks import PreferenceSets
 from lit_rl.cli.build import build, check_answered
 from lit_rl.data.datamodule import RolloutDataModule
@@ -242,28 +242,83 @@ def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.all
-def test_too_many_failures_end_the_run(tmp_path: Path) -> None:
+def test_too_many_failures_end_the_run_before_a_reward_is_asked(tmp_path: Path) -> None:
+    def never(completions: Sequence[Any]) -> list[float]:
+        raise AssertionError("asked about a rollout that nobody learns from")
+
     with pytest.raises(GenerationError, match=r"episodes failed.*env.max_failed=0.1.*RuntimeError: no connection"):
-        trainer_of(tmp_path).fit(module_of(env=guessing(FailsOften, seed="sample")), prompts())
+        module = module_of(reward=never, env=guessing(FailsOften, seed="sample"))
+        trainer_of(tmp_path, limit_val_batches=0).fit(module, prompts())
 
 
-@pytest.mark.all
-def test_spans_of_several_messages_are_refused(tmp_path: Path) -> None:
+class CannotBegin(GuessNumber):
+    """In the games whose seed is even, there is nobody to begin with: no message is ever said."""
+
+    def reset(self, *, seed: int) -> Any:
+        if seed % 2 == 0:
+            raise ConnectionError("no server")
+        return super().reset(seed=seed)
+
+
+def plain_chat(tmp_path: Path) -> dict[str, Any]:
+    """The shipped policy with a chat template, and prompts that are messages."""
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}{{ m['content'] }}"
         "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
+    task = Repeated([{"role": "user", "content": PROMPT}], train_rows=64, val_rows=0)
+    return {
+        "model": LanguageModel("tiny", chat_template=str(template)),
+        "data": RolloutDataModule(task=task, prompts_per_rollout=4),
+    }
 
+
+@pytest.mark.parametrize("share", ["some", "all"])
+def test_what_failed_is_never_handed_to_a_reward_function(share: str, tmp_path: Path) -> None:
+    """As TRL's functions are written: an episode that never began has no last message."""
+    asked: list[int] = []
+
+    def last_word(completions: Sequence[Any], log_extra: Any) -> list[float]:
+        asked.append(len(completions))
+        words = [each[-1]["content"] for each in completions]
+        log_extra("word", words)
+        return [float(len(word)) for word in words]
+
+    class Never(CannotBegin):
+        def reset(self, *, seed: int) -> Any:
+            return super().reset(seed=2)
+
+    made, chat = CannotBegin if share == "some" else Never, plain_chat(tmp_path)
+    env = guessing(made, max_failed=1.0, seed="sample")
+    module = GRPO(chat["model"], last_word, env=env, sampling=SAMPLED, group_size=4)
+    trainer_of(tmp_path).fit(module, chat["data"])
+    failed = [each.failed for each in module.scored.completions.episodes]
+    assert asked == ([failed.count(False)] if share == "some" else []) and any(failed)
+    assert module.scored.scores.total.isnan().tolist() == failed
+    if share == "some":
+        assert [word is None for word in module.samples["word"]] == failed
+
+
+def test_a_group_that_failed_as_a_whole_moves_nothing(tmp_path: Path) -> None:
+    """One seed a prompt: its episodes fail together, and neither they nor another group learns from it."""
+    module = module_of(env=guessing(FailsOften, max_failed=1.0))
+    trainer_of(tmp_path).fit(module, prompts())
+    failed = torch.tensor([each.failed for each in module.scored.completions.episodes]).reshape(4, 4)
+    assert (failed.all(1) | ~failed.any(1)).all() and failed.any() and not failed.all()
+    advantages = module.rollout.advantages
+    assert (advantages.reshape(4, 4, -1)[failed.all(1)] == 0).all() and advantages.any(), advantages
+
+
+@pytest.mark.all
+def test_spans_of_several_messages_are_refused(tmp_path: Path) -> None:
     def spans(completions: Sequence[Any]) -> list[Any]:
         return [[(0, 1, 1.0)] for _ in completions]
 
-    chat = [{"role": "user", "content": PROMPT}]
-    data = RolloutDataModule(task=Repeated(chat, train_rows=8, val_rows=0), prompts_per_rollout=4)
-    model = LanguageModel("tiny", chat_template=str(template))
-    module = GRPO(model, spans, env=guessing(), sampling=SAMPLED, group_size=4)
+    chat = plain_chat(tmp_path)
+    module = GRPO(chat["model"], spans, env=guessing(), sampling=SAMPLED, group_size=4)
     with pytest.raises(RewardError, match="spans of characters for an episode of several messages"):
-        trainer_of(tmp_path).fit(module, data)
+        trainer_of(tmp_path).fit(module, chat["data"])
 
 
 # ------------------------------------------------------------------ the same samples, whatever the engine
@@ -500,10 +555,18 @@ def test_metrics_by_hand() -> None:
 
 
 def test_scores_of_what_failed_are_none() -> None:
-    scores = Rewards({"one": lambda completions: [1.0, 2.0, 3.0]}).score(["?"] * 3, ["a"] * 3, {})
-    found = scores_of(scores, [episode(), episode("failed"), episode("timeout")])
-    assert found.total.isnan().tolist() == found.values[:, 0].isnan().tolist() == [False, True, True]
-    assert found.total[0] == 1.0 and scores.total.tolist() == [1.0, 2.0, 3.0]
+    def places(completions: Sequence[str], answer: Sequence[str], log_extra: Any) -> list[Any]:
+        log_extra("answer", answer)
+        return [[(0, 2.0)] for _ in completions]
+
+    rows = sound_rows([episode("failed"), episode(), episode("timeout"), episode("cut")])
+    found = Rewards(places).score(["?"] * 4, ["a"] * 4, {"answer": list("abcd")}, rows=rows)
+    assert found.total.isnan().tolist() == found.values[:, 0].isnan().tolist() == [True, False, True, False]
+    assert found.total[1] == 2.0 and found.extras == {"answer": [None, "b", None, "d"]}
+    assert found.weights.tolist() == [[0.0], [1.0], [0.0], [1.0]]
+    assert found.span_rewards == [[], [(0, 2.0)], [], [(0, 2.0)]]
+    nothing = Rewards(places).score(["?"], ["a"], {"answer": ["a"]}, rows=[])
+    assert nothing.total.isnan().tolist() == [True] and nothing.values.shape == (1, 1)
 
 
 @pytest.mark.all

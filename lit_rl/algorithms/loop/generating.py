@@ -16,7 +16,7 @@ from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compar
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
-from lit_rl.algorithms.rollouts.episodes import scores_of
+from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.environments.source import EpisodeSource
@@ -134,10 +134,15 @@ class GeneratingModule(PolicyModule):
         )
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
-        """What the reward functions say of each completion, special tokens left out of the text."""
+        """What the reward functions say of each completion, special tokens left out of the text.
+
+        Of an episode that failed by no fault of the policy they are not asked: it is unscored.
+        """
         texts, episodes = texts_of(completions, self.model.tokenizer), completions.episodes
         scores = self.reward_texts(batch, texts, response_ids(completions), episodes)
-        return scores if episodes is None else scores_of(scores, episodes)
+        if episodes is not None:
+            check_spans(scores, episodes)
+        return scores
 
     def reward_texts(
         self,
@@ -150,7 +155,12 @@ class GeneratingModule(PolicyModule):
         with self.stopwatch.measure("reward"):
             prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
-                prompts, answers, columns, completion_ids=ids, trainer_state=self.trainer_state
+                prompts,
+                answers,
+                columns,
+                completion_ids=ids,
+                trainer_state=self.trainer_state,
+                rows=None if episodes is None else sound_rows(episodes),
             )
 
     @property

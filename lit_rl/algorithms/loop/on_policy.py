@@ -140,20 +140,25 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The rollout of these prompts: as it was scored, and as it is learned from, with its metrics."""
         completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
         if not draws_more:
+            self._check_failures()
             self._request_ahead(batch.upcoming)
         scored = Scored(batch, completions, self.reward(batch, completions))
         scored, chosen = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
-        if self.env is not None:
-            self.source.failures.check(self.env.max_failed, self.ranks)
         if draws_more:
+            self._check_failures()
             self._request_ahead(batch.upcoming)
         old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
         ref = self.reference_of(scored) if self.needs_reference else None
         rollout, metrics = self.advantages(scored, old, ref)
         return scored, rollout, chosen | metrics
+
+    def _check_failures(self) -> None:
+        """Refuse a rollout of which too many episodes failed, as soon as all of it is drawn."""
+        if self.env is not None:
+            self.source.failures.check(self.env.max_failed, self.ranks)
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         assert self.rollout is not None and self.plan is not None

@@ -1,9 +1,7 @@
-"""What the episodes of a rollout change in its scores, and what is logged of them."""
+"""What the episodes of a rollout change in its rewards, and what is logged of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -52,27 +50,23 @@ class Failures:
         raise error
 
 
-def scores_of(scores: Scores, episodes: Sequence[Episode]) -> Scores:
-    """The scores without those of episodes that failed by no fault of the policy.
+def sound_rows(episodes: Sequence[Episode]) -> list[int]:
+    """Those that did not fail, and so can be rewarded. Of what failed there may not even be a message."""
+    return [row for row, episode in enumerate(episodes) if not episode.failed]
 
-    What failed is unscored: it is neither learned from nor compared with.
+
+def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
+    """Refuse rewards for parts of a text where there are several texts.
 
     Raises:
         RewardError: a function gave spans of characters for several messages.
     """
-    failed = torch.tensor([episode.failed for episode in episodes])
     spans = scores.span_rewards
     if spans is not None and any(_of_characters(of) for of, each in zip(spans, episodes) if _has_messages(each)):
         raise RewardError(
             "A reward function returned spans of characters for an episode of several messages, and a span is of one "
             "text. Return a number for the episode, or (turn, value) for its turns."
         )
-    return dataclasses.replace(
-        scores,
-        values=scores.values.masked_fill(failed[:, None], math.nan),
-        total=scores.total.masked_fill(failed, math.nan),
-        span_rewards=None if spans is None else [[] if each.failed else of for each, of in zip(episodes, spans)],
-    )
 
 
 def _of_characters(parts: Sequence[Part]) -> bool:
