@@ -16,7 +16,7 @@ from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compar
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
-from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows
+from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.environments.source import EpisodeSource
@@ -236,5 +236,7 @@ class GeneratingModule(PolicyModule):
         logged: set[str] = set()
         for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore
             rows.gather(self.ranks)
+            if self.interaction is not None:
+                warn_of_failures(rows.episodes, self.interaction.settings.max_failed)
             logged |= self.log_validation(prefixed(rows.metrics(), stage, name))
         return logged

@@ -466,7 +466,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         metrics = self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
-            engine_seconds=self.generator.seconds,
+            within={**self.generator.seconds, **self.stopwatch.parts},
             coefficients=self.coefficients(),
             optimizer=trainer.optimizers[0],
         )
@@ -486,7 +486,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         counts = self._records.counts() | self.source.state()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
-        mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds)}
+        mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds), "parts": dict(self.stopwatch.parts)}
         mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
@@ -498,7 +498,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.rollout, self._dealt = state.rollout_of(saved["rollout"], device), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
-            self.stopwatch.load(saved["seconds"])
+            self.stopwatch.load(saved["seconds"], saved.get("parts", {}))
 
 
 @dataclass(frozen=True)

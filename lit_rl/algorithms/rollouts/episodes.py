@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
@@ -38,16 +39,29 @@ class Failures:
         Raises:
             GenerationError: names the commonest error of this rank.
         """
+        if told := self.too_many(most, ranks):
+            error = GenerationError(
+                f"{told}. Mend the environment, or allow more with env.max_failed, env.step_timeout, "
+                "env.episode_timeout or env.rollout_timeout."
+            )
+            error.on_every_rank = True
+            raise error
+
+    def too_many(self, most: float, ranks: Ranks) -> str | None:
+        """How many failed, and of what most of them, where they are more than this share. A collective."""
         failed, drawn = sum(ranks.counts(self.errors.total())), sum(ranks.counts(self.episodes))
         if failed <= most * drawn:
-            return
+            return None
         told = "".join(f"; {times} times: {kind}" for kind, times in self.errors.most_common(1)) or "; see other ranks"
-        error = GenerationError(
-            f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}. "
-            "Mend the environment, or allow more with env.max_failed, env.step_timeout or env.episode_timeout."
-        )
-        error.on_every_rank = True
-        raise error
+        return f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}"
+
+
+def warn_of_failures(episodes: Sequence[Episode], most: float) -> None:
+    """Say that a validation is of few episodes. It ends no run: nothing is learned from it."""
+    failures = Failures()
+    failures.count(episodes)
+    if told := failures.too_many(most, Ranks()):
+        rank_zero_warn(f"Validation: {told}. The rewards are means over the others.")
 
 
 def sound_rows(episodes: Sequence[Episode]) -> list[int]:
@@ -78,12 +92,14 @@ def _has_messages(episode: Episode) -> bool:
     return episode.turns > 1 and not isinstance(episode.prompt, str)
 
 
-def metrics_of(episodes: Sequence[Episode], device: torch.device | str) -> Metrics:
-    """What episodes were like. Where TRL has a number, it has TRL's name."""
+def metrics_of(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:
+    """What episodes were like. Where TRL has a number, it has TRL's name. A collective."""
+    device = ranks.device
 
     def over(count: int, *counted: float) -> tuple[Tensor, Tensor]:
         return torch.tensor(float(sum(counted)), device=device), torch.tensor(float(count), device=device)
 
+    seconds = torch.tensor([each.seconds for each in episodes], device=device)
     rows, calls = len(episodes), sum(each.calls for each in episodes)
     return {
         "turns/mean": over(rows, *(each.turns for each in episodes)),
@@ -96,5 +112,6 @@ def metrics_of(episodes: Sequence[Episode], device: torch.device | str) -> Metri
         "env/timeouts": over(rows, *(each.end == "timeout" for each in episodes)),
         "env/cut": over(rows, *(each.cut for each in episodes)),
         "env/seconds_mean": over(rows, *(each.seconds for each in episodes)),
-        "env/seconds_max": Highest(torch.tensor(float(max(each.seconds for each in episodes)), device=device)),
+        "env/seconds_p50": over(1, float(ranks.gather_tokens(seconds).quantile(0.5))),
+        "env/seconds_max": Highest(seconds.max()),
     }
