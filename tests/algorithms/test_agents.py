@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +19,7 @@ from tiers import quick
 from lit_rl.algorithms import GRPO, PPO, RLOO, Evaluation, Reinforce
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, sound_rows
@@ -33,6 +37,8 @@ from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel
+from lit_rl.models.policy import forward
+from lit_rl.models.policy.shared_prefix import run_shared
 from lit_rl.rewards import Rewards, environment
 from lit_rl.rollout import Completions, Rollout, Sampling, join_completions, select
 
@@ -142,6 +148,7 @@ def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     metrics = trainer.callback_metrics
     assert 1 <= metrics["train/turns/mean"] <= 3 and metrics["train/completions/observation_length"] > 0
     assert metrics["train/env/failed"] == metrics["train/env/timeouts"] == 0
+    assert 0 < metrics["time/environment"] < metrics["time/generate"]
 
 
 def draft_and_answer(texts: Sequence[str], trainer: Any) -> dict[str, Any]:
@@ -227,7 +234,7 @@ class FailsOften:
     def step(self, action: str) -> tuple[Any, ...]:
         if self.fails:
             raise RuntimeError("no connection")
-        return "", float(len(action)), True, False, {}
+        return "", float(sum(map(ord, action)) % 3), True, False, {}
 
 
 def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> None:
@@ -298,6 +305,29 @@ def test_what_failed_is_never_handed_to_a_reward_function(share: str, tmp_path: 
     assert module.scored.scores.total.isnan().tolist() == failed
     if share == "some":
         assert [word is None for word in module.samples["word"]] == failed
+
+
+class Waits(GuessNumber):
+    """Takes so long that only some of a rollout are answered within its time."""
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        time.sleep(0.2)
+        return super().step(action)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("engine", ["native", "hf", "hf_continuous"])
+def test_what_is_out_of_time_is_unscored_and_the_others_are_learned_from(engine: str, tmp_path: Path) -> None:
+    made = {"native": NativeGenerator, **ENGINES}[engine]()
+    env = guessing(Waits, max_failed=1.0, rollout_timeout=1.0)
+    module = module_of(env=env, generator=made, reward=lambda completions: [float(len(c) % 2) for c in completions])
+    trainer = trainer_of(tmp_path, limit_val_batches=0)
+    trainer.fit(module, prompts())
+    episodes = module.scored.completions.episodes
+    late = [each.end == "timeout" for each in episodes]
+    assert any(late) and all("env.rollout_timeout=1 s" in each.error for each in episodes if each.end == "timeout")
+    assert module.scored.scores.total.isnan().tolist() == late
+    assert trainer.callback_metrics["train/env/timeouts"] == sum(late) / 16 and trainer.global_step == 1
 
 
 def test_a_group_that_failed_as_a_whole_moves_nothing(tmp_path: Path) -> None:
@@ -372,6 +402,34 @@ def test_the_order_of_answers_changes_no_sample(tmp_path: Path) -> None:
     assert WaitsByTheText.asked != WaitsByTheText.answered
 
 
+def test_episodes_of_a_prompt_share_its_prefix_where_they_are_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of a group is computed once, and log-probs and gradient are those of rows that have their own."""
+    calls: list[int] = []
+
+    def counted(model: Any, completions: Completions, *rest: Any) -> Any:
+        calls.append(len(completions))
+        return run_shared(model, completions, *rest)
+
+    monkeypatch.setattr(forward, "run_shared", counted)
+    task = Repeated("the number is between 0 and 9, and " * 2 + PROMPT, train_rows=64, val_rows=0)
+    module = module_of(optimizer=ByPath("torch.optim.SGD", lr=1e-30))
+    trainer_of(tmp_path).fit(module, RolloutDataModule(task=task, prompts_per_rollout=4))
+    assert calls and min(calls) >= 4, "the training forward took another path"
+    rollout: Rollout = module.rollout
+    heard = rollout.completions.attended & ~rollout.completions.response_mask
+    assert heard.any()
+    found = []
+    for options in (module.forward_options, replace(module.forward_options, shared_prompts=False)):
+        module.policy.zero_grad()
+        scores = forward.score(module.policy, rollout.completions, module.sampling, options=options)
+        (scores.logprobs * rollout.loss_mask).sum().backward()
+        found.append([scores.logprobs[rollout.loss_mask], *(each.grad.clone() for each in module.policy.parameters())])
+    for ours, own in zip(*found):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
 # ------------------------------------------------------------------ resume
 
 
@@ -427,7 +485,11 @@ class TwoKinds:
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "generator": (lambda: module_of(generator=Deaf()), prompts, "Deaf draws completions of one turn"),
+    "generator": (
+        lambda: module_of(generator=Deaf()),
+        prompts,
+        "Deaf draws completions of one turn.*native, hf, hf_continuous, vllm or vllm_server",
+    ),
     "lag": (
         lambda: module_of(generator=VLLMServerGenerator(urls=["http://127.0.0.1:9"], lag=1)),
         prompts,
@@ -510,17 +572,35 @@ def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="'episodes'.*env="):
         trainer_of(tmp_path).fit(module, prompts())
 
+    def as_in_trl(completions: Sequence[Any], environments: Sequence[Any]) -> list[float]:
+        return [each.score for each in environments]
+
+    with pytest.raises(RewardError, match=r"'environments'.*env.*get_reward\(self\) and take reward=environment"):
+        trainer_of(tmp_path).fit(module_of(reward=as_in_trl), prompts())
+
 
 @pytest.mark.all
 def test_validation_plays_the_same_games_each_time(tmp_path: Path) -> None:
     module, data = module_of(), prompts()
     trainer = trainer_of(tmp_path, limit_val_batches=None)
-    trainer.validate(module, data, verbose=False)
-    first = dict(trainer.callback_metrics)
-    trainer.validate(module, data, verbose=False)
-    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
-        name: float(value) for name, value in first.items()
-    }
+
+    def played() -> dict[str, float]:
+        trainer.validate(module, data, verbose=False)
+        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return {name: value for name, value in numbers.items() if "seconds" not in name and not math.isnan(value)}
+
+    first = played()
+    assert played() == first and 1 <= first["val/turns/mean"] <= first["val/turns/max"] <= 3
+    assert first["val/env/failed"] == 0 and first["val/completions/observation_length"] > 0
+
+
+def test_a_validation_counts_what_failed_and_leaves_it_out(tmp_path: Path) -> None:
+    module = module_of(env=guessing(CannotBegin, seed="sample"), evaluation=Evaluation(group_size=2, temperature=1.0))
+    trainer = trainer_of(tmp_path, limit_val_batches=None)
+    with pytest.warns(UserWarning, match=r"Validation: \d+ of 16 episodes failed.*max_failed=0.1.*no server"):
+        trainer.validate(module, prompts(), verbose=False)
+    logged = trainer.callback_metrics
+    assert 0.1 < logged["val/env/failed"] < 1 and logged["val/reward"] >= 0 and logged["val/env/timeouts"] == 0
 
 
 # ------------------------------------------------------------------ by hand
@@ -538,7 +618,7 @@ def test_metrics_by_hand() -> None:
         episode("max_tokens", turns=2),
     ]
     averages = Averages()
-    averages.add(metrics_of(episodes, torch.device("cpu")))
+    averages.add(metrics_of(episodes, Ranks()))
     assert averages.reduce() == {
         "turns/mean": 2.0,
         "turns/max": 3.0,
@@ -550,6 +630,7 @@ def test_metrics_by_hand() -> None:
         "env/timeouts": 0.25,
         "env/cut": 0.25,
         "env/seconds_mean": 0.5,
+        "env/seconds_p50": 0.25,
         "env/seconds_max": 1.5,
     }
 
