@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -430,10 +430,13 @@ def test_an_episode_that_takes_too_long_is_over() -> None:
 
 
 class SlowToBegin(Endless):
+    waits: ClassVar[list[float]] = []
+
     def __init__(self) -> None:
         self.turns = 0
 
     def reset(self, wait: float) -> None:
+        self.waits.append(wait)
         time.sleep(wait)
 
     def step(self, action: str) -> tuple[Any, ...]:
@@ -473,12 +476,13 @@ def test_when_the_time_of_a_rollout_is_over_who_still_talks_is_out_of_time(kind:
 
 def test_resets_beyond_the_time_of_a_rollout_are_not_begun() -> None:
     """One after another: those that the time is over for fail without being asked."""
+    SlowToBegin.waits.clear()
     talk = Talk(
         texts(CustomEnvironment(SlowToBegin, rollout_timeout=0.5)), asked(*"???", wait=[0.6, 20.0, 20.0]), [1] * 3
     )
     for row in range(3):
         assert talk.heard(row, "a") is None
-    assert [each.end for each in talk.over()] == ["timeout"] * 3
+    assert [each.end for each in talk.over()] == ["timeout"] * 3 and SlowToBegin.waits == [0.6]
 
 
 class Slow(Hangs):
