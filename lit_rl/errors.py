@@ -34,7 +34,7 @@ class RewardError(LitRLError):
 
 
 class GenerationError(LitRLError):
-    """A generator failed, or its samples cannot be trusted."""
+    """A generator or an environment failed, or samples cannot be trusted."""
 
     exit_code = 5
     on_every_rank = False

@@ -123,6 +123,15 @@ GENERATES = {
     "grpo_shaped": "algo/shaping=relative_length_penalty algo/whitening=rows algo/groups=top algo.groups.keep=2"
     " algo/selection=top_entropy_per_sequence algo.beta=0.1 algo/kl=corrected_k2 generator=hf",
 }
+GAME = (
+    f"{COMMON.replace('data.task.max_operand=5 ', '')} {ROLLOUTS} data=repeated data.task.prompt='0..9='"
+    " data.task.train_rows=32 env=environment env.path=lit_rl.environments.guess:GuessNumber env.max_turns=3"
+    " env.max_tokens=24 env.max_observation_tokens=8 sampling.max_new_tokens=4"
+)
+EPISODES = {
+    "grpo_guess": "algo.beta=0.1 algo/advantage=centered_return_to_go reward=environment_turns",
+    "ppo_guess": "algo=ppo algo.reward_beta=0.05 reward=environment",
+}
 ONLINE_PAIRS = {
     "online_dpo": "algo=online_dpo",
     "nash_md": "algo=nash_md",
@@ -168,6 +177,7 @@ def runs(quick: bool) -> list[Run]:
     listed = [
         made(name, ROLLOUTS, "" if name in right_or_wrong else GRADED, own, resume=6) for name, own in GENERATES.items()
     ]
+    listed += [Run(name, tuple(f"{GAME} {own}".split()), resume=6) for name, own in EPISODES.items()]
     listed += [made(name, PAIRED, GRADED, own, resume=6) for name, own in ONLINE_PAIRS.items()]
     listed += [made(name, ROWS, own, resume=3) for name, own in OFFLINE.items()]
     if not quick:
@@ -258,10 +268,11 @@ def newest(run_dir: Path) -> dict[str, Any]:
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl less what measures time."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {key: value for key, value in json.loads(line).items() if key[:5] != "time/" and key != "tokens_per_second"}
-        for line in lines
-    ]
+    return [{key: value for key, value in json.loads(line).items() if not _measures_time(key)} for line in lines]
+
+
+def _measures_time(key: str) -> bool:
+    return key.startswith("time/") or "env/seconds" in key or key == "tokens_per_second"
 
 
 def samples(run_dir: Path) -> dict[str, str]:

@@ -76,7 +76,7 @@ class Records:
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
         self.add(_logged_by_rewards(scores, ranks))
         if completions.episodes is not None:
-            self.add(metrics_of(completions.episodes, ranks.device))
+            self.add(metrics_of(completions.episodes, ranks))
         if completions.kept_logmass is not None:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)
@@ -105,7 +105,7 @@ class Records:
         ranks: Ranks,
         *,
         seconds: Mapping[str, float],
-        engine_seconds: Mapping[str, float],
+        within: Mapping[str, float],
         coefficients: Mapping[str, float],
         optimizer: Optimizer,
     ) -> dict[str, float]:
@@ -114,7 +114,7 @@ class Records:
         Args:
             ranks: A collective.
             seconds: Of generation and of rewards.
-            engine_seconds: Parts of the time that generation took, as the engine says.
+            within: Of what lies within these: an engine's update, waiting for environments.
             coefficients: Numbers in force that are no constants of the run.
             optimizer: Whose learning rates are in force.
         """
@@ -123,7 +123,7 @@ class Records:
         tokens = stats.pop("rollout_tokens")
         means = {**stats, **self.averages.reduce(ranks), **coefficients, **learning_rates(optimizer)}
         metrics = prefixed(means, "train")
-        metrics |= {f"time/{phase}": value for phase, value in {**phases, **engine_seconds}.items()}
+        metrics |= {f"time/{phase}": value for phase, value in {**phases, **within}.items()}
         metrics["tokens_per_second"] = tokens / max(1e-9, sum(phases.values()))
         return metrics
 

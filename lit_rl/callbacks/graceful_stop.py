@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM: finish the optimizer step, save, stop. A second signal ends the process at once.
 
-A generator that fails ends the run too: what was learned until then is saved.
+A generator or an environment that fails ends the run too: what was learned until then is saved.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class GracefulStop(L.Callback):
         if not trainer.strategy.broadcast(is_whole(path)):
             self._failed = True
             trainer.save_checkpoint(path, weights_only=False)
-        rank_zero_info(f"The generator failed. Everything up to optimizer step {trainer.global_step} is saved: {path}")
+        rank_zero_info(f"The rollout failed. Everything up to optimizer step {trainer.global_step} is saved: {path}")
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._failed and self._place is not None:

@@ -220,10 +220,11 @@ def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
 
 
 def _not_generated(run: Run, summary: dict[str, Any]) -> None:
-    """The generator failed while it trained: say how to go on once it is well again."""
+    """A rollout failed while it trained: say how to go on once what makes them is well again."""
     if run.trainer.is_global_zero and not run.dry and run.run_dir.last_checkpoint() is not None:
         _save(run, summary | {"status": "stopped"})
-        line = f"The generator failed. Go on from the newest checkpoint with:\n  {run.command} ckpt_path=last"
+        line = "A rollout failed. Once its cause is mended, go on from the newest checkpoint with:"
+        line += f"\n  {run.command} ckpt_path=last"
         Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 

@@ -11,9 +11,11 @@ import logging
 import math
 import queue
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent import futures
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from lit_rl.data.checks import excerpt
@@ -136,6 +138,10 @@ class Conversations(Responder):
         self._waiting: list[tuple[Said, Task]] = []
         self._arrived: queue.SimpleQueue[tuple[Said, float, Begun]] = queue.SimpleQueue()
         self._asked: dict[int, tuple[Said, Begun]] = {}
+        whole = factory.rollout_timeout
+        self._ends = math.inf if whole is None else time.perf_counter() + whole
+        self.waited = 0.0
+        """Seconds in which whoever asked waited for environments."""
 
     @property
     def max_tokens(self) -> int:
@@ -174,12 +180,13 @@ class Conversations(Responder):
         row = self._rows[said.row]
         row.tokens += len(said.token_ids)
         row.started = time.perf_counter() if row.started is None else row.started
-        if row.end is None and self._is_late(row):
-            self._sound(row, self._too_late(row))
+        if row.end is None and time.perf_counter() > self._end_of(row):
+            self._answered.append(self._heard(said, self._too_late(row), 0.0))
+            return
         if row.end is not None or row.environment is None:
             self._answered.append(Heard(said.row, None, ended=False))
             return
-        task = self._task(self._answer(row.environment, said), row, _Place.TURN + said.turn)
+        task = self._task(partial(self._answer, row.environment, said), row, _Place.TURN + said.turn)
         if self._factory.is_async:
             self._ask(said, task)
         else:
@@ -200,7 +207,8 @@ class Conversations(Responder):
         if not waiting:
             return
         begun = time.perf_counter()
-        replies = self._runner.in_order([task for _, task in waiting])
+        with self._time_waited():
+            replies = self._runner.in_order([task for _, task in waiting])
         seconds = (time.perf_counter() - begun) / len(waiting)
         for (said, _), reply in zip(waiting, replies, strict=True):
             self._answered.append(self._heard(said, self._in_time(reply, self._rows[said.row]), seconds))
@@ -216,7 +224,9 @@ class Conversations(Responder):
         assert self._asked, "nobody was asked"
         limit = self._factory.step_timeout + GRACE
         try:
-            self._take(*self._arrived.get(timeout=min(limit, 0.2)))
+            with self._time_waited():
+                arrived = self._arrived.get(timeout=min(limit, 0.2))
+            self._take(*arrived)
         except queue.Empty:
             if not self._runner.blocked(limit):
                 return
@@ -275,9 +285,21 @@ class Conversations(Responder):
 
     # ------------------------------------------------------------------ what environments do, with limits
 
+    @contextmanager
+    def _time_waited(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - begun
+
     def _each(self, rows: Sequence[Row], place: int, ask: Callable[[Row], Coroutine[Any, Any, Any]]) -> list[Any]:
         """What each row's environment gives, or how it failed."""
-        tasks = [self._task(ask(row), row, place) for row in rows]
+        with self._time_waited():
+            return self._each_given(rows, place, ask)
+
+    def _each_given(self, rows: Sequence[Row], place: int, ask: Callable[[Row], Coroutine[Any, Any, Any]]) -> list[Any]:
+        tasks = [self._task(partial(ask, row), row, place) for row in rows]
         if not self._factory.is_async:
             return [self._in_time(given, row) for given, row in zip(self._runner.in_order(tasks), rows)]
         begun = [self._runner.begin(task) for task in tasks]
@@ -294,10 +316,10 @@ class Conversations(Responder):
         futures.wait([each.future for each in begun], timeout=limit)
         return [self._result(each, row) for each, row in zip(begun, rows)]
 
-    def _task(self, coroutine: Coroutine[Any, Any, Any], row: Row, place: int) -> Task:
-        turn = _Place.TURN <= place < _Place.REWARD
-        seconds = self._seconds_left(row) if turn else self._factory.step_timeout
-        return Task(self._guarded(coroutine), seconds, (row.seed + place * _ODD) & _LARGEST_SEED)
+    def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: Row, place: int) -> Task:
+        until = self._end_of(row) if place < _Place.REWARD else math.inf  # what ended in time is rewarded, and closed
+        seed = (row.seed + place * _ODD) & _LARGEST_SEED
+        return Task(self._guarded(ask), self._factory.step_timeout, seed, until)
 
     def _in_time(self, given: Any, row: Row) -> Any:
         return self._too_late(row) if isinstance(given, Late) else given
@@ -310,10 +332,10 @@ class Conversations(Responder):
         except Late:
             return self._too_late(row)
 
-    async def _guarded(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def _guarded(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """What it gives, or that it raised: the episode fails, and the others go on."""
         try:
-            return await coroutine
+            return await ask()
         except LitRLError:
             raise
         except (Exception, SystemExit) as error:
@@ -323,21 +345,19 @@ class Conversations(Responder):
                 _log.warning("an environment raised; its episode fails, and it is logged once:", exc_info=True)
             return _Failed("failed", kind)
 
-    def _seconds_left(self, row: Row) -> float:
-        """That an answer may take."""
+    def _end_of(self, row: Row) -> float:
+        """When a row's episode has to be over: its own time, and that of the rollout."""
         whole = self._factory.episode_timeout
-        left = math.inf if whole is None or row.started is None else row.started + whole - time.perf_counter()
-        return max(0.0, min(self._factory.step_timeout, left))
-
-    def _is_late(self, row: Row) -> bool:
-        whole = self._factory.episode_timeout
-        return whole is not None and row.started is not None and time.perf_counter() - row.started > whole
+        return self._ends if whole is None or row.started is None else min(self._ends, row.started + whole)
 
     def _too_late(self, row: Row) -> _Failed:
-        if self._is_late(row):
-            limit = f"the episode took longer than env.episode_timeout={self._factory.episode_timeout:g} s"
+        factory, now = self._factory, time.perf_counter()
+        if now > self._ends:
+            limit = f"the rollout took longer than env.rollout_timeout={factory.rollout_timeout:g} s"
+        elif now > self._end_of(row):
+            limit = f"the episode took longer than env.episode_timeout={factory.episode_timeout:g} s"
         else:
-            limit = f"the environment took longer than env.step_timeout={self._factory.step_timeout:g} s"
+            limit = f"the environment took longer than env.step_timeout={factory.step_timeout:g} s"
         return _Failed("timeout", limit)
 
 

@@ -57,7 +57,9 @@ class EnvironmentFactory(Interactive, ABC):
         max_observation_tokens: Tokens of an answer; what is longer is cut, and marked.
         step_timeout: Seconds that an answer, a reset or a reward may take.
         episode_timeout: Seconds that an episode may take from the end of its first turn on, generation included; None
-            is no limit.
+            is no limit. It is looked at when a turn is over and while the environment answers: no turn is cut.
+        rollout_timeout: Seconds that the episodes of one draw may take together from the first reset on, generation
+            included; those that then go on are out of time, and the others are learned from. None is no limit.
         max_failed: Share of a rollout's episodes that may fail or run into a time limit. They are not learned from;
             more of them end the run.
         seed: ``group``: the episodes of one prompt begin with the same seed. ``sample``: each with its own.
@@ -76,6 +78,7 @@ class EnvironmentFactory(Interactive, ABC):
         max_observation_tokens: int = 512,
         step_timeout: float = 30.0,
         episode_timeout: float | None = None,
+        rollout_timeout: float | None = None,
         max_failed: float = 0.1,
         seed: Literal["group", "sample"] = "group",
     ) -> None:
@@ -89,13 +92,15 @@ class EnvironmentFactory(Interactive, ABC):
         in_range("env.max_tokens", max_tokens, low=1)
         in_range("env.max_observation_tokens", max_observation_tokens, low=1)
         in_range("env.step_timeout", step_timeout, low=0, open_low=True)
-        if episode_timeout is not None:
-            in_range("env.episode_timeout", episode_timeout, low=0, open_low=True)
+        for key, whole in (("episode_timeout", episode_timeout), ("rollout_timeout", rollout_timeout)):
+            if whole is not None:
+                in_range(f"env.{key}", whole, low=0, open_low=True)
         in_range("env.max_failed", max_failed, low=0, high=1)
         one_of("env.seed", seed, ("group", "sample"))
         self.parser, self.call_pattern = parser, call_pattern
         self.max_turns, self.max_tokens, self.max_observation_tokens = max_turns, max_tokens, max_observation_tokens
         self.step_timeout, self.episode_timeout, self.max_failed = step_timeout, episode_timeout, max_failed
+        self.rollout_timeout = rollout_timeout
         self.seed: Literal["group", "sample"] = seed
 
     @property

@@ -86,6 +86,7 @@ class ChatFrames(Frames):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
+        self._name = template_name(tokenizer)
         self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
         self._control = control_tokens(tokenizer)
         self._skeletons: dict[Kind, _Skeleton] = {kind: self._tried(kind) for kind in kinds}
@@ -153,7 +154,7 @@ class ChatFrames(Frames):
                 quoted = self._rendered(skeleton, [{**message, "content": f'{_BETA}"'} for message in _probes(kind, 1)])
                 return replace(skeleton, escapes=f'{_BETA}\\"' in quoted)
         raise ConfigError(
-            f"The chat template cannot render the answers of the {kind} behind a turn of the assistant: {why}. Give "
+            f"The {self._name} cannot render the answers of the {kind} behind a turn of the assistant: {why}. Give "
             "one that does with model.chat_template=FILE, or take another model."
         )
 
@@ -167,8 +168,8 @@ class ChatFrames(Frames):
             ends = {token: self._tokenizer.convert_ids_to_tokens(token) for token in sorted(self._eos_ids)}
             between = text[alpha - len(_ALPHA) : beta + len(_BETA)]
             raise ConfigError(
-                f"No token that ends a turn stands in {between!r}, which the chat "
-                f"template writes; such tokens are {ends}. So nobody would know where the policy's turn ends: take the "
+                f"No token that ends a turn stands in {between!r}, which the {self._name} writes; such "
+                f"tokens are {ends}. So nobody would know where the policy's turn ends: take the "
                 "template and the tokenizer of one model, or add the token to the model's generation config "
                 "(eos_token_id)."
             )
@@ -198,6 +199,12 @@ class _Skeleton:
             }
             calls.append({"type": "function", "id": answer["tool_call_id"], "function": function})
         return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def template_name(tokenizer: Any) -> str:
+    """What messages call the chat template by."""
+    model = getattr(tokenizer, "name_or_path", "")
+    return f"chat template of {model}" if model else "chat template"
 
 
 def _probes(kind: Kind, count: int) -> list[Message]:

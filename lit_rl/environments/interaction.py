@@ -14,7 +14,7 @@ from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.environments.base import Opening
 from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
-from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids
+from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids, template_name
 from lit_rl.environments.parsers import Parser, parser_for
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource
@@ -110,7 +110,9 @@ class Interaction(EpisodeSource):
 
             prompt_ids, conversations = request.agree(begun)
             completions = request.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
-            return replace(completions, episodes=conversations.episodes())
+            drawn = replace(completions, episodes=conversations.episodes())
+        self.waited += conversations.waited
+        return drawn
 
     def begin(
         self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int
@@ -252,8 +254,8 @@ class Interaction(EpisodeSource):
         names = [tool["function"]["name"] for tool in tools]
         if missing := [name for name in names if name not in str(text)]:
             raise ConfigError(
-                f"The chat template does not tell the policy of the tools: {', '.join(missing)} is not in what it "
-                "renders. Give one that does with model.chat_template=FILE, or take another model."
+                f"The {template_name(self._tokenizer)} does not tell the policy of the tools: {', '.join(missing)} is "
+                "not in what it renders. Give one that does with model.chat_template=FILE, or take another model."
             )
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -34,6 +35,13 @@ class Task:
     """It may take."""
     seed: int
     """Of Python's and numpy's global generators while it runs alone, in [0, 2^32)."""
+    until: float = math.inf
+    """When it has to be over all the same, by `time.perf_counter`."""
+
+    @property
+    def left(self) -> float:
+        """Seconds that it has if it begins now; 0: it is too late."""
+        return max(0.0, min(self.seconds, self.until - time.perf_counter()))
 
 
 class Runner:
@@ -89,15 +97,16 @@ class _Turn:
         self._lock = threading.Lock()
         self._left = False
         self.given: list[Any] = []
-        self.deadline = time.perf_counter() + tasks[0].seconds + GRACE
+        self.deadline = time.perf_counter() + tasks[0].left + GRACE
         """Of the task that runs."""
 
     async def run(self) -> None:
         for task in self._tasks:
-            self.deadline = time.perf_counter() + task.seconds + GRACE
+            left = task.left
+            self.deadline = time.perf_counter() + left + GRACE
             random.seed(task.seed)
             np.random.seed(task.seed)
-            result = await task.coroutine
+            result = await task.coroutine if left else _too_late(task)
             with self._lock:
                 if self._left:  # others run by now
                     return
@@ -110,6 +119,12 @@ class _Turn:
             if self._left:
                 self.given.append(Late())
         return self._left
+
+
+def _too_late(task: Task) -> Late:
+    """In the place of what it would have given."""
+    task.coroutine.close()
+    return Late()
 
 
 def _over(future: Future[None], deadline: float) -> bool:
@@ -138,7 +153,9 @@ class Begun:
             self._runs = True
         runner.moved = time.perf_counter()
         try:
-            async with asyncio.timeout(self.task.seconds):
+            if not (left := self.task.left):
+                raise _too_late(self.task)
+            async with asyncio.timeout(left):
                 return await self.task.coroutine
         except TimeoutError as error:
             raise Late from error

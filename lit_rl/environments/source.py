@@ -74,6 +74,9 @@ class Interactive:
 class EpisodeSource(ABC):
     """Abstract: makes the completions of a batch, each with its episode."""
 
+    waited: float = 0.0
+    """Seconds that were waited for environments so far, while nothing else was done."""
+
     @property
     @abstractmethod
     def settings(self) -> Interactive:

@@ -26,6 +26,7 @@ class ObjectWithSteps(Environment):
 
     def __init__(self, made: Any, described: UserClass) -> None:
         self._made, self._described = made, described
+        self._turns = 0
 
     async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
         opening = await called(self._made.reset, **self._described.arguments(seed, row))
@@ -42,12 +43,13 @@ class ObjectWithSteps(Environment):
                 "truncated, info."
             )
         observation, reward, terminated, truncated, _ = five
+        turn_number, self._turns = self._turns, self._turns + 1
         messages, over = _messages(observation, who), bool(terminated or truncated)
         return Reply(
             {"role": "assistant", "content": turn.text},
             [message for message in messages if message["content"] or not over],
             end=("done" if terminated else "cut") if over else None,
-            reward=finite(reward, who),
+            reward=finite(reward, f"{who} in turn {turn_number}"),
         )
 
     async def reward(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ _ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ToolEnvironment(Environment):
-    """A turn without a call is the final answer; every call of a turn is answered, in the order of the calls.
+    """A turn without a call is the final answer; every call of a turn is answered, in the order of the calls. Async
+    tools that one turn calls run at the same time.
 
     Args:
         toolbox: What may be called.
@@ -34,7 +36,7 @@ class ToolEnvironment(Environment):
         parsed = self._parser.parse(turn.written)
         if not parsed.calls:
             return Reply({"role": "assistant", "content": turn.text}, end="cut" if turn.cut else "answered")
-        answers = [await self._answer(call) for call in parsed.calls]
+        answers = await self._answers(parsed.calls)
         return Reply(
             _said(parsed.content, parsed.calls),
             [self._message(call, answer) for call, answer in zip(parsed.calls, answers, strict=True)],
@@ -42,6 +44,17 @@ class ToolEnvironment(Environment):
             failed_calls=sum(answer.failed for answer in answers),
             unreadable_calls=sum(isinstance(call, BadCall) for call in parsed.calls),
         )
+
+    async def _answers(self, calls: Sequence[ToolCall | BadCall]) -> list[ToolAnswer]:
+        """In the order of the calls. Where tools are awaited, they are so at the same time."""
+        if not self._toolbox.is_async:
+            return [await self._answer(call) for call in calls]
+        begun = [asyncio.ensure_future(self._answer(call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*begun))
+        finally:
+            for each in begun:  # one raised, or the time is over: the others are not waited for
+                each.cancel()
 
     async def _answer(self, call: ToolCall | BadCall) -> ToolAnswer:
         if isinstance(call, BadCall):

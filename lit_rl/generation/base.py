@@ -128,7 +128,7 @@ class Generator(ABC):
         if not self.converses:
             raise ConfigError(
                 f"{type(self).__name__} draws completions of one turn and would not hear what answers them. Use "
-                "generator=native, hf, vllm or vllm_server."
+                "generator=native, hf, hf_continuous, vllm or vllm_server."
             )
 
     def rest(self) -> None:  # noqa: B027 (optional)

@@ -24,6 +24,7 @@ from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range
 from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
 from lit_rl.generation.rollout_handle import RolloutHandle
+from lit_rl.generation.time_limit import TookTooLong, time_limit
 from lit_rl.rewards.functions.by_path import named_by
 from lit_rl.rollout import Completions, Prompt, PromptBatch, Prompts
 
@@ -36,6 +37,8 @@ class RolloutFunction(Interactive):
         columns: Names of what it returns beside TRL's keys, which reward functions take as arguments.
         max_tokens: Tokens of a completion at most, those included that the policy did not write.
         max_prompt_tokens: Tokens of a prompt at most; None: of the longest prompt of the data.
+        rollout_timeout: Seconds that a call of the function may take. What it had made by then is lost with it, and the
+            run is saved and ends. None is no limit.
 
     Raises:
         ConfigError: there is no such function, it cannot be called so, or a setting is out of range.
@@ -50,14 +53,18 @@ class RolloutFunction(Interactive):
         columns: Sequence[str] = (),
         max_tokens: int = Interactive.max_tokens,
         max_prompt_tokens: int | None = None,
+        rollout_timeout: float | None = None,
     ) -> None:
         in_range("env.max_tokens", max_tokens, low=1)
         if isinstance(columns, str):
             raise ConfigError(f"env.columns={columns!r} is a text; it takes a list of names: [{columns}].")
         if max_prompt_tokens is not None:
             in_range("env.max_prompt_tokens", max_prompt_tokens, low=1)
+        if rollout_timeout is not None:
+            in_range("env.rollout_timeout", rollout_timeout, low=0, open_low=True)
         self.function, self.name = _function(path)
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
+        self.rollout_timeout = rollout_timeout
         self.columns = ("episodes", *columns)
 
 
@@ -121,7 +128,8 @@ class RolloutCalls(EpisodeSource):
             max_prompt_tokens=self._longest_prompt,
             max_tokens=self._settings.max_tokens,
         )
-        seconds = (time.perf_counter() - begun) / count
+        waited = time.perf_counter() - begun - handle.seconds
+        self.waited, seconds = self.waited + waited, waited / count
         extra = returned.extra(list(batch.columns), self._settings.columns[1:])
         asked = replace(asked, token_ids=[row.prompt_ids for row in returned.rows[:: asked.group_size]])
         decoded = returned.decoded(asked)
@@ -130,10 +138,17 @@ class RolloutCalls(EpisodeSource):
         return replace(completions, episodes=tuple(self._episode(*each, seconds) for each in facts))
 
     def _called(self, batch: PromptBatch, handle: RolloutHandle) -> Any:
+        limit, prompts = self._settings.rollout_timeout, handle.of_completions(batch.prompts)
         try:
-            return self._settings.function(handle.of_completions(batch.prompts), handle)
+            with time_limit(limit, "env.rollout_timeout"):
+                return self._settings.function(prompts, handle)
         except LitRLError:
             raise
+        except TookTooLong as error:
+            raise GenerationError(
+                f"env.path={self._settings.name} took longer than env.rollout_timeout={limit:g} s. Nothing of what it "
+                "made can be learned from: limit inside it what it waits for, or allow more."
+            ) from error
         except Exception as error:
             raise GenerationError(f"env.path={self._settings.name} raised {type(error).__name__}: {error}") from error
 

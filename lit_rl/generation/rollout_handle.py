@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,8 @@ class RolloutHandle:
     def __init__(self, request: EpisodeRequest, encode: Callable[[Prompt], list[int]], tokenizer: Any) -> None:
         self._generate, self._asked, self._keys = request.generate, request.prompts, request.row_keys
         self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
+        self.seconds = 0.0
+        """That `generate` has taken so far."""
         self.sampling = request.sampling
         """How the run draws."""
         self.encode = encode
@@ -73,8 +76,10 @@ class RolloutHandle:
             in_range("max_new_tokens", max_new_tokens, low=1)
             least = min(sampling.min_new_tokens, max_new_tokens)
             sampling = replace(sampling, max_new_tokens=max_new_tokens, min_new_tokens=least)
+        begun = time.perf_counter()
         with beside():  # ranks call it as often as they like: none waits for another
             out = self._generate(self._prompts([list(ids) for ids in prompt_ids], numbers), sampling)
+        self.seconds += time.perf_counter() - begun
         for row in numbers:
             self._calls[row] += 1
         within = [mask.nonzero()[:, 0] for mask in out.response_mask]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,9 +19,10 @@ from tiers import quick
 from lit_rl.algorithms import GRPO, PPO, RLOO, Evaluation, Reinforce
 from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
-from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, scores_of
+from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, sound_rows
 from lit_rl.callbacks import PreferenceSets
 from lit_rl.cli.build import build, check_answered
 from lit_rl.data.datamodule import RolloutDataModule
@@ -33,6 +37,8 @@ from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel
+from lit_rl.models.policy import forward
+from lit_rl.models.policy.shared_prefix import run_shared
 from lit_rl.ops.turns import gae_of_turns, gigpo
 from lit_rl.rewards import Rewards, environment
 from lit_rl.rollout import Completions, Rollout, Sampling, join_completions, select
@@ -143,6 +149,7 @@ def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     metrics = trainer.callback_metrics
     assert 1 <= metrics["train/turns/mean"] <= 3 and metrics["train/completions/observation_length"] > 0
     assert metrics["train/env/failed"] == metrics["train/env/timeouts"] == 0
+    assert 0 < metrics["time/environment"] < metrics["time/generate"]
 
 
 def paid_by_turn(episodes: Sequence[Mapping[str, Any]]) -> list[list[tuple[int, float]]]:
@@ -251,7 +258,7 @@ class FailsOften:
     def step(self, action: str) -> tuple[Any, ...]:
         if self.fails:
             raise RuntimeError("no connection")
-        return "", float(len(action)), True, False, {}
+        return "", float(sum(map(ord, action)) % 3), True, False, {}
 
 
 def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> None:
@@ -266,28 +273,106 @@ def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.all
-def test_too_many_failures_end_the_run(tmp_path: Path) -> None:
+def test_too_many_failures_end_the_run_before_a_reward_is_asked(tmp_path: Path) -> None:
+    def never(completions: Sequence[Any]) -> list[float]:
+        raise AssertionError("asked about a rollout that nobody learns from")
+
     with pytest.raises(GenerationError, match=r"episodes failed.*env.max_failed=0.1.*RuntimeError: no connection"):
-        trainer_of(tmp_path).fit(module_of(env=guessing(FailsOften, seed="sample")), prompts())
+        module = module_of(reward=never, env=guessing(FailsOften, seed="sample"))
+        trainer_of(tmp_path, limit_val_batches=0).fit(module, prompts())
 
 
-@pytest.mark.all
-def test_spans_of_several_messages_are_refused(tmp_path: Path) -> None:
+class CannotBegin(GuessNumber):
+    """In the games whose seed is even, there is nobody to begin with: no message is ever said."""
+
+    def reset(self, *, seed: int) -> Any:
+        if seed % 2 == 0:
+            raise ConnectionError("no server")
+        return super().reset(seed=seed)
+
+
+def plain_chat(tmp_path: Path) -> dict[str, Any]:
+    """The shipped policy with a chat template, and prompts that are messages."""
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}{{ m['content'] }}"
         "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
+    task = Repeated([{"role": "user", "content": PROMPT}], train_rows=64, val_rows=0)
+    return {
+        "model": LanguageModel("tiny", chat_template=str(template)),
+        "data": RolloutDataModule(task=task, prompts_per_rollout=4),
+    }
 
+
+@pytest.mark.parametrize("share", ["some", "all"])
+def test_what_failed_is_never_handed_to_a_reward_function(share: str, tmp_path: Path) -> None:
+    """As TRL's functions are written: an episode that never began has no last message."""
+    asked: list[int] = []
+
+    def last_word(completions: Sequence[Any], log_extra: Any) -> list[float]:
+        asked.append(len(completions))
+        words = [each[-1]["content"] for each in completions]
+        log_extra("word", words)
+        return [float(len(word)) for word in words]
+
+    class Never(CannotBegin):
+        def reset(self, *, seed: int) -> Any:
+            return super().reset(seed=2)
+
+    made, chat = CannotBegin if share == "some" else Never, plain_chat(tmp_path)
+    env = guessing(made, max_failed=1.0, seed="sample")
+    module = GRPO(chat["model"], last_word, env=env, sampling=SAMPLED, group_size=4)
+    trainer_of(tmp_path).fit(module, chat["data"])
+    failed = [each.failed for each in module.scored.completions.episodes]
+    assert asked == ([failed.count(False)] if share == "some" else []) and any(failed)
+    assert module.scored.scores.total.isnan().tolist() == failed
+    if share == "some":
+        assert [word is None for word in module.samples["word"]] == failed
+
+
+class Waits(GuessNumber):
+    """Takes so long that only some of a rollout are answered within its time."""
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        time.sleep(0.2)
+        return super().step(action)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("engine", ["native", "hf", "hf_continuous"])
+def test_what_is_out_of_time_is_unscored_and_the_others_are_learned_from(engine: str, tmp_path: Path) -> None:
+    made = {"native": NativeGenerator, **ENGINES}[engine]()
+    env = guessing(Waits, max_failed=1.0, rollout_timeout=1.0)
+    module = module_of(env=env, generator=made, reward=lambda completions: [float(len(c) % 2) for c in completions])
+    trainer = trainer_of(tmp_path, limit_val_batches=0)
+    trainer.fit(module, prompts())
+    episodes = module.scored.completions.episodes
+    late = [each.end == "timeout" for each in episodes]
+    assert any(late) and all("env.rollout_timeout=1 s" in each.error for each in episodes if each.end == "timeout")
+    assert module.scored.scores.total.isnan().tolist() == late
+    assert trainer.callback_metrics["train/env/timeouts"] == sum(late) / 16 and trainer.global_step == 1
+
+
+def test_a_group_that_failed_as_a_whole_moves_nothing(tmp_path: Path) -> None:
+    """One seed a prompt: its episodes fail together, and neither they nor another group learns from it."""
+    module = module_of(env=guessing(FailsOften, max_failed=1.0))
+    trainer_of(tmp_path).fit(module, prompts())
+    failed = torch.tensor([each.failed for each in module.scored.completions.episodes]).reshape(4, 4)
+    assert (failed.all(1) | ~failed.any(1)).all() and failed.any() and not failed.all()
+    advantages = module.rollout.advantages
+    assert (advantages.reshape(4, 4, -1)[failed.all(1)] == 0).all() and advantages.any(), advantages
+
+
+@pytest.mark.all
+def test_spans_of_several_messages_are_refused(tmp_path: Path) -> None:
     def spans(completions: Sequence[Any]) -> list[Any]:
         return [[(0, 1, 1.0)] for _ in completions]
 
-    chat = [{"role": "user", "content": PROMPT}]
-    data = RolloutDataModule(task=Repeated(chat, train_rows=8, val_rows=0), prompts_per_rollout=4)
-    model = LanguageModel("tiny", chat_template=str(template))
-    module = GRPO(model, spans, env=guessing(), sampling=SAMPLED, group_size=4)
+    chat = plain_chat(tmp_path)
+    module = GRPO(chat["model"], spans, env=guessing(), sampling=SAMPLED, group_size=4)
     with pytest.raises(RewardError, match="spans of characters for an episode of several messages"):
-        trainer_of(tmp_path).fit(module, data)
+        trainer_of(tmp_path).fit(module, chat["data"])
 
 
 # ------------------------------------------------------------------ the same samples, whatever the engine
@@ -339,6 +424,34 @@ def test_the_order_of_answers_changes_no_sample(tmp_path: Path) -> None:
     assert rows_of(drawn(module_of(env=guessing(WaitsByTheText)), tmp_path)) == rows_of(drawn(module_of(), tmp_path))
     assert sorted(WaitsByTheText.asked) == sorted(WaitsByTheText.answered)
     assert WaitsByTheText.asked != WaitsByTheText.answered
+
+
+def test_episodes_of_a_prompt_share_its_prefix_where_they_are_learned_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt of a group is computed once, and log-probs and gradient are those of rows that have their own."""
+    calls: list[int] = []
+
+    def counted(model: Any, completions: Completions, *rest: Any) -> Any:
+        calls.append(len(completions))
+        return run_shared(model, completions, *rest)
+
+    monkeypatch.setattr(forward, "run_shared", counted)
+    task = Repeated("the number is between 0 and 9, and " * 2 + PROMPT, train_rows=64, val_rows=0)
+    module = module_of(optimizer=ByPath("torch.optim.SGD", lr=1e-30))
+    trainer_of(tmp_path).fit(module, RolloutDataModule(task=task, prompts_per_rollout=4))
+    assert calls and min(calls) >= 4, "the training forward took another path"
+    rollout: Rollout = module.rollout
+    heard = rollout.completions.attended & ~rollout.completions.response_mask
+    assert heard.any()
+    found = []
+    for options in (module.forward_options, replace(module.forward_options, shared_prompts=False)):
+        module.policy.zero_grad()
+        scores = forward.score(module.policy, rollout.completions, module.sampling, options=options)
+        (scores.logprobs * rollout.loss_mask).sum().backward()
+        found.append([scores.logprobs[rollout.loss_mask], *(each.grad.clone() for each in module.policy.parameters())])
+    for ours, own in zip(*found):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------ resume
@@ -396,7 +509,11 @@ class TwoKinds:
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "generator": (lambda: module_of(generator=Deaf()), prompts, "Deaf draws completions of one turn"),
+    "generator": (
+        lambda: module_of(generator=Deaf()),
+        prompts,
+        "Deaf draws completions of one turn.*native, hf, hf_continuous, vllm or vllm_server",
+    ),
     "lag": (
         lambda: module_of(generator=VLLMServerGenerator(urls=["http://127.0.0.1:9"], lag=1)),
         prompts,
@@ -479,17 +596,35 @@ def test_episodes_without_an_environment_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="'episodes'.*env="):
         trainer_of(tmp_path).fit(module, prompts())
 
+    def as_in_trl(completions: Sequence[Any], environments: Sequence[Any]) -> list[float]:
+        return [each.score for each in environments]
+
+    with pytest.raises(RewardError, match=r"'environments'.*env.*get_reward\(self\) and take reward=environment"):
+        trainer_of(tmp_path).fit(module_of(reward=as_in_trl), prompts())
+
 
 @pytest.mark.all
 def test_validation_plays_the_same_games_each_time(tmp_path: Path) -> None:
     module, data = module_of(), prompts()
     trainer = trainer_of(tmp_path, limit_val_batches=None)
-    trainer.validate(module, data, verbose=False)
-    first = dict(trainer.callback_metrics)
-    trainer.validate(module, data, verbose=False)
-    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
-        name: float(value) for name, value in first.items()
-    }
+
+    def played() -> dict[str, float]:
+        trainer.validate(module, data, verbose=False)
+        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return {name: value for name, value in numbers.items() if "seconds" not in name and not math.isnan(value)}
+
+    first = played()
+    assert played() == first and 1 <= first["val/turns/mean"] <= first["val/turns/max"] <= 3
+    assert first["val/env/failed"] == 0 and first["val/completions/observation_length"] > 0
+
+
+def test_a_validation_counts_what_failed_and_leaves_it_out(tmp_path: Path) -> None:
+    module = module_of(env=guessing(CannotBegin, seed="sample"), evaluation=Evaluation(group_size=2, temperature=1.0))
+    trainer = trainer_of(tmp_path, limit_val_batches=None)
+    with pytest.warns(UserWarning, match=r"Validation: \d+ of 16 episodes failed.*max_failed=0.1.*no server"):
+        trainer.validate(module, prompts(), verbose=False)
+    logged = trainer.callback_metrics
+    assert 0.1 < logged["val/env/failed"] < 1 and logged["val/reward"] >= 0 and logged["val/env/timeouts"] == 0
 
 
 # ------------------------------------------------------------------ by hand
@@ -507,7 +642,7 @@ def test_metrics_by_hand() -> None:
         episode("max_tokens", turns=2),
     ]
     averages = Averages()
-    averages.add(metrics_of(episodes, torch.device("cpu")))
+    averages.add(metrics_of(episodes, Ranks()))
     assert averages.reduce() == {
         "turns/mean": 2.0,
         "turns/max": 3.0,
@@ -519,15 +654,24 @@ def test_metrics_by_hand() -> None:
         "env/timeouts": 0.25,
         "env/cut": 0.25,
         "env/seconds_mean": 0.5,
+        "env/seconds_p50": 0.25,
         "env/seconds_max": 1.5,
     }
 
 
 def test_scores_of_what_failed_are_none() -> None:
-    scores = Rewards({"one": lambda completions: [1.0, 2.0, 3.0]}).score(["?"] * 3, ["a"] * 3, {})
-    found = scores_of(scores, [episode(), episode("failed"), episode("timeout")])
-    assert found.total.isnan().tolist() == found.values[:, 0].isnan().tolist() == [False, True, True]
-    assert found.total[0] == 1.0 and scores.total.tolist() == [1.0, 2.0, 3.0]
+    def places(completions: Sequence[str], answer: Sequence[str], log_extra: Any) -> list[Any]:
+        log_extra("answer", answer)
+        return [[(0, 2.0)] for _ in completions]
+
+    rows = sound_rows([episode("failed"), episode(), episode("timeout"), episode("cut")])
+    found = Rewards(places).score(["?"] * 4, ["a"] * 4, {"answer": list("abcd")}, rows=rows)
+    assert found.total.isnan().tolist() == found.values[:, 0].isnan().tolist() == [True, False, True, False]
+    assert found.total[1] == 2.0 and found.extras == {"answer": [None, "b", None, "d"]}
+    assert found.weights.tolist() == [[0.0], [1.0], [0.0], [1.0]]
+    assert found.span_rewards == [[], [(0, 2.0)], [], [(0, 2.0)]]
+    nothing = Rewards(places).score(["?"], ["a"], {"answer": ["a"]}, rows=[])
+    assert nothing.total.isnan().tolist() == [True] and nothing.values.shape == (1, 1)
 
 
 @pytest.mark.all

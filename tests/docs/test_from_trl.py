@@ -41,7 +41,10 @@ DATA = {"algo=sft": "texts", "algo=gkd": "texts"} | {
     f"algo={name}": "preferences" for name in ("dpo", "kto", "reward_model", "cpo", "orpo")
 }
 UNMAPPED = ("not needed", "not built")
-NEEDED = {"optimizer=by_path": "optimizer.path=torch.optim.SGD"}
+NEEDED = {
+    "optimizer=by_path": "optimizer.path=torch.optim.SGD",
+    "env=tools": "env.functions=[lit_rl.environments.calculator:mul]",
+}
 """What a choice has no default for."""
 
 Tree = dict[str, Any]

@@ -127,6 +127,24 @@ def test_fit_trains_as_the_plain_constructors_do(
 
 
 @pytest.mark.all
+def test_fit_with_an_environment(lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    """Its class and its limits are arguments like any other's, and it answers the policy."""
+    game = ["--model.env=lit_rl.environments.CustomEnvironment", "--model.env.max_turns=3", "--model.env.max_tokens=24"]
+    game += ["--model.env.path=lit_rl.environments.guess:GuessNumber", "--model.env.max_observation_tokens=8"]
+    least = ["--model=GRPO", "--model.model=tiny", "--model.reward=lit_rl.rewards.environment"]
+    rows = ["--data.task=lit_rl.data.tasks.Repeated", "--data.task.prompt=0..9=", "--data.task.val_rows=4"]
+    run = ["--trainer.max_steps=1", "--trainer.logger=CSVLogger", "--trainer.logger.save_dir=log"]
+    few = ["--data.prompts_per_rollout=4", "--model.sampling.max_new_tokens=4", "--trainer.accelerator=cpu"]
+    run += ["--trainer.log_every_n_steps=1"]
+    outcome = lit_rl_run("fit", *least, *game, *rows, *few, *run, "--trainer.default_root_dir=run")
+    assert outcome.code == 0, outcome.err
+    (logged,) = (tmp_path / "log").rglob("metrics.csv")
+    assert "train/turns/mean" in logged.read_text() and "train/env/failed" in logged.read_text()
+    refused = lit_rl_run("fit", *least, *game, "--model.env.max_turns=0", *rows, *few, *run)
+    assert refused.code == 2 and "env.max_turns=0" in refused.err
+
+
+@pytest.mark.all
 def test_fit_leaves_its_config_and_the_config_runs_again(fitted: tuple[Path, Outcome], lit_rl_run: CommandLine) -> None:
     saved = yaml.safe_load((fitted[0] / CONFIG_NAME).read_text())
     assert saved["optimizer"]["init_args"]["lr"] == 5e-4 and saved["trainer"]["max_steps"] == STEPS

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from tiers import quick
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import GuessNumber
 from lit_rl.errors import ConfigError, GenerationError, RewardError
+from lit_rl.turns import Heard
 
 WRITTEN = {"parser": "regex"}
 USER = [{"role": "user", "content": "What is 17 times 25?"}]
@@ -119,6 +120,31 @@ def test_text_that_spells_a_control_token_stays_text() -> None:
     talk.conversations.close()
 
 
+MEETING: list[asyncio.Event] = []
+
+
+async def arrive(place: int) -> str:
+    """Come, and wait until the other one is there too.
+
+    Args:
+        place: 0 or 1.
+    """
+    while len(MEETING) < 2:
+        MEETING.append(asyncio.Event())
+    MEETING[place].set()
+    await MEETING[1 - place].wait()
+    await asyncio.sleep(0.05 * (1 - place))  # the first is answered last
+    return f"met at {place}"
+
+
+def test_async_tools_that_one_turn_calls_run_at_the_same_time() -> None:
+    """Each waits for the other: one after another they would never end."""
+    MEETING.clear()
+    episode = one(texts(tools(arrive, step_timeout=5.0)), "arrive(0) nothing(1) arrive(1)")
+    answers = [message["content"] for message in episode.messages if message["role"] == "tool"]
+    assert (answers[0], answers[2]) == ("met at 0", "met at 1") and answers[1].startswith("error: there is no tool")
+
+
 # ------------------------------------------------------------------ limits
 
 
@@ -135,7 +161,10 @@ def test_an_episode_without_room_for_another_token_is_over() -> None:
     (answer,) = talk.conversations.answers(wait=True)
     assert answer.token_ids is not None and answer.room == 1
     talk.conversations.close()
-    full = one(texts(tools(max_tokens=said + 1)), "multiply(2,3)")
+    talk = Talk(texts(tools(max_tokens=said + 1)), asked("?"), [1])
+    talk.say(0, "multiply(2,3)")
+    assert talk.conversations.answers(wait=True) == [Heard(0, None, ended=False)]
+    (full,) = talk.over()
     assert full.end == "max_tokens" and full.messages[-1]["content"] == "6" and full.observed_tokens == 0
 
 
@@ -309,8 +338,21 @@ def test_an_environment_that_raises_fails_its_episode_and_no_other(at: str, capl
 
 @pytest.mark.parametrize(("at", "words"), [("nan", "not finite"), ("text", "which is no number")])
 def test_a_reward_that_is_no_number_ends_the_run(at: str, words: str) -> None:
-    with pytest.raises(RewardError, match=rf"Breaks\.step.*{words}"):
+    with pytest.raises(RewardError, match=rf"Breaks\.step in turn 0.*{words}"):
         one(texts(CustomEnvironment(Breaks)), "a", at=at)
+
+
+class PaysLater(Endless):
+    def __init__(self) -> None:
+        self.rewards = iter([1.0, None, float("inf")])
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        return "more", next(self.rewards), False, False, {}
+
+
+def test_a_reward_that_is_no_number_names_its_turn() -> None:
+    with pytest.raises(RewardError, match=r"PaysLater\.step in turn 2 gave the reward inf"):
+        one(texts(CustomEnvironment(PaysLater)), "a", "b", "c")
 
 
 class Half:
@@ -385,6 +427,62 @@ def test_an_episode_that_takes_too_long_is_over() -> None:
     assert talk.heard(0, "a") is None
     (episode,) = talk.over()
     assert episode.end == "timeout" and "env.episode_timeout=2 s" in str(episode.error)
+
+
+class SlowToBegin(Endless):
+    waits: ClassVar[list[float]] = []
+
+    def __init__(self) -> None:
+        self.turns = 0
+
+    def reset(self, wait: float) -> None:
+        self.waits.append(wait)
+        time.sleep(wait)
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        self.turns += 1
+        time.sleep(0.6 if action == "slowly" else 0.0)
+        return super().step(action)
+
+
+class SlowToAnswer(SlowToBegin):
+    async def step(self, action: str) -> tuple[Any, ...]:  # type: ignore[override]
+        await asyncio.sleep(20 if action == "slowly" else 0.0)
+        return super().step("" if action == "slowly" else action)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("kind", [SlowToBegin, SlowToAnswer])
+def test_when_the_time_of_a_rollout_is_over_who_still_talks_is_out_of_time(kind: Any) -> None:
+    """What ended before is sound; who speaks afterwards, and who is being answered, hears that it is over."""
+    interaction = texts(CustomEnvironment(kind, rollout_timeout=1.0))
+    talk = Talk(interaction, asked(*"???", wait=[0.0] * 3), [1, 2, 3])
+    assert talk.heard(0, "stop") is None and talk.heard(1, "a") == "more" and talk.heard(2, "a") == "more"
+    talk.say(2, "slowly")
+    begun, heard = time.perf_counter(), talk.conversations.answers(wait=True)
+    while not heard:
+        heard = talk.conversations.answers(wait=True)
+    time.sleep(max(0.0, 1.1 - (time.perf_counter() - begun)))
+    assert talk.heard(1, "a") is None
+    sound, late, waited = talk.over()
+    assert (sound.end, sound.reward, late.end) == ("cut", 0.5, "timeout")
+    assert "env.rollout_timeout=1 s" in str(late.error) and late.turns == 2
+    if kind is SlowToAnswer:
+        assert waited.end == "timeout" and time.perf_counter() - begun < 10
+    next_one = Talk(interaction, asked("?", wait=[0.0]), [1])
+    assert next_one.heard(0, "a") == "more", "each draw has its own time"
+    next_one.conversations.close()
+
+
+def test_resets_beyond_the_time_of_a_rollout_are_not_begun() -> None:
+    """One after another: those that the time is over for fail without being asked."""
+    SlowToBegin.waits.clear()
+    talk = Talk(
+        texts(CustomEnvironment(SlowToBegin, rollout_timeout=0.5)), asked(*"???", wait=[0.6, 20.0, 20.0]), [1] * 3
+    )
+    for row in range(3):
+        assert talk.heard(row, "a") is None
+    assert [each.end for each in talk.over()] == ["timeout"] * 3 and SlowToBegin.waits == [0.6]
 
 
 class Slow(Hangs):

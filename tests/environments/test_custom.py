@@ -103,6 +103,7 @@ class Opened(Game):
         (lambda: CustomEnvironment(Game, max_observation_tokens=0), "env.max_observation_tokens=0"),
         (lambda: CustomEnvironment(Game, step_timeout=0), "env.step_timeout=0"),
         (lambda: CustomEnvironment(Game, episode_timeout=0), "env.episode_timeout=0"),
+        (lambda: CustomEnvironment(Game, rollout_timeout=0), "env.rollout_timeout=0"),
         (lambda: CustomEnvironment(Game, max_failed=1.5), "env.max_failed=1.5"),
         (lambda: CustomEnvironment(Game, seed="row"), "env.seed='row'"),  # type: ignore[arg-type]
         (lambda: CustomEnvironment(Game, parser="hermez"), "env.parser='hermez'.*Did you mean 'hermes'"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -249,6 +253,52 @@ def test_errors_of_the_function_say_whose_they_are(policy: nn.Module) -> None:
 
     with pytest.raises(GenerationError, match=r"env.path=fails raised KeyError: 'url'"):
         draw(policy, fails)
+
+
+def test_a_call_that_takes_too_long_is_interrupted(policy: nn.Module) -> None:
+    """Also one that goes on after any exception; one that is in time hears nothing of it, and neither do others."""
+
+    def hangs(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        while True:
+            try:
+                time.sleep(20)
+            except Exception:
+                continue
+
+    before, begun = signal.getsignal(signal.SIGALRM), time.perf_counter()
+    with pytest.raises(GenerationError, match=r"hangs took longer than env.rollout_timeout=0.3 s"):
+        draw(policy, hangs, rollout_timeout=0.3)
+    assert time.perf_counter() - begun < 15
+    drawn = draw(policy, single, rollout_timeout=30.0)
+    assert responses(drawn) == responses(draw(policy, single))
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_limit_that_cannot_be_kept_is_refused(policy: nn.Module) -> None:
+    """A thread beside the main one hears no alarm."""
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match=r"env.rollout_timeout=30.*main thread"):
+        pool.submit(draw, policy, single, rollout_timeout=30.0).result()
+    assert responses(draw(policy, single, rollout_timeout=None)) == responses(draw(policy, None))
+
+
+def test_seconds_of_the_function_are_those_beside_generation(policy: nn.Module) -> None:
+    def slow(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        time.sleep(0.3)
+        return single(prompts, trainer)
+
+    def slow_generator(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        trainer._generate = partial(_after_a_while, trainer._generate)
+        return single(prompts, trainer)
+
+    of_function, of_generation = draw(policy, slow), draw(policy, slow_generator)
+    assert of_function.episodes is not None and of_generation.episodes is not None
+    assert sum(each.seconds for each in of_function.episodes) >= 0.3
+    assert sum(each.seconds for each in of_generation.episodes) < 0.3
+
+
+def _after_a_while(generate: Callable[..., Completions], *asked: Any) -> Completions:
+    time.sleep(0.5)
+    return generate(*asked)
 
 
 def test_the_handle_is_used_as_it_has_to_be(policy: nn.Module) -> None:

@@ -21,6 +21,8 @@ from lit_rl.rewards import (
     RepetitionPenalty,
     Rewards,
     SoftOverlong,
+    environment,
+    environment_turns,
     math_accuracy,
     math_answer,
     reasoning_format,
@@ -205,6 +207,30 @@ class TestCosineScaledLength:
             CosineScaledLength(math_answer, 4, wrong_long=math.nan)
         with pytest.raises(RewardError, match="NaN"):
             CosineScaledLength(given_values, 4)([[1]], completions=[], values=[math.nan])
+
+
+class TestEnvironment:
+    @given(
+        st.lists(st.none() | st.integers(-4, 4).map(float), min_size=1, max_size=5),
+        st.none() | st.integers(-4, 4).map(float),
+    )
+    def test_turns_are_worth_what_the_episode_is(self, turn_rewards, whole):
+        """Whether it is the sum over the turns, or `get_reward()` says so."""
+        given_ones = [value for value in turn_rewards if value is not None]
+        reward = sum(given_ones) if whole is None and given_ones else whole
+        episode = {"turn_rewards": turn_rewards, "reward": reward, "turns": len(turn_rewards)}
+        (total,), (parts,) = environment([episode]), environment_turns([episode])
+        if isinstance(parts, list):
+            assert sum(value for _, value in parts) == total
+            turns = dict(parts)
+            assert all(turns[turn] == value for turn, value in enumerate(turn_rewards[:-1]) if value is not None)
+            assert len(turns) == len(parts) and max(turns) < len(turn_rewards)
+        else:
+            assert parts == total and not given_ones
+
+    def test_what_was_earned_at_the_end_is_for_the_last_turn(self):
+        zeros_and_a_win = {"turn_rewards": [0.0, 0.0, None], "reward": 1.0, "turns": 3}
+        assert environment_turns([zeros_and_a_win]) == [[(0, 0.0), (1, 0.0), (2, 1.0)]]
 
 
 class TestRepetitionPenalty:

@@ -36,7 +36,7 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "code": [0.0, 0.0],
     "recipes": [1.0, 1.1],
     "environment": [1.0, 0.25],
-    "environment_turns": [1.0, 0.75],
+    "environment_turns": [1.0, 0.25],
     "reasoning_gym": [1.0, 2 / len(GOOD)],  # its scorer gives a part to an answer with the right one inside
 }
 ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
@@ -50,7 +50,7 @@ VALUES = {
 TWO_DIGITS = {"max_terms": 2, "min_digits": 2, "max_digits": 2}
 COLUMNS = {
     "answer": ["42", "42"],
-    "episodes": [{"reward": 1.0, "turn_rewards": []}, {"reward": 0.25, "turn_rewards": [0.25, None, 0.5]}],
+    "episodes": [{"reward": 1.0, "turn_rewards": []}, {"reward": 0.25, "turn_rewards": [0.25, None, 0.5], "turns": 3}],
     "source": ["sums", "word_problems"],
     "tests": ["assert True", "assert True"],
     "reasoning_gym": [Problem("chain_sum", TWO_DIGITS, seed=0, size=5000, index=157).text] * 2,  # 30 + 12

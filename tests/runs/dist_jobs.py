@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import dist_episodes
 import dist_masters
 import dist_offline
 import dist_precomputed
@@ -18,6 +19,7 @@ import dist_written
 import torch
 
 LISTS = {
+    "episodes": dist_episodes.main,
     "masters": dist_masters.main,
     "offline": dist_offline.main,
     "precomputed": dist_precomputed.main,

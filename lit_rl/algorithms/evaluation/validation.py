@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from lit_rl.algorithms.evaluation.statistics import mean_with_interval, pass_at_k
+from lit_rl.algorithms.evaluation.statistics import Averages, mean_with_interval, pass_at_k
 from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.episodes import metrics_of
+from lit_rl.episodes import Episode
 from lit_rl.errors import in_range
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Sampling
@@ -87,6 +89,7 @@ class EvaluationRows:
                 "length": completions.lengths[part].tolist(),
                 "ended": completions.ended[part].tolist(),
                 "wins": None if wins is None else wins[part].tolist(),
+                "episodes": [_counted(each) for each in (completions.episodes or ())[part]],
             }
 
     def gather(self, ranks: Ranks) -> None:
@@ -94,6 +97,11 @@ class EvaluationRows:
         parts = ranks.objects((self.rows, self.names))
         self.rows = {row: seen for rows, _ in parts for row, seen in rows.items()}
         self.names = max((names for _, names in parts), key=len)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """By prompt; without what was said in them."""
+        return [each for row in sorted(self.rows) for each in self.rows[row]["episodes"]]
 
     def metrics(self) -> dict[str, float]:
         """Means over prompts of the means over their completions, the reward with its 95 % interval."""
@@ -113,6 +121,10 @@ class EvaluationRows:
         values = torch.tensor([row["values"] for row in seen], dtype=torch.float64)
         for i, name in enumerate(self.names):
             metrics[f"rewards/{name}/mean"] = float(values[..., i].nanmean())
+        if episodes := self.episodes:
+            averages = Averages()
+            averages.add(metrics_of(episodes, Ranks()))  # of all ranks by now
+            metrics |= averages.reduce()
         wins = [row["wins"] for row in seen if row["wins"] is not None]
         return metrics | (self._pass_at_k(totals) if self.names else {}) | (_win_rate(wins) if wins else {})
 
@@ -130,6 +142,11 @@ class EvaluationRows:
             chances = [pass_at_k(right, scored, k) for right, scored in counts if scored >= k]
             metrics[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
         return metrics
+
+
+def _counted(episode: Episode) -> Episode:
+    """An episode without what was said in it."""
+    return replace(episode, prompt="", messages=[], extra={})
 
 
 def _win_rate(rows: list[list[float]]) -> dict[str, float]:

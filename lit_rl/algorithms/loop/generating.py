@@ -17,7 +17,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
-from lit_rl.algorithms.rollouts.episodes import scores_of
+from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows, warn_of_failures
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.environments.source import EpisodeSource
@@ -152,10 +152,15 @@ class GeneratingModule(PolicyModule):
         )
 
     def reward(self, batch: PromptBatch, completions: Completions) -> Scores:
-        """What the reward functions say of each completion, special tokens left out of the text."""
+        """What the reward functions say of each completion, special tokens left out of the text.
+
+        Of an episode that failed by no fault of the policy they are not asked: it is unscored.
+        """
         texts, episodes = texts_of(completions, self.model.tokenizer), completions.episodes
         scores = self.reward_texts(batch, texts, response_ids(completions), episodes, self._early.take(batch))
-        return scores if episodes is None else scores_of(scores, episodes)
+        if episodes is not None:
+            check_spans(scores, episodes)
+        return scores
 
     def reward_texts(
         self,
@@ -172,7 +177,13 @@ class GeneratingModule(PolicyModule):
         with self.stopwatch.measure("reward"):
             prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
-                prompts, answers, columns, completion_ids=ids, trainer_state=self.trainer_state, begun=begun
+                prompts,
+                answers,
+                columns,
+                completion_ids=ids,
+                trainer_state=self.trainer_state,
+                rows=None if episodes is None else sound_rows(episodes),
+                begun=begun,
             )
 
     @property
@@ -250,5 +261,7 @@ class GeneratingModule(PolicyModule):
         logged: set[str] = set()
         for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore
             rows.gather(self.ranks)
+            if self.interaction is not None:
+                warn_of_failures(rows.episodes, self.interaction.settings.max_failed)
             logged |= self.log_validation(prefixed(rows.metrics(), stage, name))
         return logged

@@ -140,20 +140,25 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The rollout of these prompts: as it was scored, and as it is learned from, with its metrics."""
         completions, draws_more = self.completions(batch), self.groups is not None or self.needs_greedy_rewards
         if not draws_more:
+            self._check_failures()
             self._request_ahead(batch.upcoming)
         scored = Scored(batch, completions, self.reward(batch, completions))
         scored, chosen = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
-        if self.env is not None:
-            self.source.failures.check(self.env.max_failed, self.ranks)
         if draws_more:
+            self._check_failures()
             self._request_ahead(batch.upcoming)
         old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
         ref = self.reference_of(scored) if self.needs_reference else None
         rollout, metrics = self.advantages(scored, old, ref)
         return scored, rollout, chosen | metrics
+
+    def _check_failures(self) -> None:
+        """Refuse a rollout of which too many episodes failed, as soon as all of it is drawn."""
+        if self.env is not None:
+            self.source.failures.check(self.env.max_failed, self.ranks)
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         assert self.rollout is not None and self.plan is not None
@@ -462,7 +467,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         metrics = self._records.close(
             self.ranks,
             seconds=self.stopwatch.seconds,
-            engine_seconds=self.generator.seconds,
+            within={**self.generator.seconds, **self.stopwatch.parts},
             coefficients=self.coefficients(),
             optimizer=trainer.optimizers[0],
         )
@@ -482,7 +487,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         counts = self._records.counts() | self.source.state()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
-        mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds)}
+        mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds), "parts": dict(self.stopwatch.parts)}
         mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
@@ -494,7 +499,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.rollout, self._dealt = state.rollout_of(saved["rollout"], device), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
-            self.stopwatch.load(saved["seconds"])
+            self.stopwatch.load(saved["seconds"], saved.get("parts", {}))
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,12 @@
-"""What the episodes of a rollout change in its scores, and what is logged of them."""
+"""What the episodes of a rollout change in its rewards, and what is logged of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections import Counter
 from collections.abc import Sequence
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_rl.algorithms.ranks import Ranks
@@ -40,39 +39,48 @@ class Failures:
         Raises:
             GenerationError: names the commonest error of this rank.
         """
+        if told := self.too_many(most, ranks):
+            error = GenerationError(
+                f"{told}. Mend the environment, or allow more with env.max_failed, env.step_timeout, "
+                "env.episode_timeout or env.rollout_timeout."
+            )
+            error.on_every_rank = True
+            raise error
+
+    def too_many(self, most: float, ranks: Ranks) -> str | None:
+        """How many failed, and of what most of them, where they are more than this share. A collective."""
         failed, drawn = sum(ranks.counts(self.errors.total())), sum(ranks.counts(self.episodes))
         if failed <= most * drawn:
-            return
+            return None
         told = "".join(f"; {times} times: {kind}" for kind, times in self.errors.most_common(1)) or "; see other ranks"
-        error = GenerationError(
-            f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}. "
-            "Mend the environment, or allow more with env.max_failed, env.step_timeout or env.episode_timeout."
-        )
-        error.on_every_rank = True
-        raise error
+        return f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}"
 
 
-def scores_of(scores: Scores, episodes: Sequence[Episode]) -> Scores:
-    """The scores without those of episodes that failed by no fault of the policy.
+def warn_of_failures(episodes: Sequence[Episode], most: float) -> None:
+    """Say that a validation is of few episodes. It ends no run: nothing is learned from it."""
+    failures = Failures()
+    failures.count(episodes)
+    if told := failures.too_many(most, Ranks()):
+        rank_zero_warn(f"Validation: {told}. The rewards are means over the others.")
 
-    What failed is unscored: it is neither learned from nor compared with.
+
+def sound_rows(episodes: Sequence[Episode]) -> list[int]:
+    """Those that did not fail, and so can be rewarded. Of what failed there may not even be a message."""
+    return [row for row, episode in enumerate(episodes) if not episode.failed]
+
+
+def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
+    """Refuse rewards for parts of a text where there are several texts.
 
     Raises:
         RewardError: a function gave spans of characters for several messages.
     """
-    failed = torch.tensor([episode.failed for episode in episodes])
     spans = scores.span_rewards
     if spans is not None and any(_of_characters(of) for of, each in zip(spans, episodes) if _has_messages(each)):
         raise RewardError(
             "A reward function returned spans of characters for an episode of several messages, and a span is of one "
             "text. Return a number for the episode, or (turn, value) for its turns."
         )
-    return dataclasses.replace(
-        scores,
-        values=scores.values.masked_fill(failed[:, None], math.nan),
-        total=scores.total.masked_fill(failed, math.nan),
-        span_rewards=None if spans is None else [[] if each.failed else of for each, of in zip(episodes, spans)],
-    )
 
 
 def _of_characters(parts: Sequence[Part]) -> bool:
@@ -84,12 +92,14 @@ def _has_messages(episode: Episode) -> bool:
     return episode.turns > 1 and not isinstance(episode.prompt, str)
 
 
-def metrics_of(episodes: Sequence[Episode], device: torch.device | str) -> Metrics:
-    """What episodes were like. Where TRL has a number, it has TRL's name."""
+def metrics_of(episodes: Sequence[Episode], ranks: Ranks) -> Metrics:
+    """What episodes were like. Where TRL has a number, it has TRL's name. A collective."""
+    device = ranks.device
 
     def over(count: int, *counted: float) -> tuple[Tensor, Tensor]:
         return torch.tensor(float(sum(counted)), device=device), torch.tensor(float(count), device=device)
 
+    seconds = torch.tensor([each.seconds for each in episodes], device=device)
     rows, calls = len(episodes), sum(each.calls for each in episodes)
     return {
         "turns/mean": over(rows, *(each.turns for each in episodes)),
@@ -102,5 +112,6 @@ def metrics_of(episodes: Sequence[Episode], device: torch.device | str) -> Metri
         "env/timeouts": over(rows, *(each.end == "timeout" for each in episodes)),
         "env/cut": over(rows, *(each.cut for each in episodes)),
         "env/seconds_mean": over(rows, *(each.seconds for each in episodes)),
-        "env/seconds_max": Highest(torch.tensor(float(max(each.seconds for each in episodes)), device=device)),
+        "env/seconds_p50": over(1, float(ranks.gather_tokens(seconds).quantile(0.5))),
+        "env/seconds_max": Highest(seconds.max()),
     }

@@ -66,7 +66,7 @@ class RolloutSource:
 
     Args:
         generator: What draws.
-        stopwatch: Takes the seconds of the phase "generate".
+        stopwatch: Takes the seconds of the phase "generate", and those in it that environments were waited for.
     """
 
     def __init__(self, generator: Generator, stopwatch: Stopwatch) -> None:
@@ -87,9 +87,16 @@ class RolloutSource:
 
     def draw(self, asked: RolloutRequest, ranks: Ranks) -> Completions:
         """The completions, with groups that are numbered over all ranks."""
-        with self._stopwatch.measure("generate"):
+        with self._stopwatch.measure("generate"), self._waited(asked.interaction):
             completions = self._begin(asked)()
         return self._received(completions, asked.batch, ranks)
+
+    @contextmanager
+    def _waited(self, interaction: EpisodeSource | None) -> Iterator[None]:
+        before = 0.0 if interaction is None else interaction.waited
+        yield
+        if interaction is not None:
+            self._stopwatch.add_part("environment", interaction.waited - before)
 
     def draw_other(self, asked: RolloutRequest) -> Completions:
         """The completions of another model than the policy, which is `asked.policy` here.

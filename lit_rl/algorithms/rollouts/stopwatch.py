@@ -16,14 +16,20 @@ class Stopwatch:
 
     def __init__(self, *phases: str) -> None:
         self.seconds = dict.fromkeys(phases, 0.0)
+        self.parts: dict[str, float] = {}
+        """Seconds of what lies within a phase, by name."""
 
     def reset(self) -> None:
         """All phases back to 0."""
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self.seconds, self.parts = dict.fromkeys(self.seconds, 0.0), {}
 
-    def load(self, seconds: Mapping[str, float]) -> None:
+    def load(self, seconds: Mapping[str, float], parts: Mapping[str, float]) -> None:
         """Go on from the seconds of a checkpoint."""
-        self.seconds = dict(seconds)
+        self.seconds, self.parts = dict(seconds), dict(parts)
+
+    def add_part(self, name: str, seconds: float) -> None:
+        """Of a phase that is measured anyway."""
+        self.parts[name] = self.parts.get(name, 0.0) + seconds
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
@@ -35,9 +41,9 @@ class Stopwatch:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """What is measured inside does not count."""
-        before = dict(self.seconds)
+        before, parts = dict(self.seconds), dict(self.parts)
         yield
-        self.seconds = before
+        self.seconds, self.parts = before, parts
 
     def take(self, phase: str) -> float:
         """The seconds of a phase, which begins anew."""

@@ -18,12 +18,18 @@ def environment(episodes: Sequence[Mapping[str, Any]]) -> list[float | None]:
 def environment_turns(episodes: Sequence[Mapping[str, Any]]) -> list[float | list[tuple[int, float]] | None]:
     """The same where each turn of an episode is credited with what it earned: ``(turn, value)`` for each.
 
-    What an environment gives for the whole alone is for its last turn. Estimators that read rewards of tokens tell the
+    What ``get_reward()`` gives beside the rewards of turns, or beyond their sum, is for the last turn: both functions
+    give every episode the same in all. Estimators that read rewards of tokens tell the
     turns apart (``algo/advantage=centered_return_to_go``, PPO's ``gae``); others see the sum.
     """
     return [_turns(episode) for episode in episodes]
 
 
 def _turns(episode: Mapping[str, Any]) -> float | list[tuple[int, float]] | None:
-    given = [(turn, value) for turn, value in enumerate(episode["turn_rewards"]) if value is not None]
-    return given or episode["reward"]
+    given = {turn: value for turn, value in enumerate(episode["turn_rewards"]) if value is not None}
+    if not given:
+        return episode["reward"]
+    if rest := episode["reward"] - sum(given.values()):
+        last = episode["turns"] - 1
+        given[last] = given.get(last, 0.0) + rest
+    return sorted(given.items())

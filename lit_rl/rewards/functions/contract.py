@@ -37,7 +37,11 @@ SINGULAR = ("prompt", "completion", "completion_ids", *SERVICES)
 """The same for a function that takes one completion at a time."""
 
 _RENAME = "Rename the argument, or the column with data.rename."
-_FIX = {"episodes": "Episodes are there where something answers the policy: env=tools, or env=environment."}
+_FIX = {
+    "episodes": "Episodes are there where something answers the policy: env=tools, or env=environment.",
+    "environments": "TRL hands over its environment objects; here they are gone when rewards are asked, and may be in "
+    "another process: write get_reward(self) and take reward=environment, or name episodes, which says what was said.",
+}
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 

@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +50,26 @@ class Scores:
     """The part of ``total`` that was earned at known places: for each completion ``(start, end, weight * value)`` of
     every function that gave spans, in characters of its text, and ``(turn, weight * value)`` of those that gave turns.
     None where no function gave any."""
+
+    def among(self, rows: Sequence[int], count: int) -> Scores:
+        """As scores of `count` completions: ours are of these rows, and the others are unscored."""
+        at = torch.tensor(rows, dtype=torch.long)
+
+        def spread(values: Tensor, nothing: float) -> Tensor:
+            return values.new_full((count, *values.shape[1:]), nothing).index_copy(0, at, values)
+
+        def listed(values: Sequence[Any], nothing: Any) -> list[Any]:
+            given = dict(zip(rows, values, strict=True))
+            return [given.get(row, nothing) for row in range(count)]
+
+        return replace(
+            self,
+            values=spread(self.values, math.nan),
+            total=spread(self.total, math.nan),
+            weights=spread(self.weights, 0.0),
+            extras={name: listed(values, None) for name, values in self.extras.items()},
+            span_rewards=None if self.span_rewards is None else listed(self.span_rewards, []),
+        )
 
 
 class Rewards:
@@ -186,6 +206,7 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]] | None = None,
         trainer_state: TrainerState | None = None,
         begun: BegunRewards | None = None,
+        rows: Sequence[int] | None = None,
     ) -> Scores:
         """Call every function on copies of the inputs, check what came back and sum it up.
 
@@ -196,6 +217,7 @@ class Rewards:
             completion_ids: Token ids of each completion; None where there are none, for functions that do not ask.
             trainer_state: None is the state before the first step.
             begun: What `begin` returned, and was told of completions of this batch.
+            rows: Which completions the functions are asked about; the others are unscored. None: all.
 
         Raises:
             RewardError: a function raised, hung or ended its process while ``on_error`` is None, or returned anything
@@ -205,8 +227,20 @@ class Rewards:
         for key, values in inputs.items():
             if values is not None and len(values) != len(completions):
                 raise RewardError(f"{key} has {len(values)} values for {len(completions)} completions.")
+        if rows is not None:
+            inputs = {key: None if values is None else [values[i] for i in rows] for key, values in inputs.items()}
+            return self._scores(inputs, trainer_state, {}).among(rows, len(completions))
         early = begun.of(completions, completion_ids) if begun and completion_ids is not None else {}
-        by_function = self._call(inputs, completions, trainer_state or TrainerState(), early)
+        return self._scores(inputs, trainer_state, early)
+
+    def _scores(
+        self, inputs: Mapping[str, Any], trainer_state: TrainerState | None, early: Mapping[str, Early]
+    ) -> Scores:
+        """Of all completions of the inputs. Where there is none, nobody is asked: functions divide by their number."""
+        completions: Sequence[Completion] = inputs["completions"]
+        by_function = {name: FunctionScores([], [], []) for name in self.names}
+        if completions:
+            by_function = self._call(inputs, completions, trainer_state or TrainerState(), early)
         for name, scores in by_function.items():
             _print_output(scores.output)
             self._watches[name].observe(scores.values, completions)
