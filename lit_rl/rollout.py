@@ -293,19 +293,31 @@ def trim(completions: Completions) -> Completions:
     return _cut(completions, used_columns(completions))
 
 
-def trim_rollout(rollout: Rollout) -> Rollout:
-    """The rollout without the columns that are padding in every row."""
-    used = used_columns(rollout.completions)
+def trim_rollout(rollout: Rollout, used: Mapping[Width, slice] | None = None) -> Rollout:
+    """The rollout without the columns that are padding in every row: all but the `used` ones, where these are known."""
+    used = used_columns(rollout.completions) if used is None else used
     return dataclasses.replace(_cut(rollout, used), completions=_cut(rollout.completions, used))
 
 
 def used_columns(completions: Completions) -> dict[Width, slice]:
     """The columns that hold a token in some row: the last of the prompt's, the first of the response's."""
-    prompt = completions.prompt_mask.any(0).nonzero()
-    response = completions.attention_mask[:, completions.prompt_mask.shape[1] :].any(0).nonzero()
-    first = int(prompt[0]) if len(prompt) else completions.prompt_mask.shape[1]
-    last = int(response[-1]) + 1 if len(response) else 1
-    return {Width.PROMPT: slice(first, None), Width.RESPONSE: slice(0, last)}
+    return used_columns_of_parts(completions, [slice(None)])[0]
+
+
+def used_columns_of_parts(completions: Completions, parts: Sequence[Tensor | slice]) -> list[dict[Width, slice]]:
+    """`used_columns` of these rows, of those, and so on; the device is waited for once."""
+    p = completions.prompt_mask.shape[1]
+    attended = completions.attention_mask
+    columns = torch.arange(attended.shape[1], device=attended.device)
+    bounds = []
+    for rows in parts:
+        used = attended[rows].any(0)
+        prompt, response = torch.where(used, columns, p)[:p], (columns + 1 - p) * used
+        bounds.append(torch.stack([F.pad(prompt, (0, 1), value=p).amin(), response.amax().clamp(min=1)]))
+    return [
+        {Width.PROMPT: slice(first, None), Width.RESPONSE: slice(0, last)}
+        for first, last in torch.stack(bounds).tolist()
+    ]
 
 
 def _cut(item: Any, used: Mapping[Width, slice]) -> Any:

@@ -77,7 +77,7 @@ class BCO(VerdictModule):
 
     def _loss(self, batch: VerdictBatch, whole: WholeStep | None) -> tuple[Tensor, Metrics, Tensor]:
         """Loss and metrics, and the mean reward of the step. What is validated shifts nothing."""
-        scores = self.text_scores(batch.tokens, logged=True)
+        scores = self.text_scores(batch.tokens, stats=True)
         ratios = self.ratios(batch, scores)
         rewards = self.beta * ratios.detach() if whole is None else whole.columns["rewards"]
         mean = rewards.mean()

@@ -73,7 +73,7 @@ class CPO(PairModule):
         return columns | {"ref_chosen": nothing, "ref_rejected": nothing}
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        scores = self.text_scores(batch.tokens, logged=True)
+        scores = self.text_scores(batch.tokens, stats=True)
         columns = self.columns(batch, scores)
         loss = self.preference_loss(batch, columns, whole)
         nll, tokens = columns["nll"].sum(), columns["chosen_tokens"].sum()

@@ -92,7 +92,7 @@ class DPO(PairModule):
         return columns | {"ref_chosen": ref[0], "ref_rejected": ref[1]}
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        scores = self.text_scores(batch.tokens, logged=True)
+        scores = self.text_scores(batch.tokens, stats=True)
         columns = self.columns(batch, scores)
         weights = self._likelihoods(batch, scores) if self.likelihood_weights else None
         loss = self.preference_loss(batch, columns, whole, weights)

@@ -76,7 +76,7 @@ class KTO(VerdictModule):
         return {"mismatched": self._mismatched(batch)}
 
     def loss(self, batch: VerdictBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
-        scores = self.text_scores(batch.tokens, logged=True)
+        scores = self.text_scores(batch.tokens, stats=True)
         ratios, found, baseline = self.ratios(batch, scores), {}, []
         if self.couples_rows:
             others = self._mismatched(batch) if whole is None else whole.columns["mismatched"]

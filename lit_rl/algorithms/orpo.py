@@ -53,7 +53,7 @@ class ORPO(OfflinePolicyModule):
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         read, totals = _all_of_chosen(batch), batch.totals
-        scores, mask = self.text_scores(read, logged=True), batch.tokens.learned
+        scores, mask = self.text_scores(read, stats=True), batch.tokens.learned
         means = masked_mean(scores.logprobs, mask, dim=1)
         losses, log_odds = odds_ratio(*means.chunk(2))
         chosen = read.learned & _first_half(read)

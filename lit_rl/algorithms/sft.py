@@ -63,7 +63,7 @@ class SFT(OfflinePolicyModule):
 
     def loss(self, batch: TextBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:
         with self.noise(batch):
-            scores = self.text_scores(batch.tokens, logged=True)
+            scores = self.text_scores(batch.tokens, stats=True)
         mask = batch.tokens.learned
         assert scores.stats is not None
         loss = masked_sum(self.imitation(scores.logprobs), mask) / self.denominator(batch.totals)

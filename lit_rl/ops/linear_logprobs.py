@@ -109,8 +109,8 @@ def linear_logprobs(
         _of_whole_rows(hidden[rows], weight, bias, ids[rows], distribution)
         for rows in _slices(max(1, len(ids)), _rows(hidden.device, weight.shape[0], distribution.truncation))
     ]
-    logprobs, *entropy = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
-    return LinearScores(logprobs, *entropy)
+    logprobs, *entropies = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
+    return LinearScores(logprobs, entropies[0] if entropies else None)
 
 
 # ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary

@@ -32,6 +32,9 @@ class Averages:
 
     def add(self, metrics: Mapping[str, Metric]) -> None:
         """Of a part."""
+        pairs = {name: metric for name, metric in metrics.items() if isinstance(metric, tuple)}
+        for name, part in _in_float64(pairs).items():
+            _add_to(self._means, name, part)
         for name, metric in metrics.items():
             if isinstance(metric, Highest):
                 self._raise_to(name, metric.value.detach().double())
@@ -39,8 +42,6 @@ class Averages:
                 self._raise_to(f"-{name}", -metric.value.detach().double())
             elif isinstance(metric, Summed):
                 _add_to(self._sums, f"{metric.summary}:{name}", metric.sums.detach())
-            else:
-                _add_to(self._means, name, torch.stack([part.detach().double() for part in metric]))
 
     def _raise_to(self, name: str, value: Tensor) -> None:
         self._extremes[name] = torch.maximum(self._extremes[name], value) if name in self._extremes else value
@@ -71,6 +72,19 @@ class Averages:
         """The counterpart of `state`."""
         parts = ({name: value.to(device) for name, value in saved[p].items()} for p in ("means", "extremes", "sums"))
         self._means, self._extremes, self._sums = parts
+
+
+def _in_float64(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Numerator and denominator of each as ``(2,)``: a few operations for all, as every micro-batch has dozens."""
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[str, int]]] = {}
+    for name, pair in pairs.items():
+        for column, number in enumerate(pair):
+            alike.setdefault((number.device, number.dtype), []).append((name, column))
+    exact: dict[tuple[str, int], Tensor] = {}
+    for keys in alike.values():
+        same = torch.stack([pairs[name][column].detach() for name, column in keys]).double()
+        exact |= zip(keys, same.unbind())
+    return {name: torch.stack([exact[name, 0], exact[name, 1]]) for name in pairs}
 
 
 def _add_to(sums: dict[str, Tensor], name: str, part: Tensor) -> None:

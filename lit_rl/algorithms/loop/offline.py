@@ -188,7 +188,7 @@ class OfflineModule(PolicyModule, ABC):
         metrics = self._records.line(self.ranks, self.coefficients(), optimizer, self.take_generation_seconds())
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
+        self.tell_callbacks(metrics)
 
     def step_batch(self) -> dict[str, Any]:
         micro = self._micro

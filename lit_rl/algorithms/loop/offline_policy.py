@@ -63,14 +63,14 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
 
     # ------------------------------------------------------------------ what losses are made with
 
-    def text_scores(self, tokens: TokenBatch, *, logged: bool = False) -> TextScores:
+    def text_scores(self, tokens: TokenBatch, *, stats: bool = False) -> TextScores:
         """Log-probs `(b, s - 1)` of the learned tokens under the policy, with gradient.
 
         Args:
             tokens: `b` rows.
-            logged: Whether to compute also what metrics are made of: statistics, and entropies with `log_entropy`.
+            stats: Whether to compute also what metrics are made of: statistics, and entropies with `log_entropy`.
         """
-        wanted = {"entropy": logged and self.log_entropy, "stats": logged, "router_aux": self.router_aux_loss_coef > 0}
+        wanted = {"entropy": stats and self.log_entropy, "stats": stats, "router_aux": self.router_aux_loss_coef > 0}
         return score_texts(self.policy, tokens, **wanted, options=self.forward_options)
 
     @torch.no_grad()

@@ -40,7 +40,7 @@ from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.sums.weighted import Scores
-from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
+from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
 
 
 class OnPolicyModule(GeneratingModule, ABC):
@@ -78,7 +78,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self.rollout: Rollout | None = None
         self.scored: Scored | None = None
         self._slot, self._counts = -1, torch.zeros(0)
-        self._dealt: tuple[Rollout, list[Tensor]] | None = None
+        self._dealt: tuple[Rollout, list[Tensor], list[dict[Width, slice]]] | None = None
         self._step_tokens: StepTokens | None = None
         self._records = Records()
 
@@ -419,11 +419,11 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The rows of this slot, or of one further on. How a rollout is dealt out is worked out once."""
         if self._dealt is None:
             self._dealt = self._deal(batch.rollout)
-        rollout, rows = self._dealt
-        return micro_batch(rollout, rows[batch.slot + ahead])
+        rollout, rows, used = self._dealt
+        return micro_batch(rollout, rows[batch.slot + ahead], used[batch.slot + ahead])
 
-    def _deal(self, index: int) -> tuple[Rollout, list[Tensor]]:
-        """What is learned from, and the rows of each slot.
+    def _deal(self, index: int) -> tuple[Rollout, list[Tensor], list[dict[Width, slice]]]:
+        """What is learned from, the rows of each slot, and the columns that they use.
 
         Rows that teach nothing have no loss token there: where one is computed all the same, so that ranks keep pace,
         no metric counts it.
@@ -433,7 +433,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         rows = rows_of_slots(rollout, self.plan, seed=self.seed, index=index, teaching=teaching)
         if teaching is not None:
             rollout = replace(rollout, loss_mask=rollout.loss_mask & teaching[:, None])
-        return rollout, rows
+        return rollout, rows, used_columns_of_parts(rollout.completions, rows)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -470,7 +470,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if every and step // every > (step - self.minibatches * self.iterations) // every:
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=step)
-        self.log_dict(metrics, logger=False, batch_size=1, rank_zero_only=False)
+        self.tell_callbacks(metrics)
 
     # ------------------------------------------------------------------ checkpoints
 

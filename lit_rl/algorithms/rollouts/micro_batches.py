@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,10 @@ def rows_of_slots(
             by the tokens of those that stay. A slot keeps one row at least: every rank takes as many forward and
             backward passes as all others. None: all rows.
     """
-    group_id, lengths = rollout.completions.group_id, rollout.completions.read_lengths
+    device = rollout.completions.group_id.device
+    # Slices are looked at one by one: on the host, so that an accelerator is waited for once and not for each.
+    group_id, lengths = rollout.completions.group_id.cpu(), rollout.completions.read_lengths.cpu()
+    teaching = None if teaching is None else teaching.cpu()
     computed = lengths if teaching is None else lengths * teaching
     slots = [
         part
@@ -68,7 +71,8 @@ def rows_of_slots(
         for rows in minibatch_rows(group_id, plan, seed, index, iteration)
         for part in micro_rows(rows, group_id, computed, plan)
     ]
-    return slots if teaching is None else [_teaching(rows, teaching, lengths) for rows in slots]
+    slots = slots if teaching is None else [_teaching(rows, teaching, lengths) for rows in slots]
+    return [rows.to(device) for rows in slots]
 
 
 def _teaching(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
@@ -77,9 +81,9 @@ def _teaching(rows: Tensor, teaching: Tensor, lengths: Tensor) -> Tensor:
     return chosen if len(chosen) else rows[lengths[rows].argmin()][None]
 
 
-def micro_batch(rollout: Rollout, rows: Tensor) -> Rollout:
-    """These rows of a rollout, trimmed to the longest of them."""
-    return trim_rollout(select(rollout, rows))
+def micro_batch(rollout: Rollout, rows: Tensor, used: Mapping[Width, slice] | None = None) -> Rollout:
+    """These rows of a rollout, trimmed to the longest of them: to the `used` columns, where these are known."""
+    return trim_rollout(select(rollout, rows), used)
 
 
 COUNTS = ("sequences", "tokens", "unmasked_sequences", "token_weights", "sequence_weights", "better_tokens")
