@@ -161,8 +161,8 @@ MUTATIONS = [
         "cut",
         "a step is cut into one micro-batch more than the coarsest that fits",
         "lit_rl/algorithms/preflight/cut.py",
-        "if decoded and sum(needs[count].learning.values()) <= room:",
-        "if decoded and count > 1 and sum(needs[count].learning.values()) <= room:",
+        "if decoded and _fits(",
+        "if decoded and count > 1 and _fits(",
         "tests/algorithms/test_memory_plan.py::test_the_cut_is_the_coarsest_that_fits",
     ),
     Mutation(

@@ -36,11 +36,15 @@ class OverRows:
 
 def tell_batch(over: Over | None, rows: Tensor, decoded: Decoded) -> None:
     """Tell of a batch, all of whose rows are over."""
-    for row, ids, mask in zip(rows.tolist(), decoded.ids, decoded.mask) if over is not None else ():
+    if over is None:
+        return
+    for row, ids, mask in zip(rows.tolist(), decoded.ids, decoded.mask):
         over(row, ids[mask].tolist())
 
 
 def tell_group(over: Over | None, number: int, answers: Sequence[list[int]], group_size: int) -> None:
     """Tell of what an engine answered to a prompt: a greedy answer stands for the whole group."""
-    for sample in range(group_size) if over is not None else ():
+    if over is None:
+        return
+    for sample in range(group_size):
         over(number * group_size + sample, answers[sample % len(answers)])

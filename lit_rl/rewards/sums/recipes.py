@@ -69,8 +69,10 @@ class RewardRecipes(Rewards):
             )
 
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
-        rows = self._rows_for(inputs)
-        return {name: _RowsCaller(caller, rows[name]) for name, caller in self._callers.items()}
+        rows, callers = self._rows_for(inputs), {}
+        for name, caller in self._callers.items():
+            callers[name] = _RowsCaller(caller, rows[name])
+        return callers
 
     def _rows_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
         recipes = self._recipes(inputs)
