@@ -176,7 +176,7 @@ def _scored(job: Doctor, policy: nn.Module, completions: Completions, scope: Sco
     # The log-probs of greedy completions are those of the softmax at temperature 1.
     sampling = Sampling() if job.sampling.greedy else job.sampling
     with rollout_mode(policy), scope():
-        return score(policy, completions, sampling).logprobs.float()
+        return score(policy, completions, sampling, options=job.model.forward_options).logprobs.float()
 
 
 def _compare(job: Doctor, policy: nn.Module, completions: Completions, scope: Scope) -> Compared:

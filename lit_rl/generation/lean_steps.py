@@ -251,7 +251,8 @@ def _is_layer(layer: Any) -> bool:
         return False
     if _names(attention) == _ATTENTION:
         return True
-    norms, width = [getattr(attention, name, None) for name in _QK_NORMS], getattr(attention, "head_dim", None)
+    norms: list[Any] = [getattr(attention, name, None) for name in _QK_NORMS]
+    width = getattr(attention, "head_dim", None)
     # Some norm all heads together.
     narrow = all(_is_norm(norm) and norm.weight.shape == (width,) for norm in norms)
     return _names(attention) == _ATTENTION | _QK_NORMS and narrow

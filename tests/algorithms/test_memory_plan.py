@@ -101,7 +101,9 @@ def _is_view(operation) -> bool:
     return any(value.alias_info is not None for value in operation._schema.returns)
 
 
-def kept_by_autograd(model: torch.nn.Module, rows: Completions, *, shared: bool, precision: str) -> int:
+def kept_by_autograd(
+    model: torch.nn.Module, rows: Completions, *, shared: bool, precision: str, folded: bool = False
+) -> int:
     """Bytes that a forward pass keeps for its backward pass, parameters left out."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, torch.Tensor] = {}
@@ -114,7 +116,7 @@ def kept_by_autograd(model: torch.nn.Module, rows: Completions, *, shared: bool,
 
     keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with keep, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
-        score(model, rows, Sampling(), options=ForwardOptions(True, shared, False))
+        score(model, rows, Sampling(), options=ForwardOptions(True, shared, False, folded))
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
@@ -136,6 +138,25 @@ def test_planned_activations_are_what_autograd_keeps(shared, rank, precision):
         lengths=Lengths(64, 64, group=4, shares=shared),
     ).plan(8, 8, steps_in_parts=False)
     assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("response", [30, 64], ids=["weights are kept", "weights are computed anew"])
+def test_folded_attention_is_planned_with_what_it_keeps(response, precision):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
+    rows, numbers = completions(2, 4, 64, response), Numbers.of(precision, 8)
+    kept, repeated = (
+        kept_by_autograd(model, rows, shared=True, precision=precision, folded=folded) for folded in (True, False)
+    )
+    plan = memory(
+        policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
+        numbers=numbers,
+        lengths=Lengths(64, response, group=4, shares=True, folds=True),
+    ).plan(8, 8, steps_in_parts=False)
+    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+    assert kept < repeated
 
 
 @pytest.mark.parametrize("logit", [4, 2], ids=["float32", "bfloat16"])

@@ -370,8 +370,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         data: Any = self.trainer.datamodule  # pyright: ignore
         rows = max(1, self.group_size // self._slices_by_hand)  # what does not divide is refused with the batches
         shares = self.forward_options.shared_prompts and rows > 1
+        device: Any = self.trainer.strategy.root_device
+        folds = shares and self.forward_options.folded_attention and device.type == "cpu"
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
-        return Lengths(longest, new_tokens, rows, shares=shares)
+        return Lengths(longest, new_tokens, rows, shares=shares, folds=folds)
 
     def read_only(self) -> dict[str, int]:
         # They are loaded by now: what is free on this machine is without them, what the user says is there is not.

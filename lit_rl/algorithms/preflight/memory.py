@@ -16,7 +16,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     and y s s' a row: the mask of its attention. `scaled_dot_product_attention` makes numbers of a mask
                     of bits anew in every layer and keeps them; under a mask keys are repeated for their heads: k' = q
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
-                    and narrow where y < 4
+                    and narrow where y < 4. Folded attention (lit_rl.ops.folded_attention) repeats nothing and keeps
+                    no mask, but weights y h s s' a row of few tokens
     logits          none; the hidden states that they are made of, and their gradient
     working memory  the larger of: a block of logits and what is made of a part of it (lit_rl.ops.linear_logprobs), all
                     logits in place of the block in a pass with few;
@@ -42,6 +43,7 @@ from typing import Literal
 from lit_rl.models.policy.disagreement import LOGITS
 from lit_rl.models.policy.shape import ModelShape
 from lit_rl.models.policy.shared_prefix import WORTH
+from lit_rl.ops.folded_attention import keeps_weights
 from lit_rl.ops.linear_logprobs import COLUMNS, KEPT
 
 GIB = 2**30
@@ -134,6 +136,7 @@ class Lengths:
         response: Of what is scored.
         group: Rows with the same prompt.
         shares: Whether the prompt of a group may run once.
+        folds: Whether its rows then attend to its keys where they lie.
         texts: Texts that a row holds: two of a pair.
     """
 
@@ -141,16 +144,18 @@ class Lengths:
     response: int
     group: int = 1
     shares: bool = False
+    folds: bool = False
     texts: int = 1
 
 
 @dataclass(frozen=True)
 class Call:
-    """`rows` times `queries` tokens run behind `keys - queries` others."""
+    """`rows` times `queries` tokens run behind `keys - queries` others, which are held once a group if it is folded."""
 
     rows: int
     queries: int
     keys: int
+    folded: bool = False
 
     @property
     def tokens(self) -> int:
@@ -257,7 +262,8 @@ class Memory:
         shares = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
         prompts = -(-rows // g)
         if shares and (rows - prompts) * p >= WORTH * rows * (p + t):
-            return [Call(prompts, p, p), Call(rows, t - 1, p + t - 1)]
+            folded = self.lengths.folds and not network.eager
+            return [Call(prompts, p, p), Call(rows, t - 1, p + t - 1, folded)]
         return [Call(rows * self.lengths.texts, p + t, p + t)]
 
     def _activations(self, rows: int) -> dict[str, int]:
@@ -299,9 +305,18 @@ class Memory:
         of_mlp = (3 if network.widened else 4) * y * shape.inner
         of_token = shape.hidden * of_norms + of_mlp + y * (2 * shape.query_width + network.adapters // shape.layers)
         of_token += 4 * network.widened // shape.layers
+        return call.tokens * of_token + call.rows * self._of_attention(network, call)
+
+    def _of_attention(self, network: Network, call: Call) -> int:
+        """Bytes a row."""
+        shape, y = network.shape, self.numbers.product
+        if call.folded:
+            d = shape.query_width // shape.heads
+            of_pair = y * shape.heads if keeps_weights(call.queries, d, d) else 0
+            return of_pair * call.queries * call.keys + y * 2 * shape.kv_width * call.queries
         of_pair = shape.heads * (4 + (y if y < 4 else 0)) if network.eager else y
-        of_attention = of_pair * call.queries * call.keys + y * 2 * shape.query_width * call.keys
-        return call.tokens * (of_token + 4 * shape.heads) + call.rows * of_attention
+        repeated = y * 2 * shape.query_width * call.keys
+        return of_pair * call.queries * call.keys + repeated + 4 * shape.heads * call.queries
 
     def _logits(self, rows: int) -> int:
         if self.policy.head == "none":

@@ -189,7 +189,8 @@ def states_of(completions: Completions) -> Tensor:
         1, turn, place.masked_fill(~read, turn.shape[1]), "amin"
     )
     # Each token is mixed with its place in the answer, so that a sum of them tells texts apart.
-    words = noise.prompt_key(0, 0, completions.response_ids, place - begins.gather(1, turn))
+    nothing = torch.zeros_like(turn)
+    words = noise.prompt_key(nothing, nothing, completions.response_ids, place - begins.gather(1, turn))
     answers = words.new_zeros(len(turn), most).scatter_add(1, turn, words.masked_fill(~read, 0))
     return F.pad(answers, (1, 0)).gather(1, turn)
 

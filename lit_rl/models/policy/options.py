@@ -13,12 +13,15 @@ class ForwardOptions:
         fused_head: Compute log-probs without the logits in memory (`lit_rl.ops.linear_logprobs`).
         shared_prompts: Compute the prompt of a group once (`lit_rl.models.policy.shared_prefix`).
         rows_by_length: Run rows of like length together (`lit_rl.models.policy.rows_by_length`).
+        folded_attention: Where a prompt is shared, attend to its keys where they lie
+            (`lit_rl.models.policy.shared_attention`).
         most_rows: Texts of a call without gradient, at most; None: all.
     """
 
     fused_head: bool = True
     shared_prompts: bool = True
     rows_by_length: bool = True
+    folded_attention: bool = True
     most_rows: int | None = None
 
     @property

@@ -3,13 +3,15 @@
 In a causal model the hidden state of token j is a function of the tokens up to j. Rows i of one prompt therefore agree
 on its keys and values in every layer: ``K_i = K``. The pass runs in two calls of the model. The first runs the n
 different prompts and keeps their keys and values; the last position of each predicts the first response token of its
-rows. The second runs the responses behind the keys and values of their prompts, repeated over the rows. The gradient of
-a repeated one sums over its rows,
+rows. The second runs the responses behind the keys and values of their prompts. Their gradient sums over the rows,
 
     ∂L/∂K = Σ_i ∂L/∂K_i
 
 as it does where each row runs the prompt for itself and the gradients of the weights are added up. So log-probs and
 gradients are the same, and n p + b t tokens run in place of b (p + t).
+
+The second call attends to the keys of a prompt where they lie (`lit_rl.models.policy.shared_attention`) in a model for
+which a trial has shown that this is its attention. In others, keys and values are repeated over the rows.
 
 Each row runs its own prompt where that would not hold: with dropout, which is drawn anew for each row; with gradient
 checkpointing, which keeps no cache; with caches of other kinds than keys and values.
@@ -19,8 +21,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.loading import drops_out
+from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.rows_by_length import Call, by_length
 from lit_rl.models.policy.trunk import base_of
@@ -36,6 +42,8 @@ from lit_rl.rollout import Completions
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
+
+    from lit_rl.models.policy.shared_attention import FoldedCache
 
 WORTH = 0.15
 """Share of a pass's tokens that must be saved: two calls cost more than one (measured in docs/benchmarks.md)."""
@@ -101,8 +109,27 @@ def run_shared(
         completions: ``b`` rows of ``n`` prompts.
         prompts: Which.
         distribution: Of what the log-probs are.
-        options: Whether the head is fused, and whether responses of like length run together.
+        options: Whether the head is fused, whether responses of like length run together, and whether they attend to
+            a prompt's keys where they lie, if this model can.
     """
+    from lit_rl.models.policy.shared_attention import FoldedCache, can_fold
+
+    folds = options.folded_attention and can_fold(
+        model, completions.attention_mask[prompts.rows], completions.prompt_ids.shape[1]
+    )
+    cache = FoldedCache if folds and _proven(model) else None
+    return _run_behind(model, completions, prompts, distribution, options, cache)
+
+
+def _run_behind(
+    model: nn.Module,
+    completions: Completions,
+    prompts: PromptGroups,
+    distribution: Distribution,
+    options: ForwardOptions,
+    cache: type[FoldedCache] | None,
+) -> TargetScores:
+    """What `run_shared` returns, of responses that run with this cache; None: with their prompts' keys repeated."""
     from transformers.cache_utils import DynamicCache
 
     mask = completions.attention_mask.long()
@@ -125,24 +152,45 @@ def run_shared(
     def behind(call: Call) -> TargetScores:
         """Of the response tokens of some rows, but for the first."""
         rows, t = call.rows, call.width
-        found, _ = run(
-            model,
-            Targets(ids[rows, 1:t], wanted[rows, 1:t]),
-            distribution,
-            fused=options.fused_head,
-            input_ids=ids[rows, : t - 1],
-            attention_mask=mask[rows, : p + t - 1],
-            position_ids=positions[rows, p : p + t - 1],
-            logits_to_keep=t - 1,
-            past_key_values=_of_rows(past, prompts.of_row[rows]),
-            use_cache=True,
-        )
+        with _past(model, past, prompts.of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
+            found, _ = run(
+                model,
+                Targets(ids[rows, 1:t], wanted[rows, 1:t]),
+                distribution,
+                fused=options.fused_head,
+                input_ids=ids[rows, : t - 1],
+                position_ids=positions[rows, p : p + t - 1],
+                logits_to_keep=t - 1,
+                use_cache=True,
+                **inputs,
+            )
         return found
 
     columns = torch.arange(1, ids.shape[1] + 1, device=ids.device)
     lengths = (mask[:, p:] * columns).amax(1).clamp(min=2)
     calls = by_length(lengths if options.rows_by_length else lengths.amax().expand(len(ids)))
+    if cache is not None:
+        calls = [_by_prompt(call, prompts.of_row) for call in calls]
     return first.beside(TargetScores.of_calls([behind(call) for call in calls], calls, ids.shape[1] - 1))
+
+
+def _by_prompt(call: Call, prompt_of_row: Tensor) -> Call:
+    """The same with the rows of a prompt beside each other."""
+    return Call(call.rows[prompt_of_row[call.rows].argsort(stable=True)], call.width)
+
+
+@contextmanager
+def _past(
+    model: nn.Module, past: DynamicCache, prompt_of_row: Tensor, mask: Tensor, cache: type[FoldedCache] | None
+) -> Iterator[dict[str, Any]]:
+    """What a model is given of the prompts of its rows, and of which tokens are there, `(b, s)`."""
+    if cache is None:
+        yield {"attention_mask": mask, "past_key_values": _of_rows(past, prompt_of_row)}
+        return
+    from lit_rl.models.policy.shared_attention import attending_to
+
+    with attending_to(model, cache(past, prompt_of_row, mask.bool())) as inputs:
+        yield inputs
 
 
 def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
@@ -151,3 +199,54 @@ def _of_rows(past: DynamicCache, prompt_of_row: Tensor) -> DynamicCache:
     repeated.layers = [copy.copy(layer) for layer in past.layers]
     repeated.batch_select_indices(prompt_of_row)
     return repeated
+
+
+# ---------------------------------------------------------------- the trial of a model
+
+_ALIKE = 0.01
+"""Of the spread of the log-probs: how far the two ways may differ in a trial. On deterministic kernels: not at all."""
+
+_FOLDS: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
+def _proven(model: nn.Module) -> bool:
+    """Whether a model attends as `shared_attention` does. Found out once a model, by a few tokens without gradient."""
+    if model not in _FOLDS:
+        with torch.no_grad(), evaluation_mode(model):
+            _FOLDS[model] = _runs_alike(model)
+    return _FOLDS[model]
+
+
+def _runs_alike(model: nn.Module) -> bool:
+    """Run a few rows both ways: each attention has to equal, in float64, the one over repeated keys, and the log-probs
+    have to agree."""
+    from lit_rl.models.policy.shared_attention import ProvingCache
+
+    rows = _trial(base_of(model))
+    prompts, options = PromptGroups(torch.tensor([0, 2]), rows.group_id), ForwardOptions(rows_by_length=False)
+    try:
+        plain, folded = (
+            _run_behind(model, rows, prompts, Distribution(), options, cache).logprobs[rows.response_mask]
+            for cache in (None, ProvingCache)
+        )
+    except Exception:  # whatever a model's own code makes of a cache that it was not written for
+        return False
+    return bool((folded - plain).abs().max() <= _ALIKE * plain.std())
+
+
+def _trial(base: Any) -> Completions:
+    """Two prompts of five and three tokens, and two responses to each, of which one is shorter and one has a hole."""
+    device, size = next(base.parameters()).device, base.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(36, device=device) * 7 + 1).view(4, 9) % size
+    prompt_ids = ids[::2, :5].repeat_interleave(2, 0)
+    prompt_mask, attended = torch.ones_like(prompt_ids, dtype=torch.bool), torch.ones_like(ids[:, 5:], dtype=torch.bool)
+    prompt_mask[2:, :2], attended[1, 2:], attended[3, 1] = False, False, False
+    return Completions(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        response_ids=ids[:, 5:],
+        response_mask=attended,
+        sampler_logprobs=torch.zeros(4, 4, device=device),
+        ended=torch.ones(4, dtype=torch.bool, device=device),
+        group_id=torch.tensor([0, 0, 1, 1], device=device),
+    )

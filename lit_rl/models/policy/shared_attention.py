@@ -1,0 +1,226 @@
+"""Attention over prompts that are held once (`lit_rl.ops.folded_attention`) in a model of transformers.
+
+Its maths stand at the head of `lit_rl.ops.folded_attention`. A model reaches it by two registries of transformers,
+under the name ``IMPLEMENTATION``: one of attention functions and one of masks. Both are strict. They stand in for
+``sdpa`` only, whose meaning is known: anything that plain causal attention over prompt and own tokens would not do
+raises `NotFolded`. So a window shorter than the text, a bias, a sink, or keys that are changed after they were cached
+are found, by a trial of each model (`ProvingCache`), rather than looked up in a list of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lit_rl.errors import ConfigError
+from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.folded_attention import Sharers, folded_attention
+
+IMPLEMENTATION = "lit_rl_folded"
+"""What a model's config calls this attention while it runs responses behind their prompts."""
+
+
+class NotFolded(ConfigError):
+    """A model's attention asked for something else than causal attention over prompt and own tokens."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"model.folded_attention=true cannot run this model: {why}. Set it to false.")
+
+
+def can_fold(model: nn.Module, mask: Tensor, p: int) -> bool:
+    """Whether a model may be able to, at these texts: ``(b, s)``, whose first ``p`` columns are prompts padded left.
+
+    On a CPU: on other devices it is not measured.
+    """
+    base = base_of(model)
+    if not isinstance(base, PreTrainedModel) or mask.device.type != "cpu":
+        return False
+    if _text_config(base)._attn_implementation != "sdpa":
+        return False
+    prompt = mask[:, :p]
+    if not bool((prompt[:, 1:] >= prompt[:, :-1]).all()) or not bool(prompt[:, -1].all()):
+        return False
+    return all(
+        type(layer) is DynamicLayer
+        or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= mask.shape[1])
+        for layer in DynamicCache(config=base.config).layers
+    )
+
+
+class FoldedLayer(CacheLayerMixin):
+    """Keys and values of one layer: those of the prompts, with gradient, and each row's own.
+
+    Args:
+        prompt_keys: ``(n, k, p, d)``.
+        prompt_values: ``(n, k, p, e)``.
+    """
+
+    is_sliding = False
+
+    def __init__(self, prompt_keys: Tensor, prompt_values: Tensor) -> None:
+        super().__init__()
+        self.prompt_keys, self.prompt_values = prompt_keys, prompt_values
+        self.own: tuple[Tensor, Tensor] | None = None
+        """What `update` was given and returned, ``(b, k, t, d)`` and ``(b, k, t, e)``."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.own is not None:
+            raise NotFolded("a layer caches keys twice")
+        self.own = key_states, value_states
+        return self.own
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.prompt_keys.shape[2] + (0 if self.own is None else self.own[0].shape[2])
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class FoldedCache(Cache):
+    """What one call of a model takes for its cache, whose rows are the responses to prompts that it holds.
+
+    Args:
+        prompts: The cache of ``n`` prompts, which stays as it is; every layer holds all of their ``p`` tokens.
+        prompt_of_row: Long ``(b,)``, ascending.
+        mask: Bool ``(b, p + t)``: the tokens that are there. Prompts are padded on the left.
+    """
+
+    def __init__(self, prompts: Any, prompt_of_row: Tensor, mask: Tensor) -> None:
+        super().__init__([FoldedLayer(layer.keys, layer.values) for layer in prompts.layers])
+        p = prompts.layers[0].keys.shape[2]
+        self.groups = _groups(prompt_of_row, mask[:, :p])
+        self.seen = _seen(mask[:, p:])
+
+    def attend(self, module: nn.Module, layer: FoldedLayer, query: Tensor, scaling: float) -> Tensor:
+        """``(b, h, t, e)`` of a query ``(b, h, t, d)``, in the type in which ``sdpa`` would compute."""
+        assert layer.own is not None
+        kind, states = query.device.type, (query, layer.prompt_keys, layer.prompt_values, *layer.own)
+        if torch.is_autocast_enabled(kind) and query.dtype != torch.float64:
+            states = [part.to(torch.get_autocast_dtype(kind)) for part in states]
+        with torch.autocast(kind, enabled=False):
+            query, prompt_keys, prompt_values, keys, values = states
+            return folded_attention(
+                query, prompt_keys, prompt_values, keys, values, self.groups, seen=self.seen, scaling=scaling
+            )
+
+
+def _groups(prompt_of_row: Tensor, prompt_mask: Tensor) -> list[Sharers]:
+    prompts, counts = prompt_of_row.unique_consecutive(return_counts=True)
+    stops = counts.cumsum(0)
+    padding = (~prompt_mask[stops - 1]).sum(1)
+    table = torch.stack([prompts, stops - counts, stops, padding], 1)
+    return [Sharers(*row) for row in table.tolist()]
+
+
+def _seen(own: Tensor) -> Tensor | None:
+    """None where padding follows every row's last token: no token sees what comes after it."""
+    return own if bool((own[:, 1:] > own[:, :-1]).any()) else None
+
+
+class ProvingCache(FoldedCache):
+    """Holds each attention against the same over keys and values that are repeated and joined, in float64.
+
+    What goes on is the latter, computed as plain ``sdpa`` computes it.
+    """
+
+    def __init__(self, prompts: Any, prompt_of_row: Tensor, mask: Tensor) -> None:
+        super().__init__(prompts, prompt_of_row, mask)
+        self._prompt_of_row, self._mask = prompt_of_row, mask
+
+    def attend(self, module: nn.Module, layer: FoldedLayer, query: Tensor, scaling: float) -> Tensor:
+        assert layer.own is not None
+        shared = layer.prompt_keys, layer.prompt_values
+        keys, values = (torch.cat([part[self._prompt_of_row], own], 2) for part, own in zip(shared, layer.own))
+        t, s = query.shape[2], keys.shape[2]
+        causal = torch.ones(t, s, dtype=torch.bool, device=query.device).tril(s - t)
+        mask = causal & self._mask[:, None, None]
+        twin = FoldedLayer(*(part.double() for part in shared))
+        twin.own = layer.own[0].double(), layer.own[1].double()
+        with torch.autocast(query.device.type, enabled=False):
+            ours = super().attend(module, twin, query.double(), scaling)
+            theirs = _plain(module, query.double(), keys.double(), values.double(), mask, scaling)
+        there = self._mask[:, None, -t:, None].expand_as(ours)
+        if not torch.allclose(ours[there], theirs[there], rtol=1e-8, atol=1e-10):
+            raise NotFolded("its attention over the shared keys differs from plain attention")
+        return _plain(module, query, keys, values, mask, scaling)
+
+
+def _plain(module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    return sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
+
+
+@contextmanager
+def attending_to(model: nn.Module, cache: FoldedCache) -> Iterator[dict[str, Any]]:
+    """Inside, the model's layers look up this attention and its masks; what the model is called with beside tokens."""
+    config = _text_config(base_of(model))
+    usual = config._attn_implementation
+    config._attn_implementation = IMPLEMENTATION
+    try:
+        yield {"attention_mask": None, "past_key_values": cache, "folded_cache": cache}
+    finally:
+        config._attn_implementation = usual
+
+
+def _text_config(base: Any) -> Any:
+    return base.config.get_text_config(decoder=True)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    folded_cache: FoldedCache | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """In the place of transformers' ``sdpa``, and like it blind to any other keyword but those that it refuses.
+
+    ``folded_cache`` gets here through the keywords of the model's forward pass.
+    """
+    if folded_cache is None:
+        raise NotFolded("its layers do not hand keywords on to their attention")
+    layer: Any = folded_cache.layers[module.layer_idx]  # type: ignore[index]
+    if layer.own is None or key is not layer.own[0] or value is not layer.own[1]:
+        raise NotFolded("it attends to other keys or values than those of its cache")
+    if attention_mask is not None or others.get("position_bias") is not None or others.get("is_causal") is False:
+        raise NotFolded("it masks or biases single tokens")
+    if query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1] or others.get("dropout"):
+        raise NotFolded("it asks with other tokens than it caches, drops some out, or has uneven heads")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return folded_cache.attend(module, layer, query, scale).transpose(1, 2), None
+
+
+def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
+    """In the place of transformers' own mask for ``sdpa``: none is needed where every token sees all before it."""
+    mask = sdpa_mask(attention_mask=attention_mask, **asked)
+    if mask is not None and not _causal(mask):
+        raise NotFolded("a token does not see all that came before it")
+
+
+def _causal(mask: Tensor) -> bool:
+    """Whether each of the last tokens sees all before it, and itself, and nothing else: `(b, 1, t, s)`."""
+    t, s = mask.shape[-2:]
+    plain = torch.ones(t, s, dtype=torch.bool, device=mask.device).tril(s - t)
+    return mask.dtype == torch.bool and bool((mask == plain).all())
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, no_mask)
