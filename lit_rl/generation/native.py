@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator
-from lit_rl.generation.batches import Decoded, decode_batches
+from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
 from lit_rl.generation.decoding import DecodingSteps, base_model, empty_cache, forward_parameters, keeps_all
 from lit_rl.generation.native_loop import DecodeLoop
 from lit_rl.rollout import Prompts, Sampling
+
+Kind = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
+"""Makes the steps of a policy for a batch of rows and their number of new tokens."""
 
 
 class NativeGenerator(InProcessGenerator):
@@ -29,16 +33,22 @@ class NativeGenerator(InProcessGenerator):
             for all its rows together: less memory, and faster. Only where a model is proven to attend so. Switched off,
             and for any other model, transformers' own attention and cache decode, in which a prompt is repeated for
             each sample.
+        lean_steps: Take decode steps over such a cache by operations on the model's weights, past transformers'
+            modules: faster for small models. Only where a model is proven to be made of the same operations (Llama,
+            Qwen2, Qwen3, Mistral, SmolLM2, with LoRA or without). Switched off, and for any other model, its own
+            modules take the steps.
     """
 
-    def __init__(self, batch_size: int | None = None, grouped_cache: bool = True) -> None:
+    def __init__(self, batch_size: int | None = None, grouped_cache: bool = True, lean_steps: bool = True) -> None:
         super().__init__(batch_size)
         self.grouped_cache = grouped_cache
+        self.lean_steps = lean_steps
         self._proven: bool | None = None
+        self._proven_lean: bool | None = None
 
     def sync(self, policy: nn.Module, version: int) -> None:
         if policy is not self._policy:
-            self._proven = None
+            self._proven = self._proven_lean = None
         super().sync(policy, version)
 
     def _decode(
@@ -53,14 +63,25 @@ class NativeGenerator(InProcessGenerator):
         loop = DecodeLoop(lambda batch: kind(policy, batch, longest), prompts, sampling, places, whole)
         yield whole.rows, loop.run()
 
-    def _kind(self, policy: nn.Module, length: int) -> type[DecodingSteps]:
+    def _kind(self, policy: nn.Module, length: int) -> Kind:
         """The steps for texts of up to `length` tokens."""
         from lit_rl.generation.grouped_steps import GroupedSteps, fits, proven
 
         grouped = self.grouped_cache and fits(policy, length)
         if grouped and self._proven is None:
             self._proven = proven(policy)
-        return GroupedSteps if grouped and self._proven else DecodingSteps
+        if not (grouped and self._proven):
+            return DecodingSteps
+        return self._lean(policy, length) or GroupedSteps
+
+    def _lean(self, policy: nn.Module, length: int) -> Kind | None:
+        """Those over the model's weights, where it is proven to be made so."""
+        from lit_rl.generation.lean_steps import LeanModel, LeanSteps, fits, proven
+
+        lean = self.lean_steps and fits(policy)
+        if lean and self._proven_lean is None:
+            self._proven_lean = proven(policy)
+        return partial(LeanSteps, LeanModel(policy, length)) if lean and self._proven_lean else None
 
 
 def _refuse_partial_caches(policy: nn.Module) -> None:

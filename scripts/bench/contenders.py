@@ -73,6 +73,7 @@ SWITCHES = (
     Switch("own decode loop", ["generator=hf"], methods=("grpo",)),
     Switch("rows without an advantage skipped", ["algo.skip_zero_advantages=false"], methods=("grpo",)),
     Switch("a prompt's keys and values once a group", ["generator.grouped_cache=false"], methods=("grpo",)),
+    Switch("decode steps past the modules", ["generator.lean_steps=false"], methods=("grpo",)),
     Switch("head fused with the softmax", ["model.fused_head=false"]),
     Switch("a group's prompt once in training", ["model.shared_prompts=false"], methods=("grpo",)),
     Switch("rows of like length together", ["model.rows_by_length=false"]),

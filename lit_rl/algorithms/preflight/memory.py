@@ -24,7 +24,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     beside the kept logits, and not beside the head's other blocks. Rows of like length run in several
                     passes, of which each may keep its logits; they are counted as one
     allocator       a share of what comes and goes: holes between tensors
-    cache           2 y k L a token: prompts once a group, completions to their longest
+    cache           2 y k L a token: prompts once a group, completions to their longest. Beside it, under autocast, the
+                    narrow copies of weights that the products of a rollout read
 
 Under gradient checkpointing (1604.06174) a layer keeps its input alone, on the host where it is offloaded (but for the
 two on their way), and one layer at a time all of it. Lightning frees the gradients of a step after the forward pass of
@@ -338,7 +339,9 @@ class Memory:
         of_token = 2 * self.numbers.product * shape.kv_width * shape.layers
         logits = 4 * BLOCKS * rows * shape.vocabulary
         prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
-        return {"key-value cache": of_token * (prompts * p + rows * t), "logits": logits, "working memory": prefill}
+        narrow = 0 if self.policy.narrow else self.numbers.cast * shape.multiplied
+        parts = {"key-value cache": of_token * (prompts * p + rows * t), "narrow weights": narrow, "logits": logits}
+        return {name: size for name, size in parts.items() if size} | {"working memory": prefill}
 
 
 def _with_holes(parts: dict[str, int]) -> dict[str, int]:

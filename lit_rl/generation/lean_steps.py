@@ -1,0 +1,330 @@
+"""Decode steps written over a model's weights, for the decoder layer of Llama, and the proof that a model has it.
+
+A decode step of a small model is hundreds of operations on a few rows, and what stands around them takes as long as
+they do: modules within modules, masks that are not needed, cosines of every token. Here a step is the operations alone:
+
+    x = embedding(ids)
+    per layer:  x += o(attention(turn(q(norm(x))), turn(k(norm(x))), v(norm(x))))      over the grouped cache
+                x += down(act(gate(norm(x))) * up(norm(x)))
+    logits = head(norm(x))
+
+with one operation for an RMSNorm, one for the rotation of queries and keys together, and a table of cosines and sines.
+Weights are read where the model has them, so nothing is copied; adapters are added as PEFT adds them, and not merged:
+a merged weight of 16 bits would lose most of what an adapter has learned, and tokens are drawn with the arithmetic that
+scores them. Products of modules that are neither plain linear layers nor plain LoRA are left to these modules.
+
+Models are recognised by their parts, and proven (`proven`): each operation is held against the module that it stands
+for, and the logits of the whole against those of the model. Llama, Qwen2, Qwen3, Mistral and SmolLM2 fit; whatever does
+not decodes as `grouped_steps` does it, and so does a model that somebody watches (hooks), compiled or shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lit_rl.generation.batches import DecodeBatch
+from lit_rl.generation.decoding import DecodingSteps, base_model
+from lit_rl.generation.grouped_cache import GroupedCache, ProvingCache
+from lit_rl.generation.grouped_steps import GroupedSteps, decoded_probe, probe
+
+_MODEL = {"model", "lm_head"}
+_DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_QK_NORMS = {"q_norm", "k_norm"}
+_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+
+_STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+"""Kinds of rotary embeddings whose angles depend on the position alone; others look at the longest text so far."""
+
+_ALIKE = 1e-3
+"""Of the spread of the logits: how far the two ways may differ in a proof. On deterministic kernels they are equal."""
+
+_ROUNDINGS = 8
+"""Roundings of the largest number of a tensor, by which an operation may differ from its module."""
+
+Piece = Callable[[Tensor], Tensor]
+
+
+class NotLean(Exception):
+    """An operation differs from the module that it stands for."""
+
+
+class LeanModel:
+    """A model that `fits`: the logits of the next token, one token a row.
+
+    It holds the weights as they are now: made anew for each rollout, in evaluation mode, without gradient, under the
+    autocast that it runs under.
+
+    Args:
+        policy: The model, or PEFT's wrapper of it.
+        length: Tokens of the longest text.
+    """
+
+    def __init__(self, policy: nn.Module, length: int) -> None:
+        model: Any = base_model(policy)
+        decoder = model.model
+        self._embed, self._norm, self._head = decoder.embed_tokens, self._piece(decoder.norm), model.lm_head
+        self._layers = [_Layer(layer, self._piece) for layer in decoder.layers[: model.config.num_hidden_layers]]
+        device = decoder.embed_tokens.weight.device
+        places = torch.arange(length, device=device)
+        cos, sin = decoder.rotary_emb(self._embed(places[:1] * 0), places[None])
+        half = cos.shape[-1] // 2
+        self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)
+
+    def __call__(self, ids: Tensor, positions: Tensor, cache: GroupedCache) -> Tensor:
+        """Float32 ``(b, v)``, of the tokens ``ids`` at ``positions``, both long ``(b,)``; they join the cache."""
+        x = self._embed(ids)
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        for layer in self._layers:
+            x = x + layer.output(self._attend(layer, layer.before_attention(x), cos, sin, cache))
+            x = x + layer.mlp(layer.before_mlp(x))
+        return self._head(self._norm(x)).float()
+
+    def _attend(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, cache: GroupedCache) -> Tensor:
+        """`(b, h e)`: of the tokens `(b, w)` to all before them, and to themselves."""
+        query, key, value = layer.heads(x)
+        turned = self._turned(torch.cat([query, key], 1), cos, sin).to(value.dtype)  # float32 under autocast
+        heads = query.shape[1]
+        held: Any = cache.layers[layer.number]
+        held.update(turned[:, heads:, None], value[:, :, None])
+        return cache.attend(layer.attention, held, turned[:, :heads, None], layer.attention.scaling).flatten(1)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding (2104.09864) of heads `(b, h, d)`; `sin` has the sign of the rotated halves in it."""
+        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+    def _piece(self, module: nn.Module) -> Piece:
+        """What the module computes, past the module where that is known."""
+        return _past(module)
+
+
+class _Layer:
+    """The operations of a decoder layer."""
+
+    def __init__(self, layer: Any, piece: Callable[[nn.Module], Piece]) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention, self.number = attention, attention.layer_idx
+        self.before_attention, self.before_mlp = piece(layer.input_layernorm), piece(layer.post_attention_layernorm)
+        self._query, self._key, self._value = (piece(getattr(attention, f"{name}_proj")) for name in "qkv")
+        norms = (piece(attention.q_norm), piece(attention.k_norm)) if hasattr(attention, "q_norm") else None
+        self._qk_norms, self._width = norms, attention.head_dim
+        self.output = piece(attention.o_proj)
+        self._gate, self._up, self._down = piece(mlp.gate_proj), piece(mlp.up_proj), piece(mlp.down_proj)
+        self._act = mlp.act_fn
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `(b, heads, d)` of tokens `(b, w)`."""
+        query, key, value = (part(x).view(len(x), -1, self._width) for part in (self._query, self._key, self._value))
+        if self._qk_norms is not None:
+            query, key = self._qk_norms[0](query), self._qk_norms[1](key)
+        return query, key, value
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self._down(self._act(self._gate(x)) * self._up(x))
+
+
+def _past(module: nn.Module) -> Piece:
+    if _is_norm(module):
+        weight: Any = module.weight
+        shape, eps = tuple(weight.shape), float(module.variance_epsilon)  # type: ignore[arg-type]
+
+        def norm(x: Tensor) -> Tensor:
+            if x.dtype == weight.dtype:
+                return F.rms_norm(x, shape, weight, eps)
+            return weight * F.rms_norm(x, shape, None, eps)  # queries and keys under autocast
+
+        return norm
+    if type(module) is nn.Linear and not _watched(module):
+        return _linear(module)
+    return _lora(module) or module
+
+
+def _linear(module: Any) -> Piece:
+    weight, bias = _as_multiplied(module.weight), None if module.bias is None else _as_multiplied(module.bias)
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _as_multiplied(weight: Tensor) -> Tensor:
+    """The weight in the type of autocast, which remembers its own narrow copies of trained weights only."""
+    kind = None if weight.requires_grad or weight.dtype != torch.float32 else _of_autocast(weight)
+    return weight if kind is None else weight.to(kind)
+
+
+def _of_autocast(tensor: Tensor) -> torch.dtype | None:
+    """What autocast makes of such tensors in products; None where it is off."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _lora(module: Any) -> Piece | None:
+    """A plain linear layer with plain LoRA beside it, as PEFT computes it; None for any other module."""
+    from peft.tuners.lora.layer import Linear
+
+    if type(module) is not Linear or module.disable_adapters or module.merged or module.lora_variant:
+        return None
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    sides = [(module.lora_A[name], module.lora_B[name], module.scaling[name]) for name in active]
+    parts = [part for one, other, _ in sides for part in (one, other)]
+    base = module.get_base_layer()
+    if any(type(part) is not nn.Linear for part in (base, *parts)):
+        return None
+    if any(_watched(part) for part in (module, base, *parts, *(module.lora_dropout[name] for name in active))):
+        return None
+    whole, adapters = _linear(base), [_adapter(*side) for side in sides]
+
+    def product(x: Tensor) -> Tensor:
+        result = whole(x)
+        kind = result.dtype
+        for add in adapters:
+            result = add(result, x)
+        return result.to(kind)
+
+    return product
+
+
+def _adapter(narrow: Any, wide: Any, scaling: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """Adds what LoRA makes of `x`, in its own type, as PEFT does."""
+    first, second, dtype = _linear(narrow), _linear(wide), narrow.weight.dtype
+    if wide.bias is not None or torch.is_autocast_enabled(wide.weight.device.type):
+        return lambda result, x: result + second(first(x.to(dtype))) * scaling
+    transposed = wide.weight.t()
+
+    def add(result: Tensor, x: Tensor) -> Tensor:
+        if result.dtype.itemsize > dtype.itemsize:
+            return result + second(first(x.to(dtype))) * scaling
+        return torch.addmm(result.to(dtype), first(x.to(dtype)), transposed, alpha=scaling)
+
+    return add
+
+
+class LeanSteps(GroupedSteps):
+    """Decoding over a grouped cache by a `LeanModel`: prompts and chunks are read by the model itself.
+
+    Args:
+        model: What takes the steps.
+        policy: The model that it stands for.
+        batch: The rows to begin with.
+        max_new_tokens: See `DecodingSteps`.
+    """
+
+    def __init__(self, model: LeanModel, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
+        self._lean = model
+        super().__init__(policy, batch, max_new_tokens)
+
+    def _share_out(self, batch: DecodeBatch) -> None:
+        layers: list[Any] = self._cache.layers
+        for layer in layers:  # transformers holds them in float32 under autocast, and each product would narrow them
+            kind = _of_autocast(layer.keys) or layer.keys.dtype
+            layer.keys, layer.values = layer.keys.to(kind), layer.values.to(kind)
+        super()._share_out(batch)
+
+    def _step(self, ids: Tensor) -> Tensor:
+        return self._lean(ids[:, 0], self._next_position[:, 0], self._cache)
+
+
+# ---------------------------------------------------------------------------------------------------- which models
+
+
+def fits(policy: nn.Module) -> bool:
+    """Whether a model has the parts of Llama's decoder, and nothing else happens in its modules than their forward."""
+    model: Any = base_model(policy)
+    decoder = getattr(model, "model", None)
+    if decoder is None or _names(model) != _MODEL or _names(decoder) != _DECODER or not _is_norm(decoder.norm):
+        return False
+    if getattr(decoder.rotary_emb, "rope_type", None) not in _STATIC_ROTATIONS:
+        return False
+    if not all(_is_layer(layer) for layer in decoder.layers):
+        return False
+    types = {norm.weight.dtype for norm in decoder.modules() if _is_norm(norm)}
+    return types == {decoder.embed_tokens.weight.dtype} and not any(map(_watched, _bypassed(policy)))
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_layer(layer: Any) -> bool:
+    if _names(layer) != _LAYER or _names(layer.mlp) != _MLP:
+        return False
+    attention = layer.self_attn
+    if not _is_norm(layer.input_layernorm) or not _is_norm(layer.post_attention_layernorm):
+        return False
+    if _names(attention) == _ATTENTION:
+        return True
+    norms: list[Any] = [getattr(attention, name, None) for name in _QK_NORMS]
+    width = getattr(attention, "head_dim", None)
+    # Some norm all heads together.
+    narrow = all(_is_norm(norm) and norm.weight.shape == (width,) for norm in norms)
+    return _names(attention) == _ATTENTION | _QK_NORMS and narrow
+
+
+def _is_norm(module: Any) -> bool:
+    """Whether it is an RMSNorm with a weight, as transformers writes it."""
+    return hasattr(module, "variance_epsilon") and [name for name, _ in module.named_parameters()] == ["weight"]
+
+
+def _bypassed(policy: Any) -> Iterator[nn.Module]:
+    """The modules that are not called."""
+    model = base_model(policy)
+    if policy is not model:  # PEFT's wrapper, and what it holds around the model
+        yield from (policy, policy.base_model)
+    decoder: Any = model.model
+    yield from (model, decoder, decoder.norm, decoder.rotary_emb)
+    for layer in decoder.layers:
+        yield from (layer, layer.self_attn, layer.mlp)
+        yield from (part for part in layer.modules() if _is_norm(part))
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether a call of it is more than its class's forward: hooks, a compiled call, a forward of its own."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
+
+
+class _ProvingModel(LeanModel):
+    """Holds each operation against its module, and goes on with what the latter gave: so the whole gives the model's
+    logits to the last bits where it is put together right, whatever the type of the weights."""
+
+    def _piece(self, module: nn.Module) -> Piece:
+        piece = super()._piece(module)
+
+        def both(x: Tensor) -> Tensor:
+            theirs = module(x)
+            _hold(piece(x), theirs, x)
+            return theirs
+
+        return both
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        theirs = x * cos + torch.cat([other, one], -1) * sin
+        _hold(super()._turned(x, cos, sin), theirs, x)
+        return theirs
+
+
+class _ProvingSteps(LeanSteps):
+    kind = ProvingCache
+
+
+def _hold(ours: Tensor, theirs: Tensor, x: Tensor) -> None:
+    eps = max(torch.finfo(part.dtype).eps for part in (theirs, x))
+    limit = _ROUNDINGS * eps * theirs.abs().max()
+    if ours.dtype != theirs.dtype or not bool((ours - theirs).abs().max() <= limit):
+        raise NotLean
+
+
+def proven(policy: nn.Module) -> bool:
+    """Decode a few tokens of two prompts both ways, and compare. In evaluation mode, without gradient."""
+    batch = probe(policy)
+    try:
+        lean = decoded_probe(_ProvingSteps(_ProvingModel(policy, 16), policy, batch, 5))
+    except Exception:  # whatever a model's own code makes of what it was not written for
+        return False
+    plain = decoded_probe(DecodingSteps(policy, batch, 5))
+    return bool((lean - plain).abs().max() <= _ALIKE * plain.std())
