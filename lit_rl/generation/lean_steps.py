@@ -133,7 +133,13 @@ def _past(module: nn.Module) -> Piece:
     if _is_norm(module):
         weight: Any = module.weight
         shape, eps = tuple(weight.shape), float(module.variance_epsilon)  # type: ignore[arg-type]
-        return lambda x: F.rms_norm(x, shape, weight, eps)
+
+        def norm(x: Tensor) -> Tensor:
+            if x.dtype == weight.dtype:
+                return F.rms_norm(x, shape, weight, eps)
+            return weight * F.rms_norm(x, shape, None, eps)  # queries and keys under autocast
+
+        return norm
     if type(module) is nn.Linear and not _watched(module):
         return _linear(module)
     return _lora(module) or module
@@ -290,7 +296,7 @@ class _ProvingModel(LeanModel):
 
         def both(x: Tensor) -> Tensor:
             theirs = module(x)
-            _hold(piece(x), theirs)
+            _hold(piece(x), theirs, x)
             return theirs
 
         return both
@@ -298,7 +304,7 @@ class _ProvingModel(LeanModel):
     def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         one, other = x.chunk(2, -1)
         theirs = x * cos + torch.cat([other, one], -1) * sin
-        _hold(super()._turned(x, cos, sin), theirs)
+        _hold(super()._turned(x, cos, sin), theirs, x)
         return theirs
 
 
@@ -306,8 +312,9 @@ class _ProvingSteps(LeanSteps):
     kind = ProvingCache
 
 
-def _hold(ours: Tensor, theirs: Tensor) -> None:
-    limit = _ROUNDINGS * torch.finfo(theirs.dtype).eps * theirs.abs().max()
+def _hold(ours: Tensor, theirs: Tensor, x: Tensor) -> None:
+    eps = max(torch.finfo(part.dtype).eps for part in (theirs, x))
+    limit = _ROUNDINGS * eps * theirs.abs().max()
     if ours.dtype != theirs.dtype or not bool((ours - theirs).abs().max() <= limit):
         raise NotLean
 

@@ -53,6 +53,10 @@ def prompt_key(seed: int, rollout: int, row: int, occurrence: int) -> int: ...
 
 
 @overload
+def prompt_key(seed: Tensor, rollout: Tensor, row: Tensor, occurrence: Tensor) -> Tensor: ...
+
+
+@overload
 def prompt_key(
     seed: int | Tensor, rollout: int | Tensor, row: int | Tensor, occurrence: int | Tensor
 ) -> int | Tensor: ...

@@ -138,7 +138,7 @@ def test_in_bfloat16_it_is_as_far_from_the_exact_model_as_the_models_own_steps(k
     assert off[True] < 1.2 * off[False]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "lora"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "lora"])
 def test_autocast_is_kept(kind: str) -> None:
     """Tokens are drawn with the arithmetic that scores them, and what is frozen is narrowed once a rollout."""
     policy, sampling = LEAN[kind](), Sampling(max_new_tokens=12)
