@@ -175,11 +175,19 @@ MUTATIONS = [
     ),
     Mutation(
         "failed-scored",
-        "an episode whose environment failed is learned from",
+        "an episode whose environment failed is rewarded and learned from",
         "lit_rl/algorithms/rollouts/episodes.py",
-        "total=scores.total.masked_fill(failed, math.nan)",
-        "total=scores.total",
+        "for row, episode in enumerate(episodes) if not episode.failed]",
+        "for row, episode in enumerate(episodes)]",
         "tests/algorithms/test_agents.py::test_scores_of_what_failed_are_none",
+    ),
+    Mutation(
+        "rollout-time",
+        "an environment is asked although the time of its rollout is over",
+        "lit_rl/environments/runner.py",
+        "await task.coroutine if left else _too_late(task)",
+        "await task.coroutine",
+        "tests/environments/test_conversation.py::test_resets_beyond_the_time_of_a_rollout_are_not_begun",
     ),
     Mutation(
         "episode-room",
