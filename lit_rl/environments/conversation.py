@@ -16,10 +16,10 @@ from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Any
 
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import Frames
+from lit_rl.environments.remembered import FailedBefore, told_of
 from lit_rl.environments.runner import GRACE, Begun, Late, Runner, Task
 from lit_rl.episodes import End, Episode
 from lit_rl.errors import LitRLError
@@ -175,7 +175,8 @@ class Conversations(Responder):
         row.tokens += len(said.token_ids)
         row.started = time.perf_counter() if row.started is None else row.started
         if row.end is None and self._is_late(row):
-            self._sound(row, self._too_late(row))
+            self._answered.append(self._heard(said, self._too_late(row), 0.0))
+            return
         if row.end is not None or row.environment is None:
             self._answered.append(Heard(said.row, None, ended=False))
             return
@@ -218,7 +219,7 @@ class Conversations(Responder):
         try:
             self._take(*self._arrived.get(timeout=min(limit, 0.2)))
         except queue.Empty:
-            if not self._runner.blocked(limit):
+            if not self._is_blocked(limit):
                 return
             self._runner.leave()
             asked, self._asked = self._asked, {}
@@ -284,7 +285,7 @@ class Conversations(Responder):
         limit = self._factory.step_timeout + GRACE
         while not all(each.future.done() for each in begun):
             futures.wait([each.future for each in begun], timeout=min(limit, 0.2))
-            if self._runner.blocked(limit):
+            if self._is_blocked(limit):
                 self._runner.leave()
                 begun = [
                     self._runner.begin(each.task) if not (each.future.done() or each.leave()) else each
@@ -294,10 +295,15 @@ class Conversations(Responder):
         futures.wait([each.future for each in begun], timeout=limit)
         return [self._result(each, row) for each, row in zip(begun, rows)]
 
+    def _is_blocked(self, limit: float) -> bool:
+        """Whether something keeps the thread from telling the time: no worker can."""
+        return self._factory.pool is None and self._runner.blocked(limit)
+
     def _task(self, coroutine: Coroutine[Any, Any, Any], row: Row, place: int) -> Task:
         turn = _Place.TURN <= place < _Place.REWARD
         seconds = self._seconds_left(row) if turn else self._factory.step_timeout
-        return Task(self._guarded(coroutine), seconds, (row.seed + place * _ODD) & _LARGEST_SEED)
+        seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
+        return Task(self._guarded(coroutine), seconds, seed, in_worker)
 
     def _in_time(self, given: Any, row: Row) -> Any:
         return self._too_late(row) if isinstance(given, Late) else given
@@ -314,10 +320,12 @@ class Conversations(Responder):
         """What it gives, or that it raised: the episode fails, and the others go on."""
         try:
             return await coroutine
-        except LitRLError:
+        except (LitRLError, Late):
             raise
+        except FailedBefore as failed:
+            return _Failed(failed.end, str(failed))
         except (Exception, SystemExit) as error:
-            kind = excerpt(f"{type(error).__name__}: {error}", 200)
+            kind = told_of(error)
             if kind not in self._told:
                 self._told.add(kind)
                 _log.warning("an environment raised; its episode fails, and it is logged once:", exc_info=True)
@@ -338,6 +346,8 @@ class Conversations(Responder):
             limit = f"the episode took longer than env.episode_timeout={self._factory.episode_timeout:g} s"
         else:
             limit = f"the environment took longer than env.step_timeout={self._factory.step_timeout:g} s"
+        if row.environment is not None:
+            row.environment.timed_out(limit)
         return _Failed("timeout", limit)
 
 

@@ -35,7 +35,7 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.environments.source import Interactive
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
@@ -147,7 +147,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.needs_greedy_rewards:
             scored = replace(scored, greedy_rewards=self.greedy_rewards(scored.batch))
         if self.env is not None:
-            self.source.failures.check(self.env.max_failed, self.ranks)
+            self._check_failures(self.env.max_failed)
         if draws_more:
             self._request_ahead(batch.upcoming)
         old = self.old_logprobs(scored.completions) if self.needs_old_logprobs else None
@@ -197,6 +197,19 @@ class OnPolicyModule(GeneratingModule, ABC):
                 "generate, or trainer.fit."
             )
         return super().request(batch, sampling, group_size)
+
+    def _check_failures(self, most: float) -> None:
+        """Refuse to go on where too many episodes failed.
+
+        Raises:
+            GenerationError: see `Failures.check`.
+        """
+        try:
+            self.source.failures.check(most, self.ranks)
+        except GenerationError:
+            if self.interaction is not None:
+                self.interaction.forget()
+            raise
 
     def draw_now(self, batch: PromptBatch) -> Completions:
         """The completions of a rollout's prompts, drawn with the weights of now."""
@@ -304,7 +317,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.env is not None:
             environments.rewarded(self.env, self.reward_functions)
             environments.fits(self.env, self.generator, self.sampling, self.evaluation)
-            self.interaction = environments.source_of(self.env, self.model, data)
+            journal = environments.journal_of(self.env, trainer.default_root_dir, trainer.global_rank)
+            self.interaction = environments.source_of(self.env, self.model, data, journal)
         episodes = () if self.env is None else self.env.columns
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])
@@ -478,6 +492,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
 
     def rank_state(self) -> dict[str, Any]:
+        if self.interaction is not None and self.scored is not None:
+            self.interaction.saved(self.scored.batch.rollout)
         counts = self._records.counts() | self.source.state()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
