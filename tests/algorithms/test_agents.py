@@ -243,8 +243,10 @@ def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> No
 
 @pytest.mark.all
 def test_too_many_failures_end_the_run(tmp_path: Path) -> None:
+    """And its journal forgets them: the run is resumed with a mended environment."""
     with pytest.raises(GenerationError, match=r"episodes failed.*env.max_failed=0.1.*RuntimeError: no connection"):
-        trainer_of(tmp_path).fit(module_of(env=guessing(FailsOften, seed="sample")), prompts())
+        trainer_of(tmp_path).fit(module_of(env=guessing(FailsOften, seed="sample", journal=True)), prompts())
+    assert list((tmp_path / "env_journal").iterdir()) == []
 
 
 @pytest.mark.all

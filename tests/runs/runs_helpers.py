@@ -30,7 +30,7 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in json.loads(line).items()
-            if not name.startswith("time/") and name != "tokens_per_second"
+            if not name.startswith("time/") and "env/seconds" not in name and name != "tokens_per_second"
         }
         for line in lines
     ]
