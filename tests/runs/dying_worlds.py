@@ -48,3 +48,9 @@ def _tool(digit: str) -> Callable[[], str]:
 
 for digit in "0123456789":  # what the shipped policy writes is a call of one of these
     globals()[f"tool_{digit}"] = _tool(digit)
+
+
+def told(episodes: list[dict[str, Any]]) -> list[float]:
+    """A reward that the world decides: the sum of what it said."""
+    said = [[m["content"] for m in each["messages"] if m["role"] == "tool"] for each in episodes]
+    return [float(sum(int(text) for text in texts if text.isdigit()) % 7) for texts in said]

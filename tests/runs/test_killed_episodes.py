@@ -32,6 +32,8 @@ WORLD = [
     "env.parser=regex",
     "env.call_pattern='(?P<name>[0-9])(?P<arguments>)'",
     "env.journal=true",
+    "reward=function",
+    f"reward.fn={FILE}:told",
 ]
 
 
