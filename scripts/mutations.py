@@ -201,7 +201,7 @@ MUTATIONS = [
         "shared-generators",
         "what an environment draws depends on what ran before it",
         "lit_rl/environments/runner.py",
-        "            random.seed(task.seed)\n",
+        "            random.seed(seed)\n",
         "",
         "tests/environments/test_conversation.py",
     ),

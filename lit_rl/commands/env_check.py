@@ -178,7 +178,8 @@ def _findings(look: _Look, asked: Mapping[str, str | None], settings: Mapping[st
         yield from findings.tools(first, asked)
     yield from findings.lengths(first, _counted(checked), factory.max_observation_tokens)
     yield from _pay(checked)
-    rollout = findings.Rollout(checked.episodes, factory.max_turns, factory.is_async)
+    at_once = factory.pool.size if factory.pool is not None else math.inf if factory.is_async else 1
+    rollout = findings.Rollout(checked.episodes, factory.max_turns, at_once)
     yield findings.times(first, factory.step_timeout, rollout)
 
 

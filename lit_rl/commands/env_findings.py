@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class Rollout:
     episodes: int
     turns: int
     """Of an episode at most."""
-    at_once: bool
-    """Whether calls go on beside each other."""
+    at_once: float
+    """Calls that go on beside each other at most; infinity: any number."""
 
 
 _GROUP = "completions of a group would play different games, and a resumed run would go on differently"
@@ -266,11 +267,12 @@ def times(first: Sequence[Played], limit: float, rollout: Rollout) -> Finding:
     answers = [call.seconds for played in first for call in played.calls if call.name.startswith("turn")] or [0.0]
     longest = max(*resets, *answers)
     episode = statistics.mean(resets) + rollout.turns * statistics.mean(answers)
-    whole = episode if rollout.at_once else episode * rollout.episodes
+    whole = episode * max(1.0, rollout.episodes / rollout.at_once)
+    how = {1: "one call after another", math.inf: "all at once"}.get(rollout.at_once, f"{rollout.at_once} at a time")
     seen = (
         f"a reset takes {_ms(resets)}, an answer {_ms(answers)}; the limit is env.step_timeout={limit:g} s. A rollout "
         f"of {rollout.episodes} episodes of {rollout.turns} turns waits {whole:.2g} s "
-        f"({'all at once' if rollout.at_once else 'one call after another'})"
+        f"({how})"
     )
     if longest < limit / 2:
         return Finding("time", "ok", seen)

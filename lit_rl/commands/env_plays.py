@@ -87,7 +87,8 @@ class Player:
 
     def _begun(self, case: Case) -> _Play:
         kind, parser = self._factory.kinds[case.kind], self._parsers[case.kind]
-        return _Play(case, lambda: kind.make(parser), self._runner, self._factory.step_timeout)
+        in_worker = self._factory.pool is not None
+        return _Play(case, lambda: kind.make(parser), self._runner, self._factory.step_timeout, in_worker)
 
 
 class _Failed(Exception):
@@ -97,8 +98,10 @@ class _Failed(Exception):
 class _Play:
     """One episode while it goes on."""
 
-    def __init__(self, case: Case, make: Callable[[], Environment], runner: Runner, limit: float) -> None:
-        self._case, self._make, self._runner, self._limit = case, make, runner, limit
+    def __init__(
+        self, case: Case, make: Callable[[], Environment], runner: Runner, limit: float, in_worker: bool
+    ) -> None:
+        self._case, self._make, self._runner, self._limit, self._in_worker = case, make, runner, limit, in_worker
         self._environment: Environment | None = None
         self._lines: list[str] = []
         self._calls: list[Call] = []
@@ -147,7 +150,8 @@ class _Play:
 
     def _call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         seed = (self._case.seed + len(self._calls)) & _LARGEST_SEED
-        (given,) = self._runner.in_order([Task(_watched(coroutine), self._limit, seed)])
+        task = Task(_watched(coroutine), self._limit, seed, self._in_worker)
+        given = self._runner.one(task) if self._in_worker else self._runner.in_order([task])[0]
         if isinstance(given, Late):
             self._calls.append(Call(name, self._limit, ()))
             raise _Failed(f"{name} took longer than env.step_timeout={self._limit:g} s")
@@ -173,6 +177,8 @@ async def _watched(coroutine: Coroutine[Any, Any, Any]) -> _Given:
     value, error = None, None
     try:
         value = await coroutine
+    except Late:
+        raise
     except (Exception, SystemExit) as raised:
         error = raised
     seconds = time.perf_counter() - began

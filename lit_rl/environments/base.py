@@ -66,3 +66,6 @@ class Environment(ABC):
 
     async def close(self) -> None:  # noqa: B027 (optional)
         """Let go what it holds."""
+
+    def timed_out(self, error: str) -> None:  # noqa: B027 (optional)
+        """It has ended at a limit of time, which the error tells: it is asked for nothing more, and closed."""

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import Frames
+from lit_rl.environments.remembered import FailedBefore, told_of
 from lit_rl.environments.runner import GRACE, Begun, Late, Runner, Task
 from lit_rl.episodes import End, Episode
 from lit_rl.errors import LitRLError
@@ -228,7 +228,7 @@ class Conversations(Responder):
                 arrived = self._arrived.get(timeout=min(limit, 0.2))
             self._take(*arrived)
         except queue.Empty:
-            if not self._runner.blocked(limit):
+            if not self._is_blocked(limit):
                 return
             self._runner.leave()
             asked, self._asked = self._asked, {}
@@ -306,7 +306,7 @@ class Conversations(Responder):
         limit = self._factory.step_timeout + GRACE
         while not all(each.future.done() for each in begun):
             futures.wait([each.future for each in begun], timeout=min(limit, 0.2))
-            if self._runner.blocked(limit):
+            if self._is_blocked(limit):
                 self._runner.leave()
                 begun = [
                     self._runner.begin(each.task) if not (each.future.done() or each.leave()) else each
@@ -316,10 +316,14 @@ class Conversations(Responder):
         futures.wait([each.future for each in begun], timeout=limit)
         return [self._result(each, row) for each, row in zip(begun, rows)]
 
+    def _is_blocked(self, limit: float) -> bool:
+        """Whether something keeps the thread from telling the time: no worker can."""
+        return self._factory.pool is None and self._runner.blocked(limit)
+
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: Row, place: int) -> Task:
         until = self._end_of(row) if place < _Place.REWARD else math.inf  # what ended in time is rewarded, and closed
-        seed = (row.seed + place * _ODD) & _LARGEST_SEED
-        return Task(self._guarded(ask), self._factory.step_timeout, seed, until)
+        seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
+        return Task(self._guarded(ask), self._factory.step_timeout, seed, until, in_worker)
 
     def _in_time(self, given: Any, row: Row) -> Any:
         return self._too_late(row) if isinstance(given, Late) else given
@@ -336,10 +340,12 @@ class Conversations(Responder):
         """What it gives, or that it raised: the episode fails, and the others go on."""
         try:
             return await ask()
-        except LitRLError:
+        except (LitRLError, Late):
             raise
+        except FailedBefore as failed:
+            return _Failed(failed.end, str(failed))
         except (Exception, SystemExit) as error:
-            kind = excerpt(f"{type(error).__name__}: {error}", 200)
+            kind = told_of(error)
             if kind not in self._told:
                 self._told.add(kind)
                 _log.warning("an environment raised; its episode fails, and it is logged once:", exc_info=True)
@@ -358,6 +364,8 @@ class Conversations(Responder):
             limit = f"the episode took longer than env.episode_timeout={factory.episode_timeout:g} s"
         else:
             limit = f"the environment took longer than env.step_timeout={factory.step_timeout:g} s"
+        if row.environment is not None:
+            row.environment.timed_out(limit)
         return _Failed("timeout", limit)
 
 

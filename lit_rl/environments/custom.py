@@ -9,6 +9,7 @@ from lit_rl.environments.base import Environment
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind, Functions
 from lit_rl.environments.function_tools import toolbox_of
 from lit_rl.environments.parsers import Parser
+from lit_rl.environments.pool import Pool, target_of
 from lit_rl.environments.user_class import Style, UserClass
 from lit_rl.environments.with_steps import ObjectWithSteps
 from lit_rl.environments.with_tools import ObjectWithTools
@@ -49,7 +50,9 @@ class CustomEnvironment(EnvironmentFactory):
         named: Mapping[str, Made] = path if isinstance(path, Mapping) else {"environment": path}
         if not named:
             raise ConfigError("env.path is empty: give package.module:Name or ./file.py:Name.")
-        self._kinds = {name: _Class(_user_class(each, style), functions) for name, each in named.items()}
+        self._kinds = {
+            name: _Class(_user_class(each, style, self.pool), functions, self.pool) for name, each in named.items()
+        }
 
     @property
     def kinds(self) -> Mapping[str, EnvironmentKind]:
@@ -83,10 +86,10 @@ class _Class(EnvironmentKind):
 
     opens = True
 
-    def __init__(self, described: UserClass, functions: Functions) -> None:
+    def __init__(self, described: UserClass, functions: Functions, pool: Pool | None) -> None:
         self._described = described
         self.gives_reward = described.gives_reward
-        beside = toolbox_of(functions, "env.functions") if functions else None
+        beside = toolbox_of(functions, "env.functions", pool) if functions else None
         if described.toolbox is None and beside is not None:
             raise ConfigError(
                 f"env.functions names tools, and {described.name} is stepped with the text of each turn, which calls "
@@ -111,7 +114,12 @@ class _Class(EnvironmentKind):
         self._described.check_columns(columns)
 
 
-def _user_class(made: Made, style: Style) -> UserClass:
+def _user_class(made: Made, style: Style, pool: Pool | None) -> UserClass:
+    if pool is not None:
+        named, target = target_of(made, "env.path")
+        described = UserClass(named.value, named.name, style)
+        described.make = pool.objects(target, described.methods)
+        return described
     if isinstance(made, str):
         named = named_by(made, "env.path")
         return UserClass(named.value, named.name, style)

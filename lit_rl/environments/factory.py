@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lit_rl.environments.base import Environment
 from lit_rl.environments.frames import Kind
 from lit_rl.environments.parsers import PARSERS, Parser
+from lit_rl.environments.pool import Pool
 from lit_rl.environments.source import Interactive
 from lit_rl.environments.tools import Toolbox
 from lit_rl.errors import ConfigError, in_range, one_of
@@ -25,6 +26,8 @@ class EnvironmentKind(ABC):
     """Whether it may begin an episode with something that the policy reads."""
     gives_reward: bool = False
     """Whether its episodes have a reward of their own."""
+    has_state: bool = True
+    """Whether an answer depends on what was said before it, so that one that is lost has to be told all of it again."""
 
     @property
     def answers_as(self) -> Kind:
@@ -63,6 +66,11 @@ class EnvironmentFactory(Interactive, ABC):
         max_failed: Share of a rollout's episodes that may fail or run into a time limit. They are not learned from;
             more of them end the run.
         seed: ``group``: the episodes of one prompt begin with the same seed. ``sample``: each with its own.
+        workers: Processes of each rank in which environments and tools run, and which are killed where a call takes too
+            long; what is named has to be named by its path. 0: they run in the training process.
+        memory_mb: Most memory of each worker, in MiB of address space; None is no limit.
+        journal: Whether replies are written down, in ``env_journal`` of the run's folder or in a folder that is named,
+            so that a run which is killed in the middle of a rollout does not ask for them again when it is resumed.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -81,6 +89,9 @@ class EnvironmentFactory(Interactive, ABC):
         rollout_timeout: float | None = None,
         max_failed: float = 0.1,
         seed: Literal["group", "sample"] = "group",
+        workers: int = 0,
+        memory_mb: int | None = None,
+        journal: bool | str = False,
     ) -> None:
         one_of("env.parser", parser, ("auto", *PARSERS))
         if parser != "regex" and call_pattern is not None:
@@ -102,6 +113,18 @@ class EnvironmentFactory(Interactive, ABC):
         self.step_timeout, self.episode_timeout, self.max_failed = step_timeout, episode_timeout, max_failed
         self.rollout_timeout = rollout_timeout
         self.seed: Literal["group", "sample"] = seed
+        in_range("env.workers", workers, low=0)
+        if memory_mb is not None:
+            in_range("env.memory_mb", memory_mb, low=1)
+            if not workers:
+                raise ConfigError(
+                    f"env.memory_mb={memory_mb} is the limit of a worker process, and env.workers=0: set env.workers=1 "
+                    "or more."
+                )
+        if not isinstance(journal, (bool, str)) or journal == "":
+            raise ConfigError(f"env.journal={journal!r} is true, false, or the folder that the replies are written in.")
+        self.pool = Pool(workers, memory_mb) if workers else None
+        self.journal = journal
 
     @property
     @abstractmethod
@@ -119,7 +142,7 @@ class EnvironmentFactory(Interactive, ABC):
     @property
     def is_async(self) -> bool:
         """Whether episodes go on at the same time."""
-        return any(kind.is_async for kind in self.kinds.values())
+        return self.pool is not None or any(kind.is_async for kind in self.kinds.values())
 
     @property
     def gives_reward(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -9,50 +9,22 @@ from typing import Any, Literal
 
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Environment
-from lit_rl.environments.colours import colours_as_words
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.parsers import Parser
+from lit_rl.environments.pool import target_of
 from lit_rl.environments.runner import global_generators_kept
-from lit_rl.environments.spaces import Actions, NoAction, actions_of, shown_by_default
+from lit_rl.environments.spaces import actions_of
+from lit_rl.environments.text_game import Place, TextGame, render_modes, show_rendered, shown_by
 from lit_rl.environments.user_class import UserClass
 from lit_rl.environments.with_steps import ObjectWithSteps
+from lit_rl.environments.worker import Target
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, one_of
 from lit_rl.rewards.functions.by_path import named_by
 
-Show = Callable[[Any, Any], str]
-"""The environment and its observation as the text that the policy reads."""
-
-
-class TextGame:
-    """An environment of gymnasium whose actions and observations are texts.
-
-    Args:
-        made: The environment.
-        actions: How the text of a turn becomes an action.
-        show: How an observation becomes a text.
-    """
-
-    def __init__(self, made: Any, actions: Actions, show: Show) -> None:
-        self._made, self._actions, self._show = made, actions, show
-
-    def reset(self, *, seed: int) -> str:
-        """What the episode begins with."""
-        observation, _ = self._made.reset(seed=seed)
-        return self._show(self._made, observation)
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, Mapping[str, Any]]:
-        """Gymnasium's five. A text that is no action is answered with what is one, and the environment stays as it is:
-        the turn is worth 0, and counts."""
-        try:
-            chosen = self._actions.read(action)
-        except NoAction as error:
-            return f"error: {error}", 0.0, False, False, {}
-        observation, reward, terminated, truncated, info = self._made.step(chosen)
-        return self._show(self._made, observation), reward, terminated, truncated, info
-
-    def close(self) -> None:
-        """Close the environment."""
-        self._made.close()
+_WORKER_MODULES = [
+    "lit_rl.data.checks",
+    *(f"lit_rl.environments.{name}" for name in ("colours", "spaces", "text_game")),
+]
 
 
 class GymnasiumEnvironment(EnvironmentFactory):
@@ -97,10 +69,19 @@ class GymnasiumEnvironment(EnvironmentFactory):
         with global_generators_kept(), _looked_at(id, self._options) as made:
             self._name = str(made.spec.id)
             self.actions = actions_of(made.action_space, actions, _function(read, "env.read"), repr(self._name))
-            self._show = _rendered if observation == "render" else self._shown(made, _function(show, "env.show"))
+            self._show = show_rendered
+            if observation == "value":
+                self._show = shown_by(made, _function(show, "env.show"), self._name)
             self._check_begins(made)
         self._options = {"disable_env_checker": True, **self._options}  # it was looked at, by the checker too
-        self._kinds = {"gymnasium": _Registered(UserClass(self.made, self._name, "step"))}
+        described = UserClass(self.made, self._name, "step")
+        if self.pool is not None:
+            keywords = {"id": id, "options": self._options, "words": list(actions), "rendered": observation == "render"}
+            keywords |= {"read": _place(read, "env.read"), "show": _place(show, "env.show")}
+            target = Target("lit_rl.environments.text_game", None, "made_in_worker", keywords)
+            described.make = self.pool.objects(target, described.methods)
+            self.pool.modules += _WORKER_MODULES
+        self._kinds = {"gymnasium": _Registered(described)}
 
     @property
     def kinds(self) -> Mapping[str, EnvironmentKind]:
@@ -109,16 +90,6 @@ class GymnasiumEnvironment(EnvironmentFactory):
     def made(self) -> TextGame:
         """A new environment. To be closed."""
         return TextGame(_gymnasium().make(self._name, **self._options), self.actions, self._show)
-
-    def _shown(self, made: Any, function: Callable[[Any], str] | None) -> Show:
-        show = function or shown_by_default(made.observation_space)
-        if show is None:
-            raise ConfigError(
-                f"env: the observations of {self._name!r} are {excerpt(str(made.observation_space))}, which have no "
-                "plain text. Give a function from an observation to a text, env.show=./file.py:function"
-                f"{', or take env.observation=render' if 'ansi' in _render_modes(made) else ''}."
-            )
-        return lambda _, observed: show(observed)
 
     def _check_begins(self, made: Any) -> None:
         """Refuse what cannot begin an episode, or begins with what is no text."""
@@ -141,10 +112,6 @@ class _Registered(EnvironmentKind):
         return ObjectWithSteps(self._described.make(), self._described)
 
 
-def _rendered(made: Any, observation: Any) -> str:
-    return colours_as_words(made.render()).strip("\n")
-
-
 def _function(function: str | Callable[..., Any] | None, key: str) -> Callable[..., Any] | None:
     found = named_by(function, key).value if isinstance(function, str) else function
     if found is not None and not callable(found):
@@ -152,8 +119,12 @@ def _function(function: str | Callable[..., Any] | None, key: str) -> Callable[.
     return found
 
 
-def _render_modes(made: Any) -> Sequence[str]:
-    return made.metadata.get("render_modes") or ()
+def _place(function: str | Callable[..., Any] | None, key: str) -> Place | None:
+    """Where a worker finds a function."""
+    if function is None:
+        return None
+    _, target = target_of(function, key)
+    return target.source, target.text, target.name
 
 
 def _gymnasium() -> ModuleType:
@@ -182,7 +153,7 @@ def _looked_at(id: str, options: Mapping[str, Any]) -> Iterator[Any]:
             f"env.id={id!r} with env.options={dict(options)} cannot be made: {type(error).__name__}: {error}."
         ) from error
     with contextlib.closing(made):
-        wanted, modes = options.get("render_mode"), _render_modes(made)
+        wanted, modes = options.get("render_mode"), render_modes(made)
         if wanted is not None and wanted not in modes:
             raise ConfigError(
                 f"env.id={id!r} does not render {wanted!r}, which env.observation=render or env.options.render_mode "

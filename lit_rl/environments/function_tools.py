@@ -8,7 +8,8 @@ from typing import Any
 from lit_rl.environments.base import Environment
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind, Functions
 from lit_rl.environments.parsers import Parser
-from lit_rl.environments.tools import Toolbox
+from lit_rl.environments.pool import Pool, target_of
+from lit_rl.environments.tools import FunctionTool, Toolbox
 from lit_rl.environments.with_tools import ToolEnvironment
 from lit_rl.rewards.functions.by_path import named_by
 
@@ -27,7 +28,7 @@ class FunctionTools(EnvironmentFactory):
 
     def __init__(self, functions: Functions, **limits: Any) -> None:
         super().__init__(**limits)
-        self._kinds = {"tools": OnlyTools(toolbox_of(functions, "env.functions"))}
+        self._kinds = {"tools": OnlyTools(toolbox_of(functions, "env.functions", self.pool))}
 
     @property
     def kinds(self) -> Mapping[str, EnvironmentKind]:
@@ -37,6 +38,8 @@ class FunctionTools(EnvironmentFactory):
 class OnlyTools(EnvironmentKind):
     """Tools, and nothing beside them."""
 
+    has_state = False
+
     def __init__(self, toolbox: Toolbox) -> None:
         self.toolbox, self.is_async = toolbox, toolbox.is_async
 
@@ -45,19 +48,23 @@ class OnlyTools(EnvironmentKind):
         return ToolEnvironment(self.toolbox, parser)
 
 
-def toolbox_of(functions: Functions, key: str) -> Toolbox:
+def toolbox_of(functions: Functions, key: str, pool: Pool | None = None) -> Toolbox:
     """The tools that functions or their paths stand for.
 
     Args:
         functions: Of the user.
         key: The setting that they came with, for messages.
+        pool: Of the workers that run them; None: they run in this process.
 
     Raises:
-        ConfigError: see `Toolbox`.
+        ConfigError: see `Toolbox`; or a function is to run in a worker and was given as an object.
     """
     listed = [functions] if isinstance(functions, str) or callable(functions) else functions
-    return Toolbox([_function(each, key) for each in listed])
+    if pool is None:
+        return Toolbox([named_by(each, key).value if isinstance(each, str) else each for each in listed])
+    return Toolbox([_in_worker(each, key, pool) for each in listed])
 
 
-def _function(function: str | Callable[..., Any], key: str) -> Callable[..., Any]:
-    return named_by(function, key).value if isinstance(function, str) else function
+def _in_worker(function: str | Callable[..., Any], key: str, pool: Pool) -> FunctionTool:
+    named, target = target_of(function, key)
+    return FunctionTool(named.value).by(pool.function(target))

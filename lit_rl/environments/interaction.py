@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,11 +11,13 @@ from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.templates import control_tokens, encode_prompt
-from lit_rl.environments.base import Opening
+from lit_rl.environments.base import Environment, Opening
 from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids, template_name
+from lit_rl.environments.journal import EpisodeJournal, Journal
 from lit_rl.environments.parsers import Parser, parser_for
+from lit_rl.environments.remembered import RememberedEnvironment
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource
 from lit_rl.errors import ConfigError, GenerationError
@@ -44,6 +46,7 @@ class Interaction(EpisodeSource):
         eos_ids: Every token that ends a turn.
         chat: Whether prompts are chat messages; else they are texts.
         template_kwargs: What prompts are rendered with, of the data.
+        journal: Of the run; None: what is answered is written down nowhere.
 
     Raises:
         ConfigError: the chat template cannot render what answers the policy, or nothing says how calls are written.
@@ -57,7 +60,9 @@ class Interaction(EpisodeSource):
         eos_ids: Sequence[int],
         chat: bool,
         template_kwargs: Mapping[str, Any],
+        journal: Journal | None = None,
     ) -> None:
+        self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._ready = {name: self._made_ready(kind, chat, template_kwargs) for name, kind in factory.kinds.items()}
         self._reading = Reading(self._text, self._written, self._shortened, frozenset(eos_ids))
@@ -67,6 +72,14 @@ class Interaction(EpisodeSource):
     @property
     def settings(self) -> EnvironmentFactory:
         return self.factory
+
+    def saved(self, rollout: int) -> None:
+        if self.journal is not None:
+            self.journal.saved(rollout)
+
+    def forget(self) -> None:
+        if self.journal is not None:
+            self.journal.forget()
 
     @property
     def parsers(self) -> dict[str, Parser | None]:
@@ -101,10 +114,15 @@ class Interaction(EpisodeSource):
         asked, sampling = request.prompts, request.sampling
         of_group = [key for key in asked.keys for _ in range(asked.group_size)]
         seeds = request.row_keys if self.factory.seed == "sample" else of_group
+        journal = None
+        if self.journal is not None and request.batch.rollout >= 0:  # validations are drawn again
+            journal = self.journal.request(request.batch.rollout, request)
         with ExitStack() as closes:
 
             def begun() -> tuple[list[list[int]], Conversations]:
-                prompt_ids, conversations = self.begin(request.batch, seeds, max_new_tokens=sampling.max_new_tokens)
+                prompt_ids, conversations = self.begin(
+                    request.batch, seeds, max_new_tokens=sampling.max_new_tokens, journal=journal
+                )
                 closes.enter_context(closing(conversations))
                 return prompt_ids, conversations
 
@@ -115,7 +133,12 @@ class Interaction(EpisodeSource):
         return drawn
 
     def begin(
-        self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int
+        self,
+        batch: PromptBatch,
+        seeds: Sequence[int],
+        *,
+        max_new_tokens: int,
+        journal: Callable[..., EpisodeJournal] | None = None,
     ) -> tuple[list[list[int]], Conversations]:
         """Open the episodes of a batch.
 
@@ -123,6 +146,7 @@ class Interaction(EpisodeSource):
             batch: The prompts.
             seeds: One a completion, any integers; the completions of a prompt are neighbours.
             max_new_tokens: Of one turn.
+            journal: The part of an episode, by row, occurrence, sample and seed; see `Journal.request`.
 
         Returns:
             The tokens of each prompt as it is opened, and what answers its completions. To be closed.
@@ -131,7 +155,11 @@ class Interaction(EpisodeSource):
             GenerationError: the environments of one prompt began differently.
         """
         group = len(seeds) // len(batch)
-        rows = [self._row(batch, number // group, seed) for number, seed in enumerate(seeds)]
+        kept: list[EpisodeJournal | None] = [None] * len(seeds)
+        if journal is not None:
+            names = [(batch.rows[n // group], batch.occurrences[n // group], n % group) for n in range(len(seeds))]
+            kept = [journal(*name, seed) for name, seed in zip(names, seeds)]
+        rows = [self._row(batch, number // group, seed, kept[number]) for number, seed in enumerate(seeds)]
         conversations = Conversations(
             rows,
             self.factory,
@@ -151,10 +179,12 @@ class Interaction(EpisodeSource):
             raise
         return prompts, conversations
 
-    def _row(self, batch: PromptBatch, number: int, seed: int) -> Row:
+    def _row(self, batch: PromptBatch, number: int, seed: int, journal: EpisodeJournal | None) -> Row:
         columns = {"prompt": batch.prompts[number], **{name: of[number] for name, of in batch.columns.items()}}
         ready = self._ready[self.factory.kind_of(columns)]
-        make = partial(ready.kind.make, ready.parser)
+        make: Callable[[], Environment] = partial(ready.kind.make, ready.parser)
+        if self.factory.pool is not None or journal is not None:
+            make = partial(RememberedEnvironment, make, has_state=ready.kind.has_state, journal=journal)
         return Row(make, ready.frames, seed & ((1 << _SEED_BITS) - 1), copy.deepcopy(columns))
 
     def _opened(self, batch: PromptBatch, number: int, rows: Sequence[Row], openings: Sequence[Opening]) -> list[int]:

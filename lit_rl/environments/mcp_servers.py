@@ -50,6 +50,11 @@ class MCPTools(EnvironmentFactory):
         **limits: Any,
     ) -> None:
         super().__init__(**limits)
+        if self.pool is not None:
+            raise ConfigError(
+                f"env.workers={self.pool.size}: the servers of env=mcp are processes of their own: a call that takes "
+                "longer than env.step_timeout is given up without workers. Leave env.workers out."
+            )
         if importlib.util.find_spec("mcp") is None:
             raise BackendError("env=mcp needs the package mcp: pip install 'lit-rl[mcp]'.")
         if (command is None) == (not servers):

@@ -10,6 +10,7 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,43 @@ GRACE = 1.0
 """Seconds beyond its limit in which what awaits is cancelled. What has not given way by then blocks its thread."""
 
 
-class Late(Exception):
+class NoReply(Exception):
+    """An environment gave none, by no fault of the policy: the episode fails."""
+
+
+class Late(NoReply):
     """It took longer than it may."""
+
+
+class Asked:
+    """What an environment is asked for at present: known to all that it calls.
+
+    Args:
+        seconds: It may take. A worker counts them from when it begins.
+        seed: Of Python's and numpy's global generators, in [0, 2^32).
+        alone: Whether nothing else runs meanwhile, so that those of this process are seeded.
+    """
+
+    def __init__(self, seconds: float, seed: int, *, alone: bool) -> None:
+        self.seconds, self.seed, self.alone = seconds, seed, alone
+        self._calls = 0
+        if alone:
+            random.seed(seed)
+            np.random.seed(seed)
+
+    def next_seed(self) -> int:
+        """Of the next call of a worker: the first one's is this one's own."""
+        self._calls += 1
+        return (self.seed + (self._calls - 1) * _ODD) & _LARGEST_SEED
+
+    def once_more(self, seed: int) -> Asked:
+        """The same for something that was asked for before, with the seed of then."""
+        return Asked(self.seconds, seed, alone=self.alone)
+
+
+ASKED: ContextVar[Asked] = ContextVar("asked")
+
+_ODD, _LARGEST_SEED = 0x85EBCA6B, (1 << 32) - 1
 
 
 @dataclass(frozen=True)
@@ -37,6 +73,8 @@ class Task:
     """Of Python's and numpy's global generators while it runs alone, in [0, 2^32)."""
     until: float = math.inf
     """When it has to be over all the same, by `time.perf_counter`."""
+    in_worker: bool = False
+    """Whether worker processes do it. They end it at its limit themselves, which does not count the wait for them."""
 
     @property
     def left(self) -> float:
@@ -62,6 +100,17 @@ class Runner:
     def blocked(self, seconds: float) -> bool:
         """Whether nothing has begun or ended for so long: something keeps the thread from telling the time."""
         return time.perf_counter() > self.moved + seconds
+
+    def one(self, task: Task) -> Any:
+        """What workers give, while this thread waits; `Late` where it took longer than it may.
+
+        Raises:
+            Exception: that the task raises.
+        """
+        try:
+            return self.begin(task).future.result()
+        except Late as late:
+            return late
 
     def in_order(self, tasks: Sequence[Task]) -> list[Any]:
         """What each gives, one after another while this thread waits; `Late` where it took longer than it may.
@@ -104,8 +153,7 @@ class _Turn:
         for task in self._tasks:
             left = task.left
             self.deadline = time.perf_counter() + left + GRACE
-            random.seed(task.seed)
-            np.random.seed(task.seed)
+            ASKED.set(Asked(left, task.seed, alone=True))
             result = await task.coroutine if left else _too_late(task)
             with self._lock:
                 if self._left:  # others run by now
@@ -155,7 +203,8 @@ class Begun:
         try:
             if not (left := self.task.left):
                 raise _too_late(self.task)
-            async with asyncio.timeout(left):
+            ASKED.set(Asked(left, self.task.seed, alone=False))
+            async with asyncio.timeout(None if self.task.in_worker else left):
                 return await self.task.coroutine
         except TimeoutError as error:
             raise Late from error

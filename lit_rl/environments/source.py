@@ -51,6 +51,8 @@ class Interactive:
     """Share of a rollout's episodes that may fail; more end the run."""
     gives_reward: bool = False
     """Whether episodes have a reward of their own."""
+    journal: bool | str = False
+    """Whether replies are written down for a run that is killed in the middle of a rollout; or in which folder."""
     columns: tuple[str, ...] = ("episodes",)
     """What rewards get by name, beside the columns of the data."""
 
@@ -97,3 +99,9 @@ class EpisodeSource(ABC):
     @abstractmethod
     def draw(self, request: EpisodeRequest) -> Completions:
         """The completions of a batch."""
+
+    def saved(self, rollout: int) -> None:  # noqa: B027 (optional)
+        """A checkpoint that holds this rollout is about to be written."""
+
+    def forget(self) -> None:  # noqa: B027 (optional)
+        """The rollout at hand ends the run."""

@@ -16,6 +16,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
 
 from lit_rl.data.checks import excerpt
+from lit_rl.environments.runner import NoReply
 from lit_rl.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -116,8 +117,12 @@ class FunctionTool(Tool):
 
     def of(self, made: Any) -> FunctionTool:
         """The same method of another object."""
+        return self.by(getattr(made, self.name))
+
+    def by(self, function: Callable[..., Any]) -> FunctionTool:
+        """The same, of which another function does the work."""
         bound = copy.copy(self)
-        bound.function = getattr(made, self.name)
+        bound.function = function
         return bound
 
     async def _answer(self, arguments: Mapping[str, Any]) -> ToolAnswer:
@@ -128,6 +133,8 @@ class FunctionTool(Tool):
             if inspect.isawaitable(result):
                 result = await result
             return ToolAnswer(as_text(result, f"The tool {self.name!r}"))
+        except NoReply:
+            raise  # the episode fails: it is nothing that the policy did
         except ConfigError as error:
             self._log_once(str(error))
             return ToolAnswer(f"error: {self.name} gave no answer that can be written", failed=True)

@@ -70,8 +70,9 @@ class UserClass:
             names = [*public, "step"] if has_step else public
             self.toolbox = Toolbox([getattr(first, method) for method in sorted(names)])
         self.gives_reward = self.style == "step" or callable(getattr(first, "get_reward", None))
-        methods = [getattr(first, method, None) for method in (*_OURS, "step", *public)]
-        self.is_async = any(inspect.iscoroutinefunction(method) for method in methods)
+        named = {method: getattr(first, method, None) for method in (*_OURS, "step", *public)}
+        self.methods = [name for name, method in named.items() if callable(method)]
+        self.is_async = any(inspect.iscoroutinefunction(method) for method in named.values())
         for made in (first, second):
             with contextlib.suppress(Exception):  # it was never reset
                 _LOOKED_AT.wait(closed(made))

@@ -274,12 +274,15 @@ def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> No
 
 @pytest.mark.all
 def test_too_many_failures_end_the_run_before_a_reward_is_asked(tmp_path: Path) -> None:
+    """And its journal forgets them: the run is resumed with a mended environment."""
+
     def never(completions: Sequence[Any]) -> list[float]:
         raise AssertionError("asked about a rollout that nobody learns from")
 
     with pytest.raises(GenerationError, match=r"episodes failed.*env.max_failed=0.1.*RuntimeError: no connection"):
-        module = module_of(reward=never, env=guessing(FailsOften, seed="sample"))
+        module = module_of(reward=never, env=guessing(FailsOften, seed="sample", journal=True))
         trainer_of(tmp_path, limit_val_batches=0).fit(module, prompts())
+    assert list((tmp_path / "env_journal").iterdir()) == []
 
 
 class CannotBegin(GuessNumber):

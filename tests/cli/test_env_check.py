@@ -83,8 +83,9 @@ def test_a_fault_is_named_and_ends_with_an_exit_code(check, game, what):
 
 
 @pytest.mark.all
-def test_tools_are_called_as_their_schemas_say(check):
-    outcome = check(*TOOLS)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_tools_are_called_as_their_schemas_say(check, workers):
+    outcome = check(*TOOLS, f"env.workers={workers}")
     assert outcome.code == 0, outcome.err
     assert levels(outcome.out)["tools"] == "ok"
     assert "⟦double(1)<|im_end|>⟧2⟦double()" in outcome.out

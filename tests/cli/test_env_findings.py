@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ def test_a_sound_game_passes_every_check(game):
         findings.generators(first, at_once=False),
         findings.leaks(grown(game)),
         *findings.lengths(first, len, 100),
-        findings.times(first, 30.0, findings.Rollout(8, 3, at_once=False)),
+        findings.times(first, 30.0, findings.Rollout(8, 3, at_once=1)),
     ]
     assert [each.what for each in told if each.level != "ok"] == []
     assert len(told) == 8
@@ -194,10 +195,10 @@ def test_generators_of_reasoning_gym_that_are_known_to_be_faulty():
 
 def test_a_rollout_is_reckoned_from_its_calls():
     first = played(faulty_games.Slow)
-    one, all_ = (findings.times(first, 30.0, findings.Rollout(100, 2, at_once=at_once)) for at_once in (False, True))
+    one, all_ = (findings.times(first, 30.0, findings.Rollout(100, 2, at_once)) for at_once in (1, math.inf))
     assert "waits 60 s" in one.seen or "waits 61 s" in one.seen, one  # 100 episodes of 2 turns of 0.3 s
     assert "waits 0.6" in all_.seen and one.level == "ok"
-    wrong(findings.times(first, 0.5, findings.Rollout(100, 2, at_once=True)), "env.step_timeout=0.5 s")
+    wrong(findings.times(first, 0.5, findings.Rollout(100, 2, math.inf)), "env.step_timeout=0.5 s")
 
 
 def test_answers_and_openings_that_are_too_long():

@@ -47,9 +47,11 @@ def asked(*prompts: Prompt, **columns: Sequence[Any]) -> PromptBatch:
 class Talk:
     """The conversations of one request, of which a test says the policy's part."""
 
-    def __init__(self, interaction: Interaction, batch: PromptBatch, seeds: Sequence[int], turn: int = TURN) -> None:
+    def __init__(
+        self, interaction: Interaction, batch: PromptBatch, seeds: Sequence[int], turn: int = TURN, journal: Any = None
+    ) -> None:
         self._interaction = interaction
-        self.prompt_ids, self.conversations = interaction.begin(batch, seeds, max_new_tokens=turn)
+        self.prompt_ids, self.conversations = interaction.begin(batch, seeds, max_new_tokens=turn, journal=journal)
         self._turns: dict[int, int] = {}
 
     def say(self, row: int, text: str, *, ended: bool = True) -> None:

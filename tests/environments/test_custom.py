@@ -106,6 +106,7 @@ class Opened(Game):
         (lambda: CustomEnvironment(Game, rollout_timeout=0), "env.rollout_timeout=0"),
         (lambda: CustomEnvironment(Game, max_failed=1.5), "env.max_failed=1.5"),
         (lambda: CustomEnvironment(Game, seed="row"), "env.seed='row'"),  # type: ignore[arg-type]
+        (lambda: CustomEnvironment(Game, journal=3), "env.journal=3 is true, false, or the folder"),  # type: ignore[arg-type]
         (lambda: CustomEnvironment(Game, parser="hermez"), "env.parser='hermez'.*Did you mean 'hermes'"),
         (
             lambda: texts(FunctionTools([double], parser="regex", call_pattern="(")),

@@ -35,7 +35,7 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.environments.source import Interactive
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
@@ -156,9 +156,19 @@ class OnPolicyModule(GeneratingModule, ABC):
         return scored, rollout, chosen | metrics
 
     def _check_failures(self) -> None:
-        """Refuse a rollout of which too many episodes failed, as soon as all of it is drawn."""
-        if self.env is not None:
+        """Refuse a rollout of which too many episodes failed, as soon as all of it is drawn.
+
+        Raises:
+            GenerationError: see `Failures.check`.
+        """
+        if self.env is None:
+            return
+        try:
             self.source.failures.check(self.env.max_failed, self.ranks)
+        except GenerationError:
+            if self.interaction is not None:
+                self.interaction.forget()
+            raise
 
     def training_step(self, batch: PromptBatch, batch_idx: int) -> Tensor:
         assert self.rollout is not None and self.plan is not None
@@ -310,7 +320,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         if self.env is not None:
             environments.rewarded(self.env, self.reward_functions)
             environments.fits(self.env, self.generator, self.sampling, self.evaluation)
-            self.interaction = environments.source_of(self.env, self.model, data)
+            journal = environments.journal_of(self.env, trainer.default_root_dir, trainer.global_rank)
+            self.interaction = environments.source_of(self.env, self.model, data, journal)
         episodes = () if self.env is None else self.env.columns
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])
@@ -486,6 +497,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
 
     def rank_state(self) -> dict[str, Any]:
+        if self.interaction is not None and self.scored is not None:
+            self.interaction.saved(self.scored.batch.rollout)
         counts = self._records.counts() | self.source.state()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used

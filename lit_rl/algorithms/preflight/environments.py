@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.journal import Journal
 from lit_rl.environments.source import EpisodeSource, Interactive
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
@@ -56,8 +58,28 @@ def _whole_distribution(sampling: Sampling) -> None:
         )
 
 
-def source_of(env: Interactive, model: LanguageModel, data: Any) -> EpisodeSource:
+def journal_of(env: Interactive, folder: str, rank: int) -> Journal | None:
+    """Where the replies of a run's environments are written down; None: nowhere.
+
+    Args:
+        env: Its settings.
+        folder: Of the run.
+        rank: Of this process.
+    """
+    if not env.journal:
+        return None
+    own = Path(folder) / "env_journal"
+    return Journal(Path(env.journal).expanduser() if isinstance(env.journal, str) else own, rank)
+
+
+def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journal | None = None) -> EpisodeSource:
     """What makes the completions of a run.
+
+    Args:
+        env: Its settings.
+        model: The description of the policy.
+        data: Its data module.
+        journal: See `journal_of`.
 
     Raises:
         ConfigError: the data's rows do not fit the environments, or see `Interaction`.
@@ -79,6 +101,7 @@ def source_of(env: Interactive, model: LanguageModel, data: Any) -> EpisodeSourc
         eos_ids=model.eos_ids,
         chat=not isinstance(data.peek(1).prompts[0], str),
         template_kwargs=data.options.chat_template_kwargs,
+        journal=journal,
     )
 
 

@@ -1,5 +1,7 @@
 """What runs in a worker process: load one reward function, then answer jobs until the socket closes.
 
+Environments have a ``main`` of their own (`lit_rl.environments.worker`), with the limits and the loop of this one.
+
 Standard library only. A worker is a fresh interpreter, not a fork: nothing of CUDA, threads or `__main__` comes along.
 It keeps accidents away from the training (endless loops, memory, exits, prints); it is no sandbox against malice.
 """
@@ -47,24 +49,30 @@ class Setup:
 
 def main(fd: int) -> None:
     """Talk on this socket until the other side closes it."""
-    connection = socket.socket(fileno=fd)
-    os.set_inheritable(fd, False)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore
+    connection = connected(fd)
     setup: Setup = receive(connection)
     try:
-        _set_limits(setup)
+        set_limits(setup.memory_mb, setup.parent)
         function = getattr(load(setup.source, setup.text), setup.name)
     except BaseException as error:
         send(connection, failure_of(error))
         return
     send(connection, None)
-    _serve(connection, function, setup)
+    serve(connection, _runner_of(function, setup))
 
 
-def _serve(connection: socket.socket, function: Callable[..., Any], setup: Setup) -> None:
+def connected(fd: int) -> socket.socket:
+    """The socket that leads to the training process. What is printed goes there in UTF-8, a line at a time."""
+    os.set_inheritable(fd, False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # pyright: ignore
+    return socket.socket(fileno=fd)
+
+
+def serve(connection: socket.socket, call: Callable[[Any], Any]) -> None:
+    """Answer each message with what ``call`` makes of it, or with the Failure of what it raised, and with whether this
+    process has children; until the other side is gone."""
     me, home = os.getpid(), os.getcwd()
-    call = _runner_of(function, setup)
     while True:
         try:
             data = receive_bytes(connection)
@@ -101,18 +109,24 @@ def _wait(awaitable: Awaitable[Any]) -> Any:
     return asyncio.run(awaited())
 
 
-def _set_limits(setup: Setup) -> None:
+def set_limits(memory_mb: int | None, parent: int) -> None:
+    """Bound what this process takes, and end it with its parent.
+
+    Args:
+        memory_mb: Most address space, in MiB (RLIMIT_AS); None is no limit.
+        parent: Process id of the training process.
+    """
     import resource  # not on every system that the training process may run on
 
-    if setup.memory_mb is not None:
-        size = setup.memory_mb * 2**20
+    if memory_mb is not None:
+        size = memory_mb * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also where Python holds its lock in C code
-    if os.getppid() != setup.parent:
+    if os.getppid() != parent:
         os._exit(0)  # it was gone before we asked
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # where memory runs out, this process goes before the training

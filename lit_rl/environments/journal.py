@@ -1,0 +1,185 @@
+"""`env.journal`: the replies of rollouts that no checkpoint holds yet, in files that a killed process leaves behind.
+
+A folder has a file of JSON Lines for each rollout and rank. A line is appended when a reply is there, and is in the
+hands of the system before the policy reads it: what kills the process loses the reply that was waited for, and no other
+(what takes the power off the machine may lose more).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from lit_rl.environments.base import Reply
+from lit_rl.episodes import End
+from lit_rl.errors import ConfigError, StorageError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What came of one thing that an environment was asked for."""
+
+    given: Any = None
+    """An opening, a reply, or a reward."""
+    failed: tuple[End, str] | None = None
+    """How the episode ended there, and what went wrong."""
+
+
+Name = tuple[int, ...]
+"""Of an episode in its rollout: which request of the rollout, data row, occurrence, sample, seed."""
+_Place = tuple[str, str | None]
+"""In an episode: ``reset``, a turn's number or ``reward``, and the digest of the action; None: of any."""
+
+
+class Journal:
+    """The replies of a run.
+
+    Args:
+        folder: Of the files; made when there is something to write.
+        rank: Of this process. Each writes a file of its own, and reads those of all.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self._rollout = -1
+        self._file: io.FileIO | None = None
+        self._entries: dict[Name, dict[_Place, Entry]] = {}
+        self._requests: list[Any] = []
+        self._saved = -1
+
+    def request(self, rollout: int, asked: Any) -> Callable[..., EpisodeJournal]:
+        """What names the episodes of one request of a rollout: by row, occurrence, sample and seed.
+
+        Args:
+            rollout: Index, 0 or more.
+            asked: The request. The same object again is the same request, drawn once more after an engine was lost.
+
+        Raises:
+            StorageError: the files cannot be read.
+        """
+        if rollout != self._rollout:
+            self._open(rollout)
+        number = next((n for n, other in enumerate(self._requests) if other is asked), len(self._requests))
+        if number == len(self._requests):
+            self._requests.append(asked)
+        return lambda *name: EpisodeJournal(self, (number, *name))
+
+    def saved(self, rollout: int) -> None:
+        """A checkpoint that holds this rollout is about to be written; the one before it is complete, so what it holds
+        is asked for no more."""
+        for path in self._folder.glob("rollout_*.rank_*.jsonl"):
+            number = path.name.removeprefix("rollout_").partition(".")[0]
+            if number.isdigit() and int(number) <= self._saved:
+                path.unlink(missing_ok=True)
+        self._saved = rollout
+
+    def forget(self) -> None:
+        """The rollout at hand ends the run: when that goes on, what was answered in it is asked for anew."""
+        self._file = None
+        self._path.unlink(missing_ok=True)
+        self._entries = {}
+
+    def known(self, name: Name, place: _Place) -> Entry | None:
+        """What came of it, if it was asked for before."""
+        entries = self._entries.get(name, {})
+        return entries.get(place) or entries.get((place[0], None))
+
+    def write(self, name: Name, place: _Place, entry: Entry) -> None:
+        """Append a line.
+
+        Raises:
+            StorageError: it cannot be written.
+            ConfigError: the reply is more than text, numbers, lists and dicts of these.
+        """
+        self._entries.setdefault(name, {})[place] = entry
+        try:
+            line = json.dumps([name, *place, _plain(entry.given), entry.failed])
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"env.journal cannot write a reply of the environment: {error}.") from error
+        try:
+            if self._file is None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._file = io.FileIO(self._path, "a")
+            self._file.write(f"{line}\n".encode())
+        except OSError as error:
+            raise StorageError(f"env.journal: {self._path} cannot be written: {error}.") from error
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"rollout_{self._rollout}.rank_{self._rank}.jsonl"
+
+    def _open(self, rollout: int) -> None:
+        self._rollout, self._file, self._requests, self._entries = rollout, None, [], {}
+        if self._path.exists():
+            _cut_torn_line(self._path)
+        for path in sorted(self._folder.glob(f"rollout_{rollout}.rank_*.jsonl")):
+            self._read(path)
+
+    def _read(self, path: Path) -> None:
+        try:
+            for line in path.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    name, at, action, given, failed = json.loads(line)
+                    entry = Entry(_reply(at, given), None if failed is None else (failed[0], failed[1]))
+                    self._entries.setdefault(tuple(name), {})[at, action] = entry
+        except (OSError, ValueError, TypeError) as error:
+            raise StorageError(
+                f"env.journal: {path} cannot be read: {error}. Remove the file to ask the environments again."
+            ) from error
+
+
+class EpisodeJournal:
+    """The part of one episode.
+
+    Args:
+        journal: Of the run.
+        name: Of the episode.
+    """
+
+    def __init__(self, journal: Journal, name: Name) -> None:
+        self._journal, self._name = journal, name
+
+    def known(self, at: str, action: str | None) -> Entry | None:
+        """What came of it before; see `write`."""
+        return self._journal.known(self._name, (at, _digest(action)))
+
+    def write(self, at: str, action: str | None, entry: Entry) -> None:
+        """Write down what came of it.
+
+        Args:
+            at: ``reset``, the turn's number, or ``reward``.
+            action: What the policy said; None: nothing, or whatever it says.
+            entry: What came of it.
+        """
+        self._journal.write(self._name, (at, _digest(action)), entry)
+
+
+def _digest(action: str | None) -> str | None:
+    return None if action is None else hashlib.sha256(action.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def as_json(given: Any) -> str:
+    """An opening, a reply or a reward as a text: equal where they are."""
+    return json.dumps(_plain(given), default=repr, sort_keys=True)
+
+
+def _plain(given: Any) -> Any:
+    return dataclasses.asdict(given) if isinstance(given, Reply) else given
+
+
+def _reply(at: str, given: Any) -> Any:
+    return Reply(**cast("dict[str, Any]", given)) if at.isdigit() and given is not None else given
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove what a process was writing when it was killed."""
+    data = path.read_bytes()
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)

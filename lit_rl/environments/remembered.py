@@ -1,0 +1,156 @@
+"""An environment that can be made anew in the middle of an episode: it knows what was said in it.
+
+Where its worker was ended for another episode's sake, or the process of the run was, a new one is told the same again
+and has to answer the same: else the episode fails, since the policy would go on in another world than the one it read
+of. What a journal holds is not asked for at all, unless something is asked for that it does not hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.environments.base import Environment, Opening, Reply, Turn
+from lit_rl.environments.journal import Entry, EpisodeJournal, as_json
+from lit_rl.environments.pool import Gone
+from lit_rl.environments.runner import ASKED, Late, NoReply
+from lit_rl.episodes import End
+from lit_rl.errors import LitRLError
+
+_Ask = Callable[[Environment], Coroutine[Any, Any, Any]]
+
+
+class FailedBefore(Exception):
+    """The journal says that it failed here.
+
+    Args:
+        end: How the episode ended.
+        error: What went wrong.
+    """
+
+    def __init__(self, end: End, error: str) -> None:
+        super().__init__(error)
+        self.end: End = end
+
+
+class AnsweredOtherwise(NoReply):
+    """A new environment that was told the same does not answer the same."""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What was asked for, with its seed, and what was given."""
+
+    ask: _Ask
+    seed: int
+    given: Any
+
+
+class RememberedEnvironment(Environment):
+    """The same environment, with a memory.
+
+    Args:
+        make: Makes one.
+        has_state: Whether a new one has to be told all that was said.
+        journal: Of the episode; None: nothing outlives this process.
+    """
+
+    def __init__(self, make: Callable[[], Environment], *, has_state: bool, journal: EpisodeJournal | None) -> None:
+        self._make, self._has_state, self._journal = make, has_state, journal
+        self._made: Environment | None = None
+        self._said: list[_Said] = []
+        self._turns = 0
+        self._at: tuple[str, str | None] = ("reset", None)
+        """What is asked for, or will be next, and the action where it is known."""
+        self._over, self._lock = False, threading.Lock()
+
+    async def reset(self, seed: int, row: Mapping[str, Any]) -> Opening:
+        return await self._ask("reset", None, lambda made: made.reset(seed, copy.deepcopy(dict(row))))
+
+    async def answer(self, turn: Turn) -> Reply:
+        reply = await self._ask(str(self._turns), f"{turn.cut} {turn.written}", lambda made: made.answer(turn))
+        self._turns += 1
+        self._at = (str(self._turns), None)
+        return reply
+
+    async def reward(self) -> float | None:
+        return await self._ask("reward", None, lambda made: made.reward())
+
+    async def close(self) -> None:
+        if self._made is not None:
+            await self._made.close()
+
+    def timed_out(self, error: str) -> None:
+        self._write(Entry(failed=("timeout", error)), last=True)
+
+    # ------------------------------------------------------------------ one thing that is asked for
+
+    async def _ask(self, at: str, action: str | None, ask: _Ask) -> Any:
+        self._at = at, action
+        seed, entry = ASKED.get().seed, self._journal and self._journal.known(at, action)
+        if entry is None:
+            given = await self._asked_now(ask)
+        elif entry.failed is not None:
+            raise FailedBefore(*entry.failed)
+        else:
+            given = entry.given
+        self._said.append(_Said(ask, seed, given))
+        return given
+
+    async def _asked_now(self, ask: _Ask) -> Any:
+        while True:
+            try:
+                given = await ask(await self._living())
+            except Gone:
+                self._made = None
+                continue
+            except (LitRLError, Late):
+                raise
+            except (Exception, SystemExit) as error:
+                self._write(Entry(failed=("failed", told_of(error))))
+                raise
+            self._write(Entry(given=given))
+            return given
+
+    async def _living(self) -> Environment:
+        """The environment, told all that was said."""
+        if self._made is None:
+            self._made = self._make()
+            if self._has_state and self._said:
+                await self._tell_again(self._made)
+        return self._made
+
+    async def _tell_again(self, made: Environment) -> None:
+        now = ASKED.get()
+        for said in self._said:
+            ASKED.set(now.once_more(said.seed))
+            given = await said.ask(made)
+            if as_json(given) != as_json(said.given):
+                raise AnsweredOtherwise(
+                    f"made anew in the middle of its episode, it gave {_shown(given)} and not {_shown(said.given)}"
+                )
+        ASKED.set(now.once_more(now.seed))
+
+    def _write(self, entry: Entry, *, last: bool = False) -> None:
+        """Into the journal, unless the episode has ended at a limit meanwhile."""
+        with self._lock:
+            if self._journal is not None and not self._over:
+                self._journal.write(*self._at, entry)
+            self._over = self._over or last
+
+
+def told_of(error: BaseException) -> str:
+    """An error of an environment, in a line."""
+    return excerpt(f"{type(error).__name__}: {error}", 200)
+
+
+def _shown(given: Any) -> str:
+    """For a message: what was said, and what it was worth."""
+    if isinstance(given, Reply):
+        text = " ".join(str(message["content"]) for message in given.messages)
+        given = text if given.reward is None else f"{text} ({given.reward})"
+    return excerpt(repr(given), 50)

@@ -1,0 +1,138 @@
+"""What runs in a worker process of environments: objects of the user's, each from its first call to its last.
+
+Standard library, and of lit_rl what a worker of rewards loads too. It keeps accidents away from the training, endless
+loops, memory and exits, and is no sandbox against malice.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import random
+import reprlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_rl.rewards.workers.import_source import load
+from lit_rl.rewards.workers.job import failure_of
+from lit_rl.rewards.workers.worker import connected, receive, send, serve, set_limits
+
+
+@dataclass(frozen=True)
+class Target:
+    """A class, or a function, by where it is found."""
+
+    source: str
+    """File or module."""
+    text: bytes | None
+    """The file's text; None for a module."""
+    name: str
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    """What an object is made with."""
+
+    def found(self) -> Any:
+        """The class or function itself."""
+        return getattr(load(self.source, self.text), self.name)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is told first."""
+
+    targets: Sequence[Target]
+    memory_mb: int | None
+    parent: int
+    """Process id of the training process."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a function, or of a method of an object, which is made by its first call."""
+
+    target: int
+    """Place among the targets."""
+    object: int | None
+    """Which one of them; None: the target is a function, and is called itself."""
+    method: str
+    """``close`` lets the object go, whether it has such a method or not."""
+    arguments: Sequence[Any]
+    keywords: Mapping[str, Any]
+    seed: int
+    """Of Python's and numpy's global generators, in [0, 2^32)."""
+
+
+class Unsendable:
+    """Stands for a returned value that cannot leave its process: it is shown as that was."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self._kind, self._text = kind, text
+
+    def __repr__(self) -> str:
+        return f"{self._text} ({self._kind})"
+
+
+def main(fd: int) -> None:
+    """Talk on this socket until the other side closes it."""
+    connection = connected(fd)
+    setup: Setup = receive(connection)
+    try:
+        set_limits(setup.memory_mb, setup.parent)
+        objects = _Objects(setup.targets)
+    except BaseException as error:
+        send(connection, failure_of(error))
+        return
+    send(connection, None)
+    serve(connection, objects.answer)
+
+
+class _Objects:
+    """Those that live in this process."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self._targets = [(target.found(), target.keywords) for target in targets]
+        self._objects: dict[int, Any] = {}
+        self._loop: Any = None
+
+    def answer(self, call: Call) -> Any:
+        """What the call gives, awaited where it has to be."""
+        random.seed(call.seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(call.seed)
+        given = self._given(call)
+        return _sendable(self._awaited(given) if inspect.isawaitable(given) else given)
+
+    def _given(self, call: Call) -> Any:
+        target, keywords = self._targets[call.target]
+        if call.object is None:
+            return target(*call.arguments, **call.keywords)
+        if call.method == "close":
+            return getattr(self._objects.pop(call.object, None), "close", _nothing)()
+        if call.object not in self._objects:
+            self._objects[call.object] = target(**keywords)
+        return getattr(self._objects[call.object], call.method)(*call.arguments, **call.keywords)
+
+    def _awaited(self, given: Any) -> Any:
+        import asyncio  # half of a worker's start, and few methods are async
+
+        async def awaited() -> Any:
+            return await given
+
+        if self._loop is None:  # one for all calls: a client may keep its connections
+            self._loop = asyncio.new_event_loop()
+        return self._loop.run_until_complete(awaited())
+
+
+def _nothing() -> None: ...
+
+
+def _sendable(value: Any) -> Any:
+    """The value, without what cannot be pickled in it."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        if isinstance(value, tuple):
+            return tuple(map(_sendable, value))
+        return Unsendable(type(value).__name__, reprlib.repr(value))
+    return value
