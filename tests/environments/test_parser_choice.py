@@ -165,7 +165,7 @@ def written(turn: ParsedTurn) -> list[str]:
 )
 def test_several_calls_of_a_turn_are_read_in_their_order(name: str) -> None:
     tokenizer, _ = tokenizer_of(name)
-    functions = [{"name": each, "arguments": {"text": each}} for each in ("first", "second", "third")]
+    functions = [{"name": each, "arguments": {"text": f"the {each} text"}} for each in ("first", "second", "third")]
     said = {
         "role": "assistant",
         "content": "So.",
@@ -177,7 +177,7 @@ def test_several_calls_of_a_turn_are_read_in_their_order(name: str) -> None:
     )
     turn = BY_NAME[FAMILY_NAMES[FAMILY[name]]].parse(whole.removeprefix(before))
     assert turn.calls == tuple(ToolCall(f["name"], f["arguments"]) for f in functions)
-    assert "first" not in turn.content
+    assert "text" not in turn.content
 
 
 # ---------------------------------------------------------------------------------------------------- what models write
