@@ -44,7 +44,7 @@ class DeepSeekV3Parser(Parser):
     def _calls(self, said: str) -> tuple[list[Call], str]:
         calls, rest = self._BLOCKS.read(said, self._call)
         if not calls and self._AROUND.search(rest):
-            calls = [BadCall(rest, "no call stands behind <｜tool▁calls▁begin｜>")]
+            return [BadCall(rest, "no call stands behind <｜tool▁calls▁begin｜>")], ""
         return calls, self._AROUND.sub("", rest) if calls else rest
 
     def _call(self, inside: str) -> list[Call]:

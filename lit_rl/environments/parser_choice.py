@@ -100,20 +100,20 @@ def parser_for(name: str, tokenizer: Any, schemas: Schemas, pattern: str | None)
 
 
 def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[str]:
-    """The turn that calls a tool, as the chat template writes it: first the whole of it, then without what follows on
-    each of its control tokens, one of which ended it. Nothing where the template renders no calls.
+    """The turn that calls a tool, as the chat template writes it: up to each of its control tokens, as one of them ends
+    it, and then the whole of it. Nothing where the template renders no calls.
 
     Args:
         tokenizer: With a chat template.
         call: What is called.
-        schemas: Of the tools that the template tells of.
+        schemas: Of the tools that the template tells of; may be none.
     """
     for arguments in (dict(call.arguments), json.dumps(dict(call.arguments))):
         function = {"name": call.name, "arguments": arguments}
         calls = [{"type": "function", "id": "call00000", "function": function}]
         asked = [{"role": "user", "content": "a"}]
         said = {"role": "assistant", "content": "", "tool_calls": calls}
-        settings = {"tokenize": False, "tools": list(schemas)}
+        settings = {"tokenize": False, "tools": list(schemas) or None}
         try:
             begun = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **settings)
             before = tokenizer.apply_chat_template(asked, **settings)
@@ -121,11 +121,9 @@ def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[
         except Exception:  # a template is a program: whatever it raises, it cannot render this
             continue
         turn = whole[len(begun if whole.startswith(begun) else before) :]
+        cuts = (turn.rpartition(token) for token in control_tokens(tokenizer))
+        yield from (before_it for before_it, token, _ in cuts if token)
         yield turn
-        for token in control_tokens(tokenizer):
-            behind = turn.rpartition(token)
-            if behind[1]:
-                yield behind[0]
         return
 
 

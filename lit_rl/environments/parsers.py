@@ -190,7 +190,8 @@ class TemplateParser(Parser):
     """
 
     def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
-        self._tokenizer, self._settings = tokenizer, {"prefix": _generation_prompt(tokenizer)}
+        self._tokenizer = tokenizer
+        self._settings: dict[str, Any] = {"prefix": _generation_prompt(tokenizer)}
         if "tools" in inspect.signature(tokenizer.parse_response).parameters:  # not in the oldest transformers
             self._settings["tools"] = list(schemas) or None
 
