@@ -100,8 +100,6 @@ def typed(text: str, schema: Any) -> Any:
         schema: JSON Schema of the argument; None where the tool has no such argument.
     """
     types = _types(schema)
-    if types == {"string"}:
-        return text
     value = _value(text)
     if value is _NO_VALUE or isinstance(value, str):
         return text
