@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_frames import names, tokenizer_of
+from test_frames import frames_of, names, tokenizer_of
 
 from lit_rl.environments.literal_parsers import Gemma4Parser, Lfm2Parser
 from lit_rl.environments.named_parsers import DeepSeekV3Parser, GptOssParser
@@ -66,21 +66,12 @@ FAMILIES: dict[type[Parser], list[str]] = {
 }
 FAMILY = {name: family for family, members in FAMILIES.items() for name in members}
 RENDER_NO_CALLS = {
-    "cohere": "refuses or drops them",
-    "cohere2": "drops the answers",
-    "deepseek_r1_distill": "drops calls beside content",
-    "gemma": "drops them",
-    "gemma3": "drops them",
-    "idefics3": "drops them",
-    "lfm2": "drops them",
-    "llama3": "drops them",
-    "llava_next": "drops them",
-    "phi3": "drops them",
-    "phi3_5": "drops them",
-    "qwen2_5_vl": "drops them",
-    "smolvlm": "drops them",
+    **dict.fromkeys(["cohere", "gemma", "gemma3"], "refuses them: Conversation roles must alternate"),
+    **dict.fromkeys(["idefics3", "llava_next", "smolvlm"], "refuses them: str object has no element 0"),
+    **dict.fromkeys(["cohere2", "deepseek_r1_distill", "lfm2", "llama3"], "drops the calls of tools"),
+    **dict.fromkeys(["phi3", "phi3_5", "qwen2_5_vl"], "drops the calls of tools"),
 }
-"""TRL's `supports_tool_calling` says so too. Frames refuse them as well, but for plain text."""
+"""And why. `ChatFrames` refuses them with these words; TRL's `supports_tool_calling` says so too."""
 
 UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
 """They write a text between single quotes as it stands: one with a quote or a backslash cannot be read by anybody."""
@@ -97,6 +88,8 @@ def test_every_template_that_renders_tools_is_read_or_refused_by_name(name: str)
         return
     with pytest.raises(ConfigError, match=r"env\.parser=auto: .* env\.parser is hermes, .*qwen3_5.* or regex"):
         parser_for("auto", tokenizer, [SCHEMA], None)
+    with pytest.raises(ConfigError, match=f"it {RENDER_NO_CALLS[name]}"):
+        frames_of(name, "tool")
 
 
 # ---------------------------------------------------------------------------------------------------- round trip
