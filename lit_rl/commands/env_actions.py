@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lit_rl.environments.parser_choice import rendered_call
 from lit_rl.environments.parsers import Parser
 from lit_rl.environments.tools import Toolbox, ToolCall
-from lit_rl.rollout import Message
 
 NONSENSE = "nonsense"
 _LONG = "word " * 1000
@@ -66,25 +66,7 @@ def _forms(call: ToolCall, tokenizer: Any) -> Iterator[str]:
     yield json.dumps({"name": call.name, "parameters": arguments})
     yield f"[TOOL_CALLS]{json.dumps([{'name': call.name, 'arguments': arguments}])}"
     if tokenizer.chat_template:
-        yield from _rendered(call, tokenizer)
-
-
-def _rendered(call: ToolCall, tokenizer: Any) -> Iterator[str]:
-    """As the chat template writes it."""
-    function = {"name": call.name, "arguments": dict(call.arguments)}
-    asked: list[Message] = [{"role": "user", "content": "a"}]
-    said = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": "call00000", **{"function": function}}],
-    }
-    try:
-        before = str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
-        whole = str(tokenizer.apply_chat_template([*asked, said], tokenize=False))
-    except Exception:  # a template is a program: whatever it raises, it cannot render this
-        return
-    if whole.startswith(before):
-        yield whole[len(before) :].partition(str(tokenizer.eos_token))[0]
+        yield from rendered_call(tokenizer, call, [])
 
 
 def _example(schema: Mapping[str, Any]) -> Any:

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from lit_rl.environments.base import Environment
 from lit_rl.environments.frames import Kind
-from lit_rl.environments.parsers import PARSERS, Parser
+from lit_rl.environments.parser_choice import PARSERS
+from lit_rl.environments.parsers import Parser
 from lit_rl.environments.pool import Pool
 from lit_rl.environments.source import Interactive
 from lit_rl.environments.tools import Toolbox
@@ -51,7 +52,8 @@ class EnvironmentFactory(Interactive, ABC):
 
     Args:
         parser: How calls of tools are written: ``auto`` goes by the tokenizer and its chat template; or ``hermes``,
-            ``llama3``, ``mistral``, ``regex``.
+            ``llama3``, ``mistral``, ``qwen3_5``, ``glm4``, ``gptoss``, ``deepseek_v3``, ``gemma4``, ``lfm2``,
+            ``muse_glimmer``, ``regex``.
         call_pattern: With ``parser=regex``, one call as a regular expression with the groups ``name`` and
             ``arguments``, see `RegexParser`. None: ``name(1, "two")``.
         max_turns: Turns of the policy in an episode, 1 or more.

@@ -16,7 +16,8 @@ from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids, template_name
 from lit_rl.environments.journal import EpisodeJournal, Journal
-from lit_rl.environments.parsers import Parser, parser_for
+from lit_rl.environments.parser_choice import parser_for
+from lit_rl.environments.parsers import Parser
 from lit_rl.environments.remembered import RememberedEnvironment
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource

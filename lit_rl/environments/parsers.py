@@ -6,19 +6,20 @@ policy is answered that, and it is counted.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.tools import ToolCall
 from lit_rl.errors import ConfigError
 
-_UNREADABLE = (ValueError, RecursionError)
-"""What reading JSON raises: the second of lists in lists in lists."""
+UNREADABLE = (ValueError, RecursionError)
+"""What reading raises: the second of lists in lists in lists."""
 
 
 @dataclass(frozen=True)
@@ -29,42 +30,67 @@ class BadCall:
     why: str
 
 
+Call: TypeAlias = ToolCall | BadCall
+
+
 @dataclass(frozen=True)
 class ParsedTurn:
     """A turn of the policy, read."""
 
     content: str
     """The text beside the calls, without blanks around it."""
-    calls: tuple[ToolCall | BadCall, ...] = ()
+    calls: tuple[Call, ...] = ()
 
 
 class Parser(ABC):
     """Reads calls in the text of a turn, control tokens included but for those that ended it."""
 
+    _THOUGHT = ("<think>", "</think>")
+    """What thoughts stand between."""
+
     def parse(self, text: str) -> ParsedTurn:
-        """The calls in the order in which they were written. What stands in ``<think>`` is no call."""
-        thoughts, said = _thinking(text)
+        """The calls in the order in which they were written. What stands in thoughts is no call."""
+        thoughts, said = _thinking(text, *self._THOUGHT)
         calls, rest = self._calls(said)
         return ParsedTurn((thoughts + rest).strip(), tuple(map(_writable, calls)))
 
     @abstractmethod
-    def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
+    def _calls(self, said: str) -> tuple[list[Call], str]:
         """The calls in a text, and the text without them."""
+
+
+class Blocks:
+    """The parts of a text between an opening and a closing mark. One that is not closed ends where the next opens.
+
+    Args:
+        opening: The mark in front.
+        closing: The mark behind.
+        closed_by: Where the closing mark may stand within a block too: a pattern of the one that closes it.
+    """
+
+    def __init__(self, opening: str, closing: str, *, closed_by: str | None = None) -> None:
+        self._closing, opened = closing, re.escape(opening)
+        end = re.escape(closing) if closed_by is None else closed_by
+        self._pattern = re.compile(rf"{opened}(?P<inside>.*?)(?:(?P<end>{end})|(?={opened})|\Z)", re.DOTALL)
+
+    def read(self, said: str, calls_of: Callable[[str], list[Call]]) -> tuple[list[Call], str]:
+        """The calls in the blocks of a text, by a reader of what stands in one, and the text without the blocks."""
+        calls: list[Call] = []
+        for found in self._pattern.finditer(said):
+            if found["end"]:
+                calls += calls_of(found["inside"])
+            else:
+                calls.append(BadCall(found[0], f"the call is not closed by {self._closing}"))
+        return calls, self._pattern.sub("", said)
 
 
 class HermesParser(Parser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or more: Qwen 2.5 and 3, Hermes, SmolLM3."""
 
-    _BLOCK = re.compile(r"<tool_call>(?P<call>.*?)(?:(?P<end></tool_call>)|(?=<tool_call>)|$)", re.DOTALL)
+    _BLOCKS = Blocks("<tool_call>", "</tool_call>")
 
-    def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
-        calls: list[ToolCall | BadCall] = []
-        for found in self._BLOCK.finditer(said):
-            if found["end"]:
-                calls.append(_call_of(found["call"]))
-            else:
-                calls.append(BadCall(found[0], "the call is not closed by </tool_call>"))
-        return calls, self._BLOCK.sub("", said)
+    def _calls(self, said: str) -> tuple[list[Call], str]:
+        return self._BLOCKS.read(said, lambda inside: [_call_of(inside)])
 
 
 class Llama3Parser(Parser):
@@ -72,19 +98,19 @@ class Llama3Parser(Parser):
 
     _TAG = "<|python_tag|>"
 
-    def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
+    def _calls(self, said: str) -> tuple[list[Call], str]:
         text = said.strip()
         tagged = text.startswith(self._TAG)
         text = text.removeprefix(self._TAG).strip()
         if not tagged and not re.match(r'\{\s*"(?:name|type|function|parameters)"', text):
             return [], said
-        calls: list[ToolCall | BadCall] = []
+        calls: list[Call] = []
         while text:
             try:
                 value, end = json.JSONDecoder().raw_decode(text)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 return [*calls, BadCall(text, f"the call is no JSON: {error}")], ""
-            calls.append(_call_from(value, text[:end]))
+            calls.append(call_from(value, text[:end]))
             text = text[end:].lstrip().removeprefix(";").lstrip()
         return calls, ""
 
@@ -94,9 +120,9 @@ class MistralParser(Parser):
 
     _TAG, _ARGS = "[TOOL_CALLS]", "[ARGS]"
 
-    def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
+    def _calls(self, said: str) -> tuple[list[Call], str]:
         before, *parts = said.split(self._TAG)
-        calls: list[ToolCall | BadCall] = []
+        calls: list[Call] = []
         for part in parts:
             name, args, rest = part.partition(self._ARGS)
             if args:
@@ -104,10 +130,10 @@ class MistralParser(Parser):
                 continue
             try:
                 listed = json.loads(part)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 calls.append(BadCall(part, f"the calls are no JSON list: {error}"))
                 continue
-            calls += [_call_from(value, part) for value in (listed if isinstance(listed, list) else [listed])]
+            calls += [call_from(value, part) for value in (listed if isinstance(listed, list) else [listed])]
         return calls, before
 
 
@@ -138,14 +164,14 @@ class RegexParser(Parser):
         functions = [schema["function"] for schema in schemas]
         self._arguments = {f["name"]: list(f["parameters"].get("properties", {})) for f in functions}
 
-    def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
+    def _calls(self, said: str) -> tuple[list[Call], str]:
         return [self._call(found) for found in self._pattern.finditer(said)], self._pattern.sub("", said)
 
-    def _call(self, found: re.Match[str]) -> ToolCall | BadCall:
+    def _call(self, found: re.Match[str]) -> Call:
         name, written = found["name"], found["arguments"]
         try:
             values = json.loads(f"[{written}]")
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             return BadCall(found[0], f"the arguments are no JSON values: {error}")
         names = self._arguments.get(name, [])
         if name in self._arguments and len(values) > len(names):
@@ -156,80 +182,50 @@ class RegexParser(Parser):
 class TemplateParser(Parser):
     """By the ``response_template`` that the tokenizer of a model may bring (transformers 5.13 and newer).
 
+    The ``response_schema`` of older tokenizers has no reader any more: transformers drops it when it loads one.
+
     Args:
         tokenizer: With such a template.
+        schemas: Of the tools, for the types of arguments that are written as text.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> None:
         self._tokenizer = tokenizer
+        self._settings: dict[str, Any] = {"prefix": _generation_prompt(tokenizer)}
+        if "tools" in inspect.signature(tokenizer.parse_response).parameters:  # not in the oldest transformers
+            self._settings["tools"] = list(schemas) or None
 
     def parse(self, text: str) -> ParsedTurn:
         """The template says itself what is thought and what is said."""
         calls, rest = self._calls(text)
         return ParsedTurn(rest.strip(), tuple(map(_writable, calls)))
 
-    def _calls(self, said: str) -> tuple[list[ToolCall | BadCall], str]:
+    def _calls(self, said: str) -> tuple[list[Call], str]:
         try:
-            message = self._tokenizer.parse_response(said, prefix="")
+            message = self._tokenizer.parse_response(said, **self._settings)
         except Exception as error:  # a template is a program: whatever it raises, it cannot read this
             return [BadCall(said, f"it cannot be read: {excerpt(str(error), 80)}")], ""
-        calls = [_call_from(call, json.dumps(call, default=str)) for call in message.get("tool_calls") or ()]
+        calls = [call_from(call, json.dumps(call, default=str)) for call in message.get("tool_calls") or ()]
         return calls, str(message.get("content") or "") if calls else said
 
 
-PYTHON_CALL = r"(?P<name>\w+)\((?P<arguments>[^)]*)\)"
-"""``multiply(17, 25)``."""
-
-PARSERS = ("hermes", "llama3", "mistral", "regex")
-"""Names of the forms that `env.parser` may choose."""
-
-_MARKS = {
-    "<tool_call>\n{": HermesParser,
-    "<tool_call>\\n{": HermesParser,
-    "[TOOL_CALLS]": MistralParser,
-    "<|python_tag|>": Llama3Parser,
-    "'\"parameters\": '": Llama3Parser,
-}
-"""What a chat template writes where it renders calls of this form, as in its source."""
+def _generation_prompt(tokenizer: Any) -> str:
+    """What a turn of the policy goes on from: a template may have begun it, with an open ``<think>``."""
+    if not tokenizer.chat_template:
+        return ""
+    asked = [{"role": "user", "content": "a"}]
+    return str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
 
 
-def parser_for(name: str, tokenizer: Any, schemas: Sequence[Mapping[str, Any]], pattern: str | None) -> Parser:
-    """The parser of a name, or the one that fits a tokenizer.
-
-    Args:
-        name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``, else by its chat template.
-        tokenizer: Of the policy.
-        schemas: Of the tools.
-        pattern: Of ``regex``; None is `PYTHON_CALL`.
-
-    Raises:
-        ConfigError: ``auto``, and nothing says how the model writes calls.
-    """
-    if name == "regex":
-        return RegexParser(PYTHON_CALL if pattern is None else pattern, schemas)
-    if name != "auto":
-        return {"hermes": HermesParser, "llama3": Llama3Parser, "mistral": MistralParser}[name]()
-    if getattr(tokenizer, "response_template", None):
-        return TemplateParser(tokenizer)
-    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    for mark, parser in _MARKS.items():
-        if mark in template:
-            return parser()
-    raise ConfigError(
-        "env.parser=auto: neither a response_template of the tokenizer nor its chat template says how the model writes "
-        f"calls of tools. Say it: env.parser is {', '.join(PARSERS[:-1])}, or regex with env.call_pattern."
-    )
-
-
-def _call_of(text: str) -> ToolCall | BadCall:
+def _call_of(text: str) -> Call:
     try:
         value = json.loads(text)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         return BadCall(text, f"the call is no JSON: {error}")
-    return _call_from(value, text)
+    return call_from(value, text)
 
 
-def _call_from(value: Any, text: str) -> ToolCall | BadCall:
+def call_from(value: Any, text: str) -> Call:
     """A call from an object with a name and arguments; these are called parameters by Llama, and may be JSON text."""
     if not isinstance(value, dict):
         return BadCall(text, f"a call is an object with name and arguments, not {excerpt(json.dumps(value), 40)}")
@@ -240,7 +236,7 @@ def _call_from(value: Any, text: str) -> ToolCall | BadCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             return BadCall(text, f"the arguments are no JSON: {error}")
     if not isinstance(arguments, dict):
         return BadCall(text, f"the arguments are no object: {excerpt(json.dumps(arguments), 40)}")
@@ -248,7 +244,7 @@ def _call_from(value: Any, text: str) -> ToolCall | BadCall:
     return ToolCall(name, arguments, id_ if isinstance(id_, str) else None)
 
 
-def _writable(call: ToolCall | BadCall) -> ToolCall | BadCall:
+def _writable(call: Call) -> Call:
     """Without halves of characters, which JSON can spell and no file can hold."""
     if isinstance(call, BadCall):
         return call
@@ -259,9 +255,9 @@ def _writable(call: ToolCall | BadCall) -> ToolCall | BadCall:
     return ToolCall(name, arguments, call.id)
 
 
-def _thinking(text: str) -> tuple[str, str]:
+def _thinking(text: str, begin: str, end: str) -> tuple[str, str]:
     """What was thought, and what was said behind it. Thoughts that do not end are all that there is."""
-    if "</think>" in text:
-        thoughts, end, said = text.rpartition("</think>")
+    if end in text:
+        thoughts, end, said = text.rpartition(end)
         return thoughts + end, said
-    return (text, "") if "<think>" in text else ("", text)
+    return (text, "") if begin in text else ("", text)

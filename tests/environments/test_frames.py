@@ -38,6 +38,7 @@ ENDS = {
     "smolvlm": ["<end_of_utterance>"],
     "idefics3": ["<end_of_utterance>"],
     "llava": ["<|im_end|>", "</s>"],
+    "muse_glimmer": ["<|eot|>", "<|eom|>"],
 }
 """What ends a turn of a model of the family, by its generation config."""
 
@@ -65,7 +66,7 @@ def templates() -> Path:
 def names() -> list[str]:
     """Of the templates that models are used with; those for training are made of them."""
     found = sorted(path.stem for path in templates().glob("*.jinja"))
-    return [name for name in found if not name.endswith("_training") and "muse" not in name]
+    return [name for name in found if not name.endswith("_training")]
 
 
 @cache

@@ -1,0 +1,142 @@
+"""Which parser reads the calls of a model: the one that reads back what the model's own chat template writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lit_rl.data.templates import control_tokens
+from lit_rl.environments.literal_parsers import Gemma4Parser, Lfm2Parser
+from lit_rl.environments.named_parsers import DeepSeekV3Parser, GptOssParser
+from lit_rl.environments.parsers import (
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+    ParsedTurn,
+    Parser,
+    RegexParser,
+    TemplateParser,
+)
+from lit_rl.environments.tagged_parsers import Glm4Parser, MuseGlimmerParser, Qwen35Parser
+from lit_rl.environments.tools import ToolCall
+from lit_rl.errors import ConfigError
+
+Schemas = Sequence[Mapping[str, Any]]
+
+PYTHON_CALL = r"(?P<name>\w+)\((?P<arguments>[^)]*)\)"
+"""``multiply(17, 25)``."""
+
+_FAMILIES: dict[str, Callable[[Schemas], Parser]] = {
+    "hermes": lambda _: HermesParser(),
+    "llama3": lambda _: Llama3Parser(),
+    "mistral": lambda _: MistralParser(),
+    "qwen3_5": Qwen35Parser,
+    "glm4": Glm4Parser,
+    "gptoss": lambda _: GptOssParser(),
+    "deepseek_v3": lambda _: DeepSeekV3Parser(),
+    "gemma4": lambda _: Gemma4Parser(),
+    "lfm2": lambda _: Lfm2Parser(),
+    "muse_glimmer": MuseGlimmerParser,
+}
+
+PARSERS = (*_FAMILIES, "regex")
+"""Names of the forms that `env.parser` may choose."""
+
+_TOLD = {
+    "<tool_call>\n{": "hermes",
+    "<tool_call>\\n{": "hermes",
+    "[TOOL_CALLS]": "mistral",
+    "<|python_tag|>": "llama3",
+    "'\"parameters\": '": "llama3",
+}
+"""What a chat template says of calls of this form in its source, where it does not render them itself."""
+
+_PROBE = ToolCall("qqprobeqq", {"text": "qqalphaqq", "number": 17})
+_PROBE_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": _PROBE.name,
+        "description": "A probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string", "description": "A text."},
+                "number": {"type": "integer", "description": "A number."},
+            },
+            "required": ["text", "number"],
+        },
+    },
+}
+
+
+def parser_for(name: str, tokenizer: Any, schemas: Schemas, pattern: str | None) -> Parser:
+    """The parser of a name, or the one that fits a tokenizer.
+
+    Args:
+        name: One of `PARSERS`, or ``auto``: by the tokenizer's ``response_template``; else the first that reads back
+            a call which its chat template renders; else by what the chat template tells the model to write.
+        tokenizer: Of the policy.
+        schemas: Of the tools.
+        pattern: Of ``regex``; None is `PYTHON_CALL`.
+
+    Raises:
+        ConfigError: ``auto``, and nothing says how the model writes calls.
+    """
+    if name == "regex":
+        return RegexParser(PYTHON_CALL if pattern is None else pattern, schemas)
+    if name != "auto":
+        return _FAMILIES[name](schemas)
+    if getattr(tokenizer, "response_template", None):
+        return TemplateParser(tokenizer, schemas)
+    family = _family_of(tokenizer)
+    if family is not None:
+        return _FAMILIES[family](schemas)
+    raise ConfigError(
+        "env.parser=auto: neither a response_template of the tokenizer nor its chat template says how the model writes "
+        f"calls of tools. Say it: env.parser is {', '.join(PARSERS[:-1])}, or regex with env.call_pattern."
+    )
+
+
+def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[str]:
+    """The turn that calls a tool, as the chat template writes it: up to each of its control tokens, as one of them ends
+    it, and then the whole of it. Nothing where the template renders no calls.
+
+    Args:
+        tokenizer: With a chat template.
+        call: What is called.
+        schemas: Of the tools that the template tells of; may be none.
+    """
+    for arguments in (dict(call.arguments), json.dumps(dict(call.arguments))):
+        function = {"name": call.name, "arguments": arguments}
+        calls = [{"type": "function", "id": "call00000", "function": function}]
+        asked = [{"role": "user", "content": "a"}]
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        settings = {"tokenize": False, "tools": list(schemas) or None}
+        try:
+            begun = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **settings)
+            before = tokenizer.apply_chat_template(asked, **settings)
+            whole = tokenizer.apply_chat_template([*asked, said], **settings)
+        except Exception:  # a template is a program: whatever it raises, it cannot render this
+            continue
+        turn = whole[len(begun if whole.startswith(begun) else before) :]
+        cuts = (turn.rpartition(token) for token in control_tokens(tokenizer))
+        yield from (before_it for before_it, token, _ in cuts if token)
+        yield turn
+        return
+
+
+def _family_of(tokenizer: Any) -> str | None:
+    if not tokenizer.chat_template:
+        return None
+    turns = list(rendered_call(tokenizer, _PROBE, [_PROBE_SCHEMA]))
+    for name, parser in _FAMILIES.items():
+        if any(_asks_the_probe(parser([_PROBE_SCHEMA]).parse(turn)) for turn in turns):
+            return name
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    return next((name for mark, name in _TOLD.items() if mark in template), None)
+
+
+def _asks_the_probe(turn: ParsedTurn) -> bool:
+    return [isinstance(call, ToolCall) and replace(call, id=None) for call in turn.calls] == [_PROBE]

@@ -1,0 +1,136 @@
+"""Calls whose arguments stand between tags, each as text: Qwen 3.5, Nemotron 3, GLM 4, Muse Glimmer.
+
+The text does not say of which type it is: ``17`` may be a number or a text. The tool's schema says it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from lit_rl.data.checks import excerpt
+from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Parser
+from lit_rl.environments.tools import ToolCall
+
+
+class TaggedParser(Parser, ABC):
+    """The part that is common to them.
+
+    Args:
+        schemas: Of the tools, for the types of their arguments.
+    """
+
+    _BLOCKS: ClassVar[Blocks]
+    """Where a call stands."""
+    _CALL: ClassVar[re.Pattern[str]]
+    """The whole inside of a block: groups ``name`` and ``body``."""
+    _ARGUMENT: ClassVar[re.Pattern[str]]
+    """One argument in the body: groups ``key`` and ``value``."""
+    _FORM: ClassVar[str]
+    """What the inside is, in words."""
+
+    def __init__(self, schemas: Sequence[Mapping[str, Any]]) -> None:
+        functions = [schema["function"] for schema in schemas]
+        self._properties = {f["name"]: f.get("parameters", {}).get("properties", {}) for f in functions}
+
+    def _calls(self, said: str) -> tuple[list[Call], str]:
+        return self._BLOCKS.read(said, self._call)
+
+    def _call(self, inside: str) -> list[Call]:
+        found = self._CALL.fullmatch(inside)
+        if found is None:
+            return [BadCall(inside, f"a call is {self._FORM}")]
+        if left := self._ARGUMENT.sub("", found["body"]).strip():
+            return [BadCall(inside, f"an argument cannot be read: {excerpt(left, 40)}")]
+        types = self._properties.get(found["name"], {})
+        written = {each["key"]: each["value"] for each in self._ARGUMENT.finditer(found["body"])}
+        return [ToolCall(found["name"], {key: typed(value, types.get(key)) for key, value in written.items()})]
+
+
+class Qwen35Parser(TaggedParser):
+    """``<function=NAME>`` and ``<parameter=KEY>`` on lines of their own: Qwen 3.5 to 3.8, Nemotron 3."""
+
+    _BLOCKS = Blocks("<tool_call>", "</tool_call>", closed_by=r"(?:(?<=</function>)|(?<=</function>\n))</tool_call>")
+    _CALL = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*)</function>\s*", re.DOTALL)
+    _ARGUMENT = re.compile(
+        r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
+    )
+    _FORM = "<function=NAME>, <parameter=KEY>VALUE</parameter> for each argument, </function>"
+
+
+class Glm4Parser(TaggedParser):
+    """The name, then ``<arg_key>`` and ``<arg_value>`` in turn: GLM 4.5 and newer."""
+
+    _BLOCKS = Blocks("<tool_call>", "</tool_call>")
+    _CALL = re.compile(r"\s*(?P<name>[^\s<{]+)\s*(?P<body>(?:<.*)?)", re.DOTALL)
+    _ARGUMENT = re.compile(
+        r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>(?=\s*(?:<arg_key>|\Z))", re.DOTALL
+    )
+    _FORM = "NAME, and <arg_key>KEY</arg_key><arg_value>VALUE</arg_value> for each argument"
+
+
+class MuseGlimmerParser(TaggedParser):
+    """``<atem:invoke name="NAME">`` with ``<atem:parameter name="KEY">`` in it: Muse Glimmer."""
+
+    _BLOCKS = Blocks("<atem:function_calls>", "</atem:function_calls>")
+    _CALL = re.compile(r'\s*<atem:invoke name="(?P<name>[^"]+)">(?P<body>.*)</atem:invoke>\s*', re.DOTALL)
+    _ARGUMENT = re.compile(
+        r'<atem:parameter name="(?P<key>[^"]*)">(?P<value>.*?)</atem:parameter>(?=\s*(?:<atem:parameter |\Z))',
+        re.DOTALL,
+    )
+    _FORM = '<atem:invoke name="NAME">, <atem:parameter name="KEY">VALUE</atem:parameter> for each, </atem:invoke>'
+
+
+_WORDS = {"True": True, "False": False, "None": None}
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+_NO_VALUE = object()
+
+
+def typed(text: str, schema: Any) -> Any:
+    """An argument that was written as text, as what its schema wants.
+
+    Text where the schema wants nothing else, and where it cannot be what the schema wants: the tool says then what is
+    wrong with it. A schema that says nothing takes JSON for what it is.
+
+    Args:
+        text: What stands between the tags.
+        schema: JSON Schema of the argument; None where the tool has no such argument.
+    """
+    types = _types(schema)
+    value = _value(text)
+    if value is _NO_VALUE or isinstance(value, str):
+        return text
+    fits = not types or _kind(value) in types or (_kind(value) == "integer" and "number" in types)
+    return text if "string" in types and not fits else value
+
+
+def _value(text: str) -> Any:
+    """JSON, or a word of Python's, which some templates write."""
+    word = text.strip()
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        return json.loads(text)
+    except UNREADABLE:
+        return _NO_VALUE
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "null")
+
+
+def _types(schema: Any) -> set[str]:
+    """What a schema takes; nothing where it does not say so."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type", [])
+    types = {named} if isinstance(named, str) else set(named)
+    types = types or set(map(_kind, schema.get("enum", ())))
+    for part in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        if not (of_part := _types(part)):
+            return set()
+        types |= of_part
+    return types | {"null"} if types and schema.get("nullable") else types
