@@ -28,6 +28,9 @@ from torch.optim import Optimizer
 
 BLOCK = 256
 
+PART = 2**16
+"""Numbers that are moved at a time, a multiple of `BLOCK`: what is computed of them stays in a processor's cache."""
+
 _OCTAVE = 6
 """Codes from one power of two to the next: neighbours differ by 12 %, and a block spans a factor of 2^21."""
 
@@ -53,7 +56,7 @@ class SplitAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step. Float32 numbers exist of one weight tensor at a time."""
+        """One step. Float32 numbers exist of `PART` weights at a time."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -69,20 +72,13 @@ class SplitAdamW(Optimizer):
         if not state:
             state |= _fresh(weight)
         state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
-        grad, master = grad.float().flatten(), master_of(weight, state.get("remainder"))
-        first = _signed(state["first"], state["first_bound"], len(grad)).lerp_(grad, 1 - beta1)
-        second = _positive(state["second"], state["second_bound"], len(grad)).lerp_(grad.square(), 1 - beta2)
-        scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
-        master.mul_(1 - group["lr"] * group["weight_decay"])
-        master.addcdiv_(first.view_as(weight), scale.view_as(weight), value=-group["lr"] / (1 - beta1**step))
-        draws = torch.Generator(weight.device).manual_seed((step << 20) + number)
-        _keep_signed(first, state, draws)
-        _keep_positive(second, state, draws)
-        if "remainder" in state:
-            split(master, weight, state["remainder"])
-        else:
-            weight.copy_(master)
+        draws = torch.Generator(weight.device).manual_seed((int(state["step"]) << 20) + number)
+        numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they lie as they are counted
+        for start in range(0, len(numbers), PART):
+            part = slice(start, start + PART)
+            _move_part(group, numbers[part], of_numbers[part], _part_of(state, start), draws)
+        if numbers.data_ptr() != weight.data_ptr():
+            weight.copy_(numbers.view_as(weight))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave, each tensor in its own type: torch would cast it to that of the weight."""
@@ -92,6 +88,34 @@ class SplitAdamW(Optimizer):
         for number, weight in zip(numbers, weights, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
                 self.state[weight][name] = value.to("cpu" if name == "step" else weight.device, copy=True)
+
+
+def _part_of(state: dict[str, Tensor], start: int) -> dict[str, Tensor]:
+    """The state of the `PART` numbers from `start` on, a multiple of `BLOCK`: views."""
+    blocks = slice(start // BLOCK, -(-(start + PART) // BLOCK))
+    parts = {
+        name: state[name].flatten()[start : start + PART] for name in ("first", "second", "remainder") if name in state
+    }
+    return {"step": state["step"], **parts, **{name: state[name][blocks] for name in ("first_bound", "second_bound")}}
+
+
+def _move_part(
+    group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor], draws: torch.Generator
+) -> None:
+    """One step of some numbers of a weight; their gradient and state are as long."""
+    step, (beta1, beta2) = int(state["step"]), group["betas"]
+    grad, master = grad.float(), master_of(weight, state.get("remainder"))
+    first = _signed(state["first"], state["first_bound"], len(grad)).lerp_(grad, 1 - beta1)
+    second = _positive(state["second"], state["second_bound"], len(grad)).lerp_(grad.square(), 1 - beta2)
+    scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+    master.mul_(1 - group["lr"] * group["weight_decay"])
+    master.addcdiv_(first, scale, value=-group["lr"] / (1 - beta1**step))
+    _keep_signed(first, state, draws)
+    _keep_positive(second, state, draws)
+    if "remainder" in state:
+        split(master, weight, state["remainder"])
+    else:
+        weight.copy_(master)
 
 
 def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
