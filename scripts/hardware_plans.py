@@ -54,15 +54,16 @@ def shape_of(name: str) -> ModelShape:
 def memory(name: str, rank: int, precision: str) -> Memory:
     """Of `algo=grpo`, with `model.lora.r=RANK` if that is not 0; with `bf16-mixed` the frozen base is bfloat16 too."""
     shape, numbers = shape_of(name), Numbers.of(precision, 8)
-    policy = Network(shape, shape.parameters, numbers.weight * shape.parameters)
+    policy = Network(shape, shape.parameters, numbers.weight * shape.parameters, logit=2)
     if rank:
         trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in shape.linears)
         adapters = rank * sum(linear.count for linear in shape.linears)
         wide = 0 if numbers.cast else sum(linear.inputs * linear.count for linear in shape.linears)
         held = 2 * shape.parameters + 4 * trained
-        policy = Network(shape, trained, held, adapters, widened=wide, narrow=True)
+        policy = Network(shape, trained, held, adapters, widened=wide, narrow=True, logit=2)
     lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
-    return Memory(policy, numbers, lengths, decoding=lengths, block=GPU_BLOCK, may_recompute=True, may_offload=True)
+    blocks = {"block": GPU_BLOCK, "part": GPU_BLOCK}
+    return Memory(policy, numbers, lengths, decoding=lengths, **blocks, may_recompute=True, may_offload=True)
 
 
 def planned(needs: Memory, step: Step, room: int) -> str:

@@ -133,6 +133,9 @@ class PPO(PolicyGradient):
         if self.adapter is None:
             return scores
         values = self.adapter.rewards(self.policy, self.reward_adapter, completions)
+        if completions.episodes is not None:
+            failed = torch.tensor([episode.failed for episode in completions.episodes], device=values.device)
+            values = values.masked_fill(failed, torch.nan)
         return with_function(scores, "reward_adapter", values)
 
     def advantages(
@@ -281,13 +284,13 @@ class PPO(PolicyGradient):
 
 
 def with_function(scores: Scores, name: str, values: Tensor) -> Scores:
-    """The scores with one more function of weight 1, which applies to every completion."""
+    """The scores with one more function of weight 1, which applies to every completion whose value is a number."""
     column = values.detach().float().cpu()
     return replace(
         scores,
         names=(*scores.names, name),
         values=torch.cat([scores.values, column[:, None]], dim=1),
-        total=scores.total.nan_to_num(0.0) + column,
+        total=torch.where(column.isnan(), scores.total, scores.total.nan_to_num(0.0) + column),
         weights=F.pad(scores.weights, (0, 1), value=1.0),
     )
 

@@ -42,10 +42,12 @@ def run(config: DictConfig) -> int:
     # The run describes the same model and the same engine; the generator and its address are the command's own to say.
     said = [word for word, key in zip(overrides, typed) if key.startswith(("model", "generator."))]
     model = build(tree["model"])
-    if tree["trainer"]["precision"] == AUTO:  # as the run will hold the policy on such a device
+    precision = tree["trainer"]["precision"]
+    if precision == AUTO:  # as the run will hold the policy on such a device
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if automatic_on(device, SingleDeviceStrategy, model).precision == BF16:
-            model = model.held_in("bfloat16")
+        precision = automatic_on(device, SingleDeviceStrategy, model).precision
+    if precision == BF16:
+        model = model.held_in("bfloat16")
     return serve(Serve(model, EngineSettings(**settings), typed=said, **tree["serve"]))
 
 

@@ -172,7 +172,7 @@ def _findings(look: _Look, asked: Mapping[str, str | None], settings: Mapping[st
         yield from findings.repeats(first, second, elsewhere.lines(took + _WAIT))
     if equal:
         yield findings.stands_alone([first[n] for n in equal], among)
-    yield findings.generators(first, at_once=factory.is_async)
+    yield findings.generators(first, at_once=factory.is_async, elsewhere=factory.pool is not None)
     yield findings.leaks(grown)
     if any(kind.toolbox is not None for kind in factory.kinds.values()):
         yield from findings.tools(first, asked)

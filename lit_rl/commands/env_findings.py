@@ -122,9 +122,17 @@ def stands_alone(alone: Sequence[Played], among: Sequence[Played]) -> Finding:
     )  # fmt: skip
 
 
-def generators(first: Sequence[Played], *, at_once: bool) -> Finding:
-    """Whether the global random generators are left alone."""
+def generators(first: Sequence[Played], *, at_once: bool, elsewhere: bool) -> Finding:
+    """Whether the global random generators are left alone.
+
+    Args:
+        first: Episodes.
+        at_once: Whether other calls go on at the same time.
+        elsewhere: Whether they were played in workers, whose generators nobody sees.
+    """
     what = "random generators"
+    if elsewhere:
+        return Finding(what, "note", "not seen in workers, which seed theirs before each call: look with env.workers=0")
     moved = {name: call.name for played in first[::-1] for call in played.calls[::-1] for name in call.moved}
     if not moved:
         return Finding(what, "ok", "Python's, numpy's and torch's global generators were left alone")

@@ -150,7 +150,7 @@ class _Play:
 
     def _call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         seed = (self._case.seed + len(self._calls)) & _LARGEST_SEED
-        task = Task(_watched(coroutine), self._limit, seed, self._in_worker)
+        task = Task(_watched(coroutine), self._limit, seed, in_worker=self._in_worker)
         given = self._runner.one(task) if self._in_worker else self._runner.in_order([task])[0]
         if isinstance(given, Late):
             self._calls.append(Call(name, self._limit, ()))

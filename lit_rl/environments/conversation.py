@@ -163,7 +163,13 @@ class Conversations(Responder):
         return tuple(row.episode() for row in self._rows)
 
     def close(self) -> None:
-        """Let the environments go. What they raise is logged, and nothing else comes of it."""
+        """Let the environments go. What they raise is logged, and nothing else comes of it.
+
+        Nobody waits for answers any longer.
+        """
+        for _, begun in self._asked.values():
+            begun.future.cancel()
+        self._asked.clear()
         rows = [row for row in self._rows if row.environment is not None]
         self._each(rows, _Place.CLOSE, lambda row: row.made.close())
 
@@ -323,7 +329,7 @@ class Conversations(Responder):
     def _task(self, ask: Callable[[], Coroutine[Any, Any, Any]], row: Row, place: int) -> Task:
         until = self._end_of(row) if place < _Place.REWARD else math.inf  # what ended in time is rewarded, and closed
         seed, in_worker = (row.seed + place * _ODD) & _LARGEST_SEED, self._factory.pool is not None
-        return Task(self._guarded(ask), self._factory.step_timeout, seed, until, in_worker)
+        return Task(self._guarded(ask), self._factory.step_timeout, seed, until=until, in_worker=in_worker)
 
     def _in_time(self, given: Any, row: Row) -> Any:
         return self._too_late(row) if isinstance(given, Late) else given

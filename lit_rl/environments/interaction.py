@@ -79,6 +79,7 @@ class Interaction(EpisodeSource):
             self.journal.saved(rollout)
 
     def forget(self) -> None:
+        """What the journal holds of the rollout at hand is asked for anew when the run goes on."""
         if self.journal is not None:
             self.journal.forget()
 
@@ -127,7 +128,11 @@ class Interaction(EpisodeSource):
                 closes.enter_context(closing(conversations))
                 return prompt_ids, conversations
 
-            prompt_ids, conversations = request.agree(begun)
+            try:
+                prompt_ids, conversations = request.agree(begun)
+            except GenerationError:
+                self.forget()  # what began wrongly is asked anew when it is mended
+                raise
             completions = request.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
             drawn = replace(completions, episodes=conversations.episodes())
         self.waited += conversations.waited

@@ -78,7 +78,7 @@ class Journal:
             number = path.name.removeprefix("rollout_").partition(".")[0]
             if number.isdigit() and int(number) <= self._saved:
                 path.unlink(missing_ok=True)
-        self._saved = rollout
+        self._saved = max(rollout, self._saved)
 
     def forget(self) -> None:
         """The rollout at hand ends the run: when that goes on, what was answered in it is asked for anew."""
@@ -107,7 +107,7 @@ class Journal:
             if self._file is None:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._file = io.FileIO(self._path, "a")
-            self._file.write(f"{line}\n".encode())
+            _write_all(self._file, f"{line}\n".encode())
         except OSError as error:
             raise StorageError(f"env.journal: {self._path} cannot be written: {error}.") from error
 
@@ -129,7 +129,7 @@ class Journal:
                     name, at, action, given, failed = json.loads(line)
                     entry = Entry(_reply(at, given), None if failed is None else (failed[0], failed[1]))
                     self._entries.setdefault(tuple(name), {})[at, action] = entry
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise StorageError(
                 f"env.journal: {path} cannot be read: {error}. Remove the file to ask the environments again."
             ) from error
@@ -176,6 +176,12 @@ def _plain(given: Any) -> Any:
 
 def _reply(at: str, given: Any) -> Any:
     return Reply(**cast("dict[str, Any]", given)) if at.isdigit() and given is not None else given
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    """A system may take less than it is given, where the disk is nearly full."""
+    while data:
+        data = data[file.write(data) or 0 :]
 
 
 def _cut_torn_line(path: Path) -> None:

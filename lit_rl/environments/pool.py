@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from typing import Any, NoReturn
 
-from lit_rl.environments.runner import ASKED, Late, NoReply
+from lit_rl.environments.runner import ASKED, Asked, Late, NoReply
 from lit_rl.environments.worker import Call, Setup, Target
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
@@ -34,7 +34,7 @@ class WorkerLost(NoReply):
 
 
 class Gone(NoReply):
-    """The object's worker was ended before this call, by the call of another object."""
+    """The object's worker had ended before this call, by the call of another object or by itself."""
 
 
 class _Raised(Exception):
@@ -81,7 +81,7 @@ class Pool:
         async def called(*arguments: Any, **keywords: Any) -> Any:
             asked = ASKED.get()
             call = Call(number, None, target.name, arguments, keywords, asked.next_seed())
-            given, _ = await _in_loop(self.call(call, asked.seconds, None))
+            given, _ = await _in_loop(self.call(call, asked, None))
             return _given(given)
 
         return called
@@ -92,12 +92,12 @@ class Pool:
 
     # ------------------------------------------------------------------ in the loop of the workers
 
-    async def call(self, call: Call, limit: float, life: _Life | None) -> tuple[Any, _Life]:
+    async def call(self, call: Call, asked: Asked, life: _Life | None) -> tuple[Any, _Life]:
         """What a call gives, or the `Failure` of the user's code, and the life of the worker that gave it.
 
         Args:
             call: Of a function, or of an object.
-            limit: Seconds, from when the worker begins.
+            asked: What it is part of: says how long it may take, from when the worker begins.
             life: In which the object was made; None: it is to be made, or there is none.
 
         Raises:
@@ -110,11 +110,13 @@ class Pool:
         place.waiting += 1
         try:
             async with place.lock:
-                if life is not None and place.life is not life:
-                    raise Gone("its worker was ended by the call of another episode")
+                if life is not None and not (place.life is life and life.process.alive):
+                    raise Gone("its worker has ended")
                 alive = await self._alive(place)
                 if life is None and call.object is not None:
                     alive.objects += 1
+                if not (limit := asked.left):  # of a worker, others took the time
+                    raise Late
                 return await alive.call(call, limit), alive
         finally:
             place.waiting -= 1
@@ -127,7 +129,9 @@ class Pool:
         return min(self._places, key=lambda place: place.objects)
 
     async def _alive(self, place: _Place) -> _Life:
-        if place.life is None or not place.life.process.alive:
+        if place.life is not None and not place.life.process.alive:
+            place.life.end()
+        if place.life is None:
             place.life = await self._started(place)
         return place.life
 
@@ -147,12 +151,12 @@ class Pool:
             )
         return _Life(place, process, self.memory_mb)
 
-    async def let_go(self, call: Call, limit: float, life: _Life) -> None:
+    async def let_go(self, call: Call, asked: Asked, life: _Life) -> None:
         """Close an object, if it lives."""
         if life.place.life is life:
             life.objects -= 1
             with contextlib.suppress(Gone):
-                await self.call(call, limit, life)
+                await self.call(call, asked, life)
 
 
 class _Place:
@@ -186,7 +190,7 @@ class _Life:
                 self._fail(failed.failure, call)
             return failed.failure  # it could not be sent
         except BaseException:
-            self._end()
+            self.end()
             raise
         _show(self.process.output.take())
         if isinstance(reply, Failure) and reply.kind == "MemoryError":
@@ -194,14 +198,15 @@ class _Life:
         return reply
 
     def _fail(self, failure: Failure, call: Call) -> NoReturn:
-        self._end()
+        self.end()
         if failure.timed_out:
             raise Late
         limit = f" It may take {self._memory_mb} MiB (env.memory_mb)." if self._memory_mb else ""
         how = failure.text if failure.died else f"ended, after {failure.kind}: {failure.text}"
         raise WorkerLost(f"the worker process {how} during {call.method}{quote_output(failure.output)}.{limit}")
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End what is left of the worker and its group."""
         self.process.kill()
         self.place.life = None
 
@@ -230,12 +235,12 @@ class WorkerObject:
         life, self._life = self._life, None
         if life is not None:
             call = Call(self._target, self._number, "close", (), {}, ASKED.get().next_seed())
-            await _in_loop(self._pool.let_go(call, ASKED.get().seconds, life))
+            await _in_loop(self._pool.let_go(call, ASKED.get(), life))
 
     async def _call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         asked = ASKED.get()
         call = Call(self._target, self._number, method, arguments, keywords, asked.next_seed())
-        given, self._life = await _in_loop(self._pool.call(call, asked.seconds, self._life))
+        given, self._life = await _in_loop(self._pool.call(call, asked, self._life))
         return _given(given)
 
 

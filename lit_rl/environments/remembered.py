@@ -81,6 +81,8 @@ class RememberedEnvironment(Environment):
         return await self._ask("reward", None, lambda made: made.reward())
 
     async def close(self) -> None:
+        with self._lock:
+            self._over = True  # how long this takes says nothing of the episode
         if self._made is not None:
             await self._made.close()
 

@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -34,17 +34,23 @@ class Asked:
     """What an environment is asked for at present: known to all that it calls.
 
     Args:
-        seconds: It may take. A worker counts them from when it begins.
+        seconds: It may take. A worker counts them from when it begins, for each call.
+        until: When it has to be over all the same, by `time.perf_counter`.
         seed: Of Python's and numpy's global generators, in [0, 2^32).
         alone: Whether nothing else runs meanwhile, so that those of this process are seeded.
     """
 
-    def __init__(self, seconds: float, seed: int, *, alone: bool) -> None:
-        self.seconds, self.seed, self.alone = seconds, seed, alone
+    def __init__(self, seconds: float, seed: int, *, until: float = math.inf, alone: bool) -> None:
+        self.seconds, self.seed, self.until, self.alone = seconds, seed, until, alone
         self._calls = 0
         if alone:
             random.seed(seed)
             np.random.seed(seed)
+
+    @property
+    def left(self) -> float:
+        """Seconds of a call that begins now; 0: it is too late."""
+        return max(0.0, min(self.seconds, self.until - time.perf_counter()))
 
     def next_seed(self) -> int:
         """Of the next call of a worker: the first one's is this one's own."""
@@ -53,7 +59,7 @@ class Asked:
 
     def once_more(self, seed: int) -> Asked:
         """The same for something that was asked for before, with the seed of then."""
-        return Asked(self.seconds, seed, alone=self.alone)
+        return Asked(self.seconds, seed, until=self.until, alone=self.alone)
 
 
 ASKED: ContextVar[Asked] = ContextVar("asked")
@@ -71,6 +77,7 @@ class Task:
     """It may take."""
     seed: int
     """Of Python's and numpy's global generators while it runs alone, in [0, 2^32)."""
+    _: KW_ONLY
     until: float = math.inf
     """When it has to be over all the same, by `time.perf_counter`."""
     in_worker: bool = False
@@ -153,7 +160,7 @@ class _Turn:
         for task in self._tasks:
             left = task.left
             self.deadline = time.perf_counter() + left + GRACE
-            ASKED.set(Asked(left, task.seed, alone=True))
+            ASKED.set(Asked(task.seconds, task.seed, until=task.until, alone=True))
             result = await task.coroutine if left else _too_late(task)
             with self._lock:
                 if self._left:  # others run by now
@@ -203,7 +210,7 @@ class Begun:
         try:
             if not (left := self.task.left):
                 raise _too_late(self.task)
-            ASKED.set(Asked(left, self.task.seed, alone=False))
+            ASKED.set(Asked(self.task.seconds, self.task.seed, until=self.task.until, alone=False))
             async with asyncio.timeout(None if self.task.in_worker else left):
                 return await self.task.coroutine
         except TimeoutError as error:

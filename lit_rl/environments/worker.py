@@ -132,7 +132,7 @@ def _sendable(value: Any) -> Any:
     try:
         pickle.dumps(value)
     except Exception:
-        if isinstance(value, tuple):
-            return tuple(map(_sendable, value))
+        if isinstance(value, tuple | list):
+            return type(value)(map(_sendable, value))
         return Unsendable(type(value).__name__, reprlib.repr(value))
     return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,10 +45,12 @@ def time_limit(seconds: float | None, key: str) -> Iterator[None]:
             raise TookTooLong
 
     before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    others, begun = signal.setitimer(signal.ITIMER_REAL, seconds), time.monotonic()
     try:
         yield
     finally:
         inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if others[0]:  # somebody's alarm: what is left of its time
+            signal.setitimer(signal.ITIMER_REAL, max(others[0] - (time.monotonic() - begun), 1e-3), others[1])

@@ -103,7 +103,8 @@ def linear_logprobs(
     """
     assert ids.shape == hidden.shape[:1]
     if distribution.truncation.off:
-        logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, ids, distribution)
+        learned = torch.is_grad_enabled()
+        logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, ids, distribution, learned)
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
     parts = [
         _of_whole_rows(hidden[rows], weight, bias, ids[rows], distribution)
@@ -119,10 +120,16 @@ def linear_logprobs(
 class _LinearScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        distribution: Distribution,
+        learned: bool,
     ) -> Any:
         sums, kept = _Sums(hidden, ids, distribution), []
-        keeps = len(ids) * len(weight) * hidden.element_size() <= KEPT and any(ctx.needs_input_grad)
+        keeps = len(ids) * len(weight) * hidden.element_size() <= KEPT and learned
         for rows, columns in _blocks(hidden, weight):
             product = _product(hidden, weight, bias, rows, columns)
             sums.add(product, rows, columns, own=not keeps)
@@ -150,7 +157,7 @@ class _LinearScores(torch.autograd.Function):
             slopes.write_over(product, rows, columns)
             sums.add(product, rows, columns)
             del product  # before the next one is made
-        return sums.hidden, sums.weight, sums.bias, None, None
+        return sums.hidden, sums.weight, sums.bias, None, None, None
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -113,6 +113,7 @@ SWITCHES = (
     Switch("decode steps past the modules", ["generator.lean_steps=false"], methods=("grpo",)),
     Switch("head fused with the softmax", ["model.fused_head=false"]),
     Switch("a group's prompt once in training", ["model.shared_prompts=false"], methods=("grpo",)),
+    Switch("its keys attended to where they lie", ["model.folded_attention=false"], methods=("grpo",)),
     Switch("rows of like length together", ["model.rows_by_length=false"]),
     Switch("no gradient checkpointing", ["model.gradient_checkpointing=true"]),
 )

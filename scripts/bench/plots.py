@@ -34,6 +34,8 @@ def draw(results: Sequence[Result], folder: Path, kind: str) -> None:
 def _ratios(results: Sequence[Result], path: Path) -> None:
     """Ours in float32, and beside it with bf16-true: TRL's seconds over ours, a pair of bars for each workload."""
     there = [name for name in (OURS, BF16_TRUE) if any(name in result["contenders"] for result in results)]
+    if not there:
+        return
     size = (2.5 + 4.5 * len(there), 1.2 + 0.7 * len(results))
     figure, panels = plt.subplots(
         1, len(there), figsize=size, layout="constrained", sharex=True, sharey=True, squeeze=False

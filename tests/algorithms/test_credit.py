@@ -438,15 +438,17 @@ def test_the_reward_of_a_turn_is_earned_at_its_last_token() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=3), st.integers(0, 2))
 def test_turns_that_read_the_same_began_in_one_state(answers: list[list[int]], padding: int) -> None:
-    """The number goes by the newest answer alone: in whatever row, turn and column it stands."""
+    """The number goes by the newest answer alone: in whatever row, turn and column it stands, and whether the policy
+    wrote the token that ends a turn (7), or was cut and that token was read."""
 
-    def episode(answers: list[list[int]]) -> list[tuple[int, int, bool]]:
-        tokens = [(9, 0, True)]
+    def episode(answers: list[list[int]], cut: bool) -> list[tuple[int, int, bool]]:
+        tokens = [(9, 0, True), (7, 0, not cut)]
         for turn, answer in enumerate(answers):
-            tokens += [(token, turn, False) for token in answer] + [(9, turn + 1, True), (8, turn + 1, True)]
-        return tokens
+            tokens += [(token, turn, False) for token in answer]
+            tokens += [(9, turn + 1, True), (8, turn + 1, True), (7, turn + 1, not cut)]
+        return tokens[:-1]
 
-    rows = [episode(answers), episode(answers[::-1])]
+    rows = [episode(answers, cut=False), episode(answers[::-1], cut=True)]
     width = max(map(len, rows)) + padding
     ids, turn, sampled = (
         torch.tensor([[each[i] for each in row] + [0] * (width - len(row)) for row in rows]) for i in range(3)
@@ -455,9 +457,9 @@ def test_turns_that_read_the_same_began_in_one_state(answers: list[list[int]], p
     made = dataclasses.replace(
         completions([width] * 2, 1), response_ids=ids, turn=turn, response_mask=sampled.bool(), attended=there
     )
-    found = states_of(made)
+    found = states_of(made, 7)
     for row, order in enumerate((answers, answers[::-1])):
-        assert not found[row, 0]
+        assert not found[row, 0] and (found[row][sampled[row].bool() & (turn[row] > 0)] != 0).all()
         for number, answer in enumerate(order, start=1):
             at = (turn[row] == number) & sampled[row].bool()
             for other, texts in enumerate((answers, answers[::-1])):

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 
+from lit_rl.algorithms.optim import split_adamw
 from lit_rl.algorithms.optim.master_weights import with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit
 from lit_rl.algorithms.optim.split_adamw import BLOCK, SplitAdamW, _positive, master_of, split
@@ -100,6 +101,24 @@ def test_a_resumed_run_goes_on_to_the_bit():
     assert torch.equal(masters(resumed), masters(uncut))
     for one, two in zip(uncut.state.values(), resumed.state.values(), strict=True):
         assert all(torch.equal(value, two[name]) and value.dtype == two[name].dtype for name, value in one.items())
+
+
+def test_neither_strides_nor_parts_change_a_weight(monkeypatch):
+    """A transposed weight is moved as its numbers are counted, and so is one that is moved part by part."""
+
+    def moved(values: Tensor, part: int) -> tuple[Tensor, Tensor]:
+        monkeypatch.setattr(split_adamw, "PART", part)
+        weight = nn.Parameter(values)
+        optimizer = with_masters(AdamWSplit(lr=1e-5, weight_decay=0.1), [{"params": [weight]}])
+        take(optimizer, [weight], range(5))
+        return weight.detach(), masters(optimizer)
+
+    whole = parameters(torch.bfloat16, 8 * BLOCK)[0].detach().view(64, -1)
+    weight, master = moved(whole.clone(), 2**16)
+    strided, of_strided = moved(whole.t().contiguous().t(), 2**16)
+    assert not strided.is_contiguous() and torch.equal(strided, weight) and torch.equal(of_strided, master)
+    parts, _ = moved(whole.clone(), 2 * BLOCK)  # which draw in another order
+    assert (parts.float() - weight.float()).abs().max() <= 2e-3 and (parts != whole).any()
 
 
 def test_gradients_are_summed_in_float32():

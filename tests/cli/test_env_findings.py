@@ -81,7 +81,7 @@ def test_a_sound_game_passes_every_check(game):
         findings.works(first),
         *findings.repeats(first, played(game), lines(first)),
         findings.stands_alone(first, among),
-        findings.generators(first, at_once=False),
+        findings.generators(first, at_once=False, elsewhere=False),
         findings.leaks(grown(game)),
         *findings.lengths(first, len, 100),
         findings.times(first, 30.0, findings.Rollout(8, 3, at_once=1)),
@@ -120,10 +120,10 @@ def test_what_episodes_share_while_they_go_on_shows_only_side_by_side():
 def test_global_generators_that_are_drawn_from_are_named_with_the_call(game, whose, repeats):
     """A run seeds Python's and numpy's, so that these repeat; nobody seeds torch's."""
     made = getattr(faulty_games, game)
-    found = findings.generators(played(made), at_once=False)
+    found = findings.generators(played(made), at_once=False, elsewhere=False)
     wrong(found, f"{whose} (in turn 0", "random.Random(seed)")
     assert ("it repeats" in found.why) == (repeats == "ok") and repeated(made).level == repeats
-    assert "neither repeats" in findings.generators(played(made), at_once=True).why
+    assert "neither repeats" in findings.generators(played(made), at_once=True, elsewhere=False).why
 
 
 LEFT = [
@@ -178,7 +178,11 @@ def test_what_fills_up_once_is_no_leak():
 
 
 def test_a_reward_that_is_nan_an_error_and_a_late_answer_are_said_of_their_call():
-    wrong(findings.works(played(faulty_games.NotANumber)), "NotANumber.step gave the reward nan", "finite reward")
+    wrong(
+        findings.works(played(faulty_games.NotANumber)),
+        "NotANumber.step in turn 0 gave the reward nan",
+        "finite reward",
+    )
     wrong(findings.works(played(faulty_games.Raises)), "turn 1 ('win')", "ValueError")
     hung = player(faulty_games.Hangs, step_timeout=0.05).play(cases()[0])
     wrong(findings.works([hung]), "turn 0 ('0') took longer than env.step_timeout=0.05 s")
@@ -187,9 +191,11 @@ def test_a_reward_that_is_nan_an_error_and_a_late_answer_are_said_of_their_call(
 
 def test_generators_of_reasoning_gym_that_are_known_to_be_faulty():
     pytest.importorskip("reasoning_gym")
-    assert findings.generators(played(faulty_games.Chances), at_once=False).level == "ok"
+    assert findings.generators(played(faulty_games.Chances), at_once=False, elsewhere=False).level == "ok"
     assert findings.works(played(faulty_games.Chances)).level == "ok"
-    wrong(findings.generators(played(faulty_games.ListFunctions), at_once=False), "Python's (in reset)")
+    wrong(
+        findings.generators(played(faulty_games.ListFunctions), at_once=False, elsewhere=False), "Python's (in reset)"
+    )
     wrong(findings.works(played(faulty_games.PrimeFactorization)), "turn 0", "raised")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import time
@@ -104,6 +105,17 @@ def test_a_rollout_that_was_answered_is_answered_again_and_the_world_is_not_aske
     assert [each.end for each in before] == ["done", "failed", "failed", "timeout"]
     assert played(Process(tmp_path, path).talk(4), *rows) == before
     assert len({message["content"] for each in before for message in each.messages if message["role"] == "user"}) > 2
+
+
+class ClosesSlowly(World):
+    async def close(self) -> None:
+        await asyncio.sleep(1)
+
+
+def test_how_long_a_close_takes_says_nothing_of_the_episode(tmp_path: Path) -> None:
+    before = played(Process(tmp_path, game(ClosesSlowly, step_timeout=0.3)).talk(), ["a", "stop"])
+    assert before[0].end == "done"
+    assert played(Process(tmp_path, game(ClosesSlowly, step_timeout=0.3)).talk(), ["a", "stop"]) == before
 
 
 def test_a_limit_of_the_whole_episode_stays_one(tmp_path: Path) -> None:

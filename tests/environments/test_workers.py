@@ -81,9 +81,16 @@ def test_rows_are_answered_at_the_same_time_and_waiting_for_a_worker_is_not_coun
     for row in range(6):
         talk.say(row, "sleep0.3")
     heard = [talk.read(answer) for answer in _all(talk, 6)]
-    assert time.monotonic() - began < 6 * 0.3
-    assert all(text is not None and text.startswith("sleep0.3") for text in heard)
+    took = time.monotonic() - began
     talk.over()
+    alone = Talk(texts(game("Counts", workers=1, step_timeout=0.8)), asked("p"), [7] * 6)
+    began = time.monotonic()
+    for row in range(6):
+        alone.say(row, "sleep0.3")
+    _all(alone, 6)
+    assert took < time.monotonic() - began
+    assert all(text is not None and text.startswith("sleep0.3") for text in heard)
+    alone.over()
 
 
 def _all(talk: Talk, count: int) -> list[Any]:
@@ -138,6 +145,43 @@ def test_what_ends_or_stalls_a_worker_costs_its_own_episode_alone(word, end, err
     alone.heard(0, "b")
     (good,) = alone.over()
     assert as_it_went(episodes[0]) == as_it_went(episodes[2]) == as_it_went(good)
+
+
+def test_a_worker_that_dies_between_two_calls_is_no_new_world(tmp_path: Path) -> None:
+    """The system may end it at any time, for want of memory."""
+    factory = game("Counts", workers=1)
+    talk = Talk(texts(factory), asked("p"), [7] * 2)
+    talk.heard(0, "a"), talk.heard(1, "a")
+    (worker,) = _workers(factory)
+    os.kill(worker, 9)
+    assert _is_gone(worker)
+    alone = Talk(texts(game("Counts")), asked("p"), [7])
+    alone.heard(0, "a")
+    assert talk.heard(0, "b") == talk.heard(1, "b") == alone.heard(0, "b")
+    talk.over(), alone.over()
+
+
+def test_limits_of_a_rollout_hold_for_those_that_wait_for_a_worker() -> None:
+    """Of six answers that take half a second each, one worker gives three at most in the time of the rollout."""
+    talk = Talk(texts(game("Counts", workers=1, rollout_timeout=1.5)), asked("p"), [7] * 6)
+    for row in range(6):
+        talk.say(row, "sleep0.5")
+    heard = [talk.read(answer) for answer in _all(talk, 6)]
+    late = heard.count(None)
+    assert late >= 3
+    errors = [str(each.error) for each in talk.over() if each.end == "timeout"]
+    assert len(errors) == late and all("env.rollout_timeout=1.5" in error for error in errors)
+
+
+def test_nobody_waits_for_answers_of_a_conversation_that_is_closed() -> None:
+    """The worker of what is under way is ended, and what waits for it never begins."""
+    factory = game("Counts", workers=1)
+    talk = Talk(texts(factory), asked("p"), [7] * 3)
+    (worker,) = _workers(factory)
+    for row in range(3):
+        talk.say(row, "sleep20")
+    talk.conversations.close()
+    assert _is_gone(worker)
 
 
 def test_an_episode_that_does_not_repeat_fails_where_its_worker_is_lost() -> None:

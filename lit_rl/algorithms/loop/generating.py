@@ -262,6 +262,6 @@ class GeneratingModule(PolicyModule):
         for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore
             rows.gather(self.ranks)
             if self.interaction is not None:
-                warn_of_failures(rows.episodes, self.interaction.settings.max_failed)
+                warn_of_failures(name, rows.episodes, self.interaction.settings.max_failed)
             logged |= self.log_validation(prefixed(rows.metrics(), stage, name))
         return logged

@@ -149,9 +149,12 @@ class OfflineModule(PolicyModule, ABC):
 
     def fit_scoring(self) -> None:
         """Bound what is scored where nothing is learned."""
+        if self.micro_batch_size != "auto":
+            return
         memory, room = self.memory(), self.room()
-        if self.micro_batch_size == "auto" and memory is not None and room is not None:
-            self._scored = most_scored(memory, room)
+        if memory is not None and room is not None:
+            unlearned = replace(memory.numbers, gradient=0, moments=0, master=0)
+            self._scored = most_scored(replace(memory, numbers=unlearned), room)
 
     def longest_text(self) -> int:
         """Tokens of the longest text that a step reads."""

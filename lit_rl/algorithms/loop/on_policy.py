@@ -382,7 +382,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         rows = max(1, self.group_size // self._slices_by_hand)  # what does not divide is refused with the batches
         shares = self.forward_options.shared_prompts and rows > 1
         device: Any = self.trainer.strategy.root_device
-        folds = shares and self.forward_options.folded_attention and device.type == "cpu"
+        # With a size of memory by hand the plan may be for a GPU, which does not.
+        here = device.type == "cpu" and self.memory_gb is None
+        folds = shares and self.forward_options.folded_attention and here
         longest, new_tokens = self.longest_prompt(data.longest_prompt), self.longest_response(self.sampling)
         return Lengths(longest, new_tokens, rows, shares=shares, folds=folds)
 

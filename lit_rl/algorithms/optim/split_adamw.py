@@ -28,8 +28,9 @@ from torch.optim import Optimizer
 
 BLOCK = 256
 
-PART = 2**16
-"""Numbers that are moved at a time, a multiple of `BLOCK`: what is computed of them stays in a processor's cache."""
+PART, GPU_PART = 2**16, 2**26
+"""Numbers that are moved at a time, multiples of `BLOCK`: what is computed of them stays in the cache of a CPU; a GPU
+is kept busy, and its memory bounded."""
 
 _OCTAVE = 6
 """Codes from one power of two to the next: neighbours differ by 12 %, and a block spans a factor of 2^21."""
@@ -56,7 +57,7 @@ class SplitAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step. Float32 numbers exist of `PART` weights at a time."""
+        """One step. Float32 numbers exist of a part of one weight tensor at a time."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -74,9 +75,10 @@ class SplitAdamW(Optimizer):
         state["step"] += 1
         draws = torch.Generator(weight.device).manual_seed((int(state["step"]) << 20) + number)
         numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they lie as they are counted
-        for start in range(0, len(numbers), PART):
-            part = slice(start, start + PART)
-            _move_part(group, numbers[part], of_numbers[part], _part_of(state, start), draws)
+        size = PART if weight.device.type == "cpu" else GPU_PART
+        for start in range(0, len(numbers), size):
+            part = slice(start, start + size)
+            _move_part(group, numbers[part], of_numbers[part], _part_of(state, part), draws)
         if numbers.data_ptr() != weight.data_ptr():
             weight.copy_(numbers.view_as(weight))
 
@@ -87,15 +89,13 @@ class SplitAdamW(Optimizer):
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for number, weight in zip(numbers, weights, strict=True):
             for name, value in state_dict["state"].get(number, {}).items():
-                self.state[weight][name] = value.to("cpu" if name == "step" else weight.device, copy=True)
+                self.state[weight][name] = value.to("cpu" if name == "step" else weight.device, copy=True).contiguous()
 
 
-def _part_of(state: dict[str, Tensor], start: int) -> dict[str, Tensor]:
-    """The state of the `PART` numbers from `start` on, a multiple of `BLOCK`: views."""
-    blocks = slice(start // BLOCK, -(-(start + PART) // BLOCK))
-    parts = {
-        name: state[name].flatten()[start : start + PART] for name in ("first", "second", "remainder") if name in state
-    }
+def _part_of(state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
+    """The state of some numbers, as views; they begin and end with whole blocks."""
+    blocks = slice(part.start // BLOCK, -(-part.stop // BLOCK))
+    parts = {name: state[name].view(-1)[part] for name in ("first", "second", "remainder") if name in state}
     return {"step": state["step"], **parts, **{name: state[name][blocks] for name in ("first_bound", "second_bound")}}
 
 
@@ -140,7 +140,7 @@ def _fresh(weight: Tensor) -> dict[str, Tensor]:
     state = {"step": torch.zeros(()), "first": zeros, "first_bound": bound}
     state |= {"second": zeros.clone(), "second_bound": bound.clone()}
     if weight.dtype == torch.bfloat16:
-        state["remainder"] = torch.zeros_like(weight, dtype=torch.int16)
+        state["remainder"] = torch.zeros_like(weight, dtype=torch.int16, memory_format=torch.contiguous_format)
     return state
 
 

@@ -56,12 +56,12 @@ class Failures:
         return f"{failed} of {drawn} episodes failed or took too long, more than env.max_failed={most:g} of them{told}"
 
 
-def warn_of_failures(episodes: Sequence[Episode], most: float) -> None:
+def warn_of_failures(name: str, episodes: Sequence[Episode], most: float) -> None:
     """Say that a validation is of few episodes. It ends no run: nothing is learned from it."""
     failures = Failures()
     failures.count(episodes)
     if told := failures.too_many(most, Ranks()):
-        rank_zero_warn(f"Validation: {told}. The rewards are means over the others.")
+        rank_zero_warn(f"Validation {name}: {told}. The rewards are means over the others.")
 
 
 def sound_rows(episodes: Sequence[Episode]) -> list[int]:

@@ -37,6 +37,8 @@ class Credit:
     """Float32 `(b, k)`: the weights of the functions."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: the reward of the greedy completion of each row's prompt, on the scale of `rewards`."""
+    end_id: int | None = None
+    """The token that ends a turn: it stands before the answer where the policy did not write it."""
 
     def columns(self, completions: Completions) -> dict[str, Tensor]:
         """Everything that an estimator of advantages may name."""
@@ -50,7 +52,7 @@ class Credit:
             "mask": completions.response_mask,
             "step_ends": self.step_ends,
             "turn": turns_of(completions),
-            "state": states_of(completions),
+            "state": states_of(completions, self.end_id),
         }
         return columns if self.greedy_rewards is None else columns | {"greedy_rewards": self.greedy_rewards}
 
@@ -99,7 +101,8 @@ class CreditAssignment:
         per_token, step_ends = token_rewards(rewards, completions, scores.span_rewards, tokenizer)
         values = scores.values.to(mask.device).masked_fill(rewards.isnan()[:, None], torch.nan)
         greedy = None if scored.greedy_rewards is None else self._greedy(scored.greedy_rewards)
-        return Credit(rewards, per_token, step_ends, values, scores.weights.to(mask.device), greedy)
+        end_id = getattr(tokenizer, "eos_token_id", None)
+        return Credit(rewards, per_token, step_ends, values, scores.weights.to(mask.device), greedy, end_id)
 
     def _of_rows(self, completions: Completions, rewards: Tensor, ranks: Ranks) -> Tensor:
         """Rewards of rows after shaping, running normalisation and clipping, in this order."""
@@ -175,9 +178,10 @@ def turns_of(completions: Completions) -> Tensor:
     return torch.zeros_like(mask, dtype=torch.long) if completions.turn is None else completions.turn
 
 
-def states_of(completions: Completions) -> Tensor:
+def states_of(completions: Completions, end_id: int | None) -> Tensor:
     """Long `(b, t)`: the state in which the turn of each token began, as a number: what the policy had read since its
-    turn before. Equal answers have equal numbers in every row and process. 0 in a row's first turn: it has its prompt.
+    turn before. Equal answers have equal numbers in every row and process, whatever ended the turn that was answered. 0
+    in a row's first turn: it has its prompt.
     """
     turn, attended = turns_of(completions), completions.attended
     if attended is None:
@@ -188,11 +192,16 @@ def states_of(completions: Completions) -> Tensor:
     begins = place.new_full((len(turn), most), turn.shape[1]).scatter_reduce(
         1, turn, place.masked_fill(~read, turn.shape[1]), "amin"
     )
+    place = place - begins.gather(1, turn)
+    if end_id is not None:  # a turn that was cut is ended first
+        ended = read & (place == 0) & (completions.response_ids == end_id)
+        read = read & ~ended
+        place = place - torch.zeros_like(begins).scatter_add(1, turn, ended.long()).gather(1, turn)
     # Each token is mixed with its place in the answer, so that a sum of them tells texts apart.
     nothing = torch.zeros_like(turn)
-    words = noise.prompt_key(nothing, nothing, completions.response_ids, place - begins.gather(1, turn))
+    words = noise.prompt_key(nothing, nothing, completions.response_ids, place)
     answers = words.new_zeros(len(turn), most).scatter_add(1, turn, words.masked_fill(~read, 0))
-    return F.pad(answers, (1, 0)).gather(1, turn)
+    return F.pad(answers + 1, (1, 0)).gather(1, turn)
 
 
 def _last_of_turn(completions: Completions, row: int, turn: int) -> int:

@@ -202,19 +202,23 @@ class Caller:
         known = {number for numbers, _ in parts for number in numbers}
         left = job.select([place for place, number in enumerate(job.numbers) if number not in known])
         if left.rows:
-            parts.append((left.numbers, await self._run_in_parts(left, completions)))
+            parts.append((left.numbers, await self._run_in_parts(left, completions, hangs=calls.hangs)))
         return in_order(parts, job.numbers)
 
-    async def _run_in_parts(self, job: Job, completions: Sequence[Completion]) -> Outcome:
+    async def _run_in_parts(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
         """The whole job; a per-sample one in as many parts as there are workers."""
         parts = min(self.settings.workers, job.rows) if self.pool is not None and job.per_sample else 1
         bounds = [job.rows * part // max(1, parts) for part in range(max(1, parts) + 1)]
         slices = [job.select(range(start, end)) for start, end in itertools.pairwise(bounds)]
-        done = await _gather([partial(self._run_or_retry_rows, part, completions) for part in slices], len(slices))
+        each = [partial(self._run_or_retry_rows, part, completions, hangs) for part in slices]
+        done = await _gather(each, len(slices))
         return Outcome.concatenate(done, [part.rows for part in slices])
 
-    async def _run_or_retry_rows(self, job: Job, completions: Sequence[Completion]) -> Outcome:
-        """The job; where it fails and failures have a score, each completion alone, so that only some fail."""
+    async def _run_or_retry_rows(self, job: Job, completions: Sequence[Completion], hangs: int = 0) -> Outcome:
+        """The job; where it fails and failures have a score, each completion alone, so that only some fail.
+
+        So many of its batch have run into the limit before.
+        """
         try:
             return await self._run(job)
         except CallFailed as failed:
@@ -222,7 +226,6 @@ class Caller:
                 raise call_error(self.name, failed, job.rows, completions, self.settings) from failed.__cause__
             if job.rows == 1:
                 return Outcome([failed.failure], output=failed.failure.output)
-        hangs = 0
 
         async def alone(row: int) -> Outcome:
             nonlocal hangs

@@ -29,8 +29,9 @@ def is_independent(function: Any) -> bool:
 class EarlyCalls:
     """What a function says of rows as they are over, for the call of the whole batch to take over.
 
-    Only success is kept. A row whose call failed is asked about again with all that is left, so that a failure has the
-    words and the consequences that it has without early calls.
+    Where failures end the run, only success is kept: a row whose call failed is asked about again with all that is
+    left, so that a failure has the words and the consequences that it has without early calls. Where they have a score
+    (``on_error``), a failure counts at once.
 
     Args:
         job: All rows of the batch, in whose inputs stands what is known of them by now.
@@ -53,6 +54,8 @@ class EarlyCalls:
     ) -> None:
         self._job, self._call, self._loop = job, call, loop
         self._all_that_wait, self._hangs_left = all_that_wait, most_hangs
+        self.hangs = 0
+        """Completions that ran into the limit."""
         self._gate = asyncio.Semaphore(at_once)
         self._waiting: deque[int] = deque()
         self._begun: list[Future[None]] = []
@@ -85,7 +88,8 @@ class EarlyCalls:
             except Exception:
                 self._hangs_left = 0  # what is left is asked about with the batch
                 return
-            self._hangs_left -= sum(isinstance(value, Failure) and value.timed_out for value in outcome.returned)
+            hangs = sum(isinstance(value, Failure) and value.timed_out for value in outcome.returned)
+            self.hangs, self._hangs_left = self.hangs + hangs, self._hangs_left - hangs
             self._done.append((rows, outcome))
 
 
