@@ -61,7 +61,8 @@ def warn_of_failures(name: str, episodes: Sequence[Episode], most: float) -> Non
     failures = Failures()
     failures.count(episodes)
     if told := failures.too_many(most, Ranks()):
-        rank_zero_warn(f"Validation {name}: {told}. The rewards are means over the others.")
+        where = f" of {name}" if name else ""
+        rank_zero_warn(f"Validation{where}: {told}. The rewards are means over the others.")
 
 
 def sound_rows(episodes: Sequence[Episode]) -> list[int]:
