@@ -91,5 +91,5 @@ def test_no_more_rows_are_measured_at_once_than_fit(method: type, settings: dict
 
     whole = measured(64.0)
     most = max(seen)
-    assert measured(0.0098) == pytest.approx(whole, rel=1e-4, abs=1e-5)
+    assert measured(0.0031) == pytest.approx(whole, rel=1e-4, abs=1e-5)
     assert max(seen) < most
