@@ -116,6 +116,8 @@ def test_rollout_metrics_by_hand():
 
 
 class _Row:
+    episodes = None
+
     def __init__(self, lengths, ended):
         self.lengths, self.ended = torch.tensor(lengths), torch.tensor(ended)
 

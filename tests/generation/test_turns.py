@@ -223,10 +223,15 @@ class ScriptedInteraction:
 
     factory = SimpleNamespace(seed="group", converses=True)
     settings = factory
+    journal, waited = None, 0.0
     draw = Interaction.draw
 
-    def begin(self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int) -> tuple[list[list[int]], Any]:
+    def begin(
+        self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int, journal: Any
+    ) -> tuple[list[list[int]], Any]:
         class Closing(Scripted):
+            waited = 0.0
+
             def episodes(self) -> tuple[str, ...]:
                 return ("as it went",)
 

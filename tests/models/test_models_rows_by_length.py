@@ -127,9 +127,9 @@ def test_without_gradient_no_call_has_more_rows_than_it_may(make_model, by, pack
     bounded = dataclasses.replace(options, most_rows=2)
     shapes = calls_of(model)
     with torch.no_grad():
-        whole = score_texts(model, tokens, stats=True, options=options)
+        whole = score_texts(model, tokens, entropy=True, stats=True, options=options)
         shapes.clear()
-        found = score_texts(model, tokens, stats=True, options=bounded)
+        found = score_texts(model, tokens, entropy=True, stats=True, options=bounded)
     assert len(shapes) >= 3 and all(rows <= 2 for rows, _ in shapes)
     mask = tokens.learned
     for one, other in [(whole.logprobs, found.logprobs), (whole.entropy, found.entropy)]:

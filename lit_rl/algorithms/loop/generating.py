@@ -123,7 +123,9 @@ class GeneratingModule(PolicyModule):
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> Completions:
         """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
-        return self.source.draw(self.request(batch, sampling, group_size), self.ranks)
+        asked = self.request(batch, sampling, group_size)
+        with self._early.begun(self.reward_functions, asked, self.trainer_state) as asked:
+            return self.source.draw(asked, self.ranks)
 
     def generate_to_score(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
@@ -132,9 +134,8 @@ class GeneratingModule(PolicyModule):
 
         What `reward` says is the same, and asked of other completions it begins anew.
         """
-        asked = self.request(batch, sampling, group_size)
-        with self._early.begun(self.reward_functions, asked, self.trainer_state) as asked:
-            return self.source.draw(asked, self.ranks)
+        with self._early.expected():
+            return self.generate(batch, sampling, group_size)
 
     def request(
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None

@@ -22,18 +22,29 @@ class EarlyRewards:
 
     def __init__(self) -> None:
         self._begun: tuple[PromptBatch, BegunRewards] | None = None
+        self._expected = False
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(EarlyRewards())
 
     @contextmanager
+    def expected(self) -> Iterator[None]:
+        """What is drawn inside is scored next."""
+        self._expected = True
+        try:
+            yield
+        finally:
+            self._expected = False
+
+    @contextmanager
     def begun(self, rewards: Rewards, asked: RolloutRequest, state: TrainerState) -> Iterator[RolloutRequest]:
-        """The request, with reward functions listening. They are let go where it is not answered.
+        """The request; where it is expected to be scored, with reward functions listening, which are let go where it is
+        not answered.
 
         Rewards of episodes need the episodes, which are there at the end.
         """
         self._drop()
-        if asked.interaction is not None:
+        if not self._expected or asked.interaction is not None:
             yield asked
             return
         batch, tokenizer = asked.batch, asked.model.tokenizer
