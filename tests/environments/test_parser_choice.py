@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_frames import frames_of, names, tokenizer_of
+from trl.chat_template_utils import supports_tool_calling
 
 from lit_rl.environments.literal_parsers import Gemma4Parser, Lfm2Parser
 from lit_rl.environments.named_parsers import DeepSeekV3Parser, GptOssParser
@@ -79,8 +80,6 @@ UNESCAPED = {"lfm2_2_5", "lfm2_2_5_v2"}
 
 @pytest.mark.parametrize("name", names())
 def test_every_template_that_renders_tools_is_read_or_refused_by_name(name: str) -> None:
-    from trl.chat_template_utils import supports_tool_calling
-
     tokenizer, _ = tokenizer_of(name)
     assert supports_tool_calling(tokenizer) == (name in FAMILY) == (name not in RENDER_NO_CALLS)
     if name in FAMILY:
