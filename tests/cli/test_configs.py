@@ -49,6 +49,7 @@ VALUES = {  # what has no default
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
     "reward/function": ["reward.fn=lit_rl.rewards:contains"],
     "algo/advantage/gae": ["algo=ppo"],
+    "algo/advantage/gae_of_turns": ["algo=ppo"],
     "algo/critic/separate": ["algo=ppo"],
     "algo/critic/shared_trunk": ["algo=ppo"],
     "algo/critic/adapter": ["algo=ppo", "model.lora.r=2"],
