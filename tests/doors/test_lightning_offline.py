@@ -66,7 +66,8 @@ def test_a_method_fits(method, monkeypatch, tmp_path, capsys):
 def test_it_trains_as_the_plain_constructors_do(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["lit-rl"])
-    line = command_line(["fit", *arguments("DPO"), "--optimizer=AdamW", "--optimizer.lr=1e-3"])
+    precision = "--trainer.precision=32-true"  # as Lightning's own Trainer; the command line would ask the processor
+    line = command_line(["fit", *arguments("DPO"), "--optimizer=AdamW", "--optimizer.lr=1e-3", precision])
     module = DPO(
         "tiny", preference=ipo, optimizer=AdamW(lr=1e-3), scheduler=Linear(), sampling=Sampling(max_new_tokens=4)
     )
