@@ -10,8 +10,7 @@ _KEYS = """\
   model.lora.r=16          train LoRA adapters of that rank
   data.path=FILE           your prompts (with data=jsonl); data.prompt_key=COLUMN
   reward.fn=FILE.py:NAME   your reward (with reward=function)
-  algo.group_size=8        completions a prompt
-  data.prompts_per_rollout=32
+  algo.group_size=8        completions a prompt, of each of  data.prompts_per_rollout=32  prompts
   optimizer.lr=1e-6        learning rate
   sampling.max_new_tokens=512
   trainer.max_steps=100    optimizer steps
