@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_rl.errors import GenerationError
 from lit_rl.generation.decoding import at_columns, joined, moved_up
+from lit_rl.models.policy.attention import is_causal, plain_attention
 
 IMPLEMENTATION = "lit_rl_grouped"
 """What a model's config calls this attention while it decodes."""
@@ -387,16 +387,10 @@ class ProvingCache(GroupedCache):
         mask = None if bool(seen.all()) else seen
         with torch.autocast(query.device.type, enabled=False):
             ours = super().attend(module, _in_float64(layer), query.double(), scaling)
-            theirs = _plain(module, query.double(), keys.double(), values.double(), mask, scaling)
+            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
         if not torch.allclose(ours, theirs, rtol=1e-8, atol=1e-10, equal_nan=True):
             raise NotGrouped("its attention over the grouped keys differs from plain attention")
-        return _plain(module, query, keys, values, mask, scaling)
-
-
-def _plain(
-    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
-) -> Tensor:
-    return sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
+        return plain_attention(module, query, keys, values, mask, scaling)
 
 
 def _in_float64(layer: GroupedLayer) -> GroupedLayer:
@@ -442,15 +436,8 @@ def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
     It needs none where every token sees all that came before it: no window ends before the first, nothing custom.
     """
     mask = sdpa_mask(attention_mask=attention_mask, **asked)
-    if mask is not None and not _causal(mask):
+    if mask is not None and (mask.shape[-2] == 1 or not is_causal(mask)):
         raise NotGrouped("a token does not see all that came before it")
-
-
-def _causal(mask: Tensor) -> bool:
-    """Whether each of the last tokens sees all before it, and itself, and nothing else: `(b, 1, c, t)`."""
-    c, t = mask.shape[-2:]
-    plain = torch.ones(c, t, dtype=torch.bool, device=mask.device).tril(t - c)
-    return mask.dtype == torch.bool and c > 1 and bool((mask == plain).all())
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)

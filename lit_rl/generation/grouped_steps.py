@@ -8,18 +8,16 @@ are masked, keys that are changed after they were cached) is found rather than l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from lit_rl.generation.batches import DecodeBatch
 from lit_rl.generation.decoding import DecodingSteps, base_model, empty_cache, forward_parameters
 from lit_rl.generation.grouped_cache import IMPLEMENTATION, GroupedCache, NotGrouped, ProvingCache
+from lit_rl.models.policy.attention import attending_by, keeps_whole_texts, text_config
 
 _ALIKE = 0.01
 """Of the spread of the logits: how far the two ways may differ in a proof. On deterministic kernels they are equal."""
@@ -42,12 +40,12 @@ class GroupedSteps(DecodingSteps):
         length = batch.prompt_mask.shape[1]
         layers: list[Any] = self._cache.layers
         whole = all(layer.keys is not None and layer.keys.shape[2] == length for layer in layers)
-        if not whole or not _plain(self._cache, length + self._max_new_tokens):
+        if not whole or not keeps_whole_texts(self._cache, length + self._max_new_tokens):
             raise NotGrouped("the layers of its cache do not hold the whole text")
         self._cache = self.kind(self._cache, batch.prompt_mask, batch.repeats, self._max_new_tokens, batch.numbers)
 
     def _step(self, ids: Tensor) -> Tensor:
-        with _grouped_attention(self._policy):
+        with attending_by(base_model(self._policy), IMPLEMENTATION):
             return self._run(ids, self._next_position, attention_mask=None, grouped_cache=self._cache)
 
     @property
@@ -55,7 +53,7 @@ class GroupedSteps(DecodingSteps):
         return self._cache.prompts
 
     def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor) -> Tensor:
-        with _grouped_attention(self._policy), self._cache.reading(mask):
+        with attending_by(base_model(self._policy), IMPLEMENTATION), self._cache.reading(mask):
             return self._logits(ids, positions, lasts, attention_mask=None, grouped_cache=self._cache)
 
     def _shift(self, columns: Tensor) -> None:
@@ -79,7 +77,7 @@ def fits(policy: nn.Module, length: int) -> bool:
     named = forward_parameters(policy)
     if not isinstance(model, PreTrainedModel) or "position_ids" not in named:
         return False
-    return _text_config(model)._attn_implementation == "sdpa" and _plain(empty_cache(policy, named), length)
+    return text_config(model)._attn_implementation == "sdpa" and keeps_whole_texts(empty_cache(policy, named), length)
 
 
 def proven(policy: nn.Module) -> bool:
@@ -96,7 +94,7 @@ def proven(policy: nn.Module) -> bool:
 def probe(policy: nn.Module) -> DecodeBatch:
     """Two prompts of five and three tokens, two rows each."""
     device = next(policy.parameters()).device
-    size = _text_config(base_model(policy)).vocab_size
+    size = text_config(base_model(policy)).vocab_size
     ids = (torch.arange(10, device=device) * 7 + 1).view(2, 5) % size
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :2] = False
@@ -118,27 +116,3 @@ def decoded_probe(steps: DecodingSteps) -> Tensor:
             steps.advance((torch.arange(4, device=device) * 5 + step + 2) % size)
         logits.append(steps.logits)
     return torch.stack(logits)
-
-
-def _plain(cache: Any, length: int) -> bool:
-    """Whether every layer keeps all keys of so many tokens, and no window ends before the first of them."""
-    return all(
-        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
-        for layer in cache.layers
-    )
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
-@contextmanager
-def _grouped_attention(policy: Any) -> Iterator[None]:
-    """Let the model's layers look up the grouped attention and its masks, for one step."""
-    config = _text_config(base_model(policy))
-    usual = config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
-    try:
-        yield
-    finally:
-        config._attn_implementation = usual

@@ -16,12 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.attention import (
+    attending_by,
+    is_causal,
+    keeps_whole_texts,
+    plain_attention,
+    text_config,
+)
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.folded_attention import Sharers, folded_attention
 
@@ -44,16 +50,12 @@ def can_fold(model: nn.Module, mask: Tensor, p: int) -> bool:
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or mask.device.type != "cpu":
         return False
-    if _text_config(base)._attn_implementation != "sdpa":
+    if text_config(base)._attn_implementation != "sdpa":
         return False
     prompt = mask[:, :p]
     if not bool((prompt[:, 1:] >= prompt[:, :-1]).all()) or not bool(prompt[:, -1].all()):
         return False
-    return all(
-        type(layer) is DynamicLayer
-        or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= mask.shape[1])
-        for layer in DynamicCache(config=base.config).layers
-    )
+    return keeps_whole_texts(DynamicCache(config=base.config), mask.shape[1])
 
 
 class FoldedLayer(CacheLayerMixin):
@@ -153,31 +155,18 @@ class ProvingCache(FoldedCache):
         twin.own = layer.own[0].double(), layer.own[1].double()
         with torch.autocast(query.device.type, enabled=False):
             ours = super().attend(module, twin, query.double(), scaling)
-            theirs = _plain(module, query.double(), keys.double(), values.double(), mask, scaling)
+            theirs = plain_attention(module, query.double(), keys.double(), values.double(), mask, scaling)
         there = self._mask[:, None, -t:, None].expand_as(ours)
         if not torch.allclose(ours[there], theirs[there], rtol=1e-8, atol=1e-10):
             raise NotFolded("its attention over the shared keys differs from plain attention")
-        return _plain(module, query, keys, values, mask, scaling)
-
-
-def _plain(module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    return sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
+        return plain_attention(module, query, keys, values, mask, scaling)
 
 
 @contextmanager
 def attending_to(model: nn.Module, cache: FoldedCache) -> Iterator[dict[str, Any]]:
     """Inside, the model's layers look up this attention and its masks; what the model is called with beside tokens."""
-    config = _text_config(base_of(model))
-    usual = config._attn_implementation
-    config._attn_implementation = IMPLEMENTATION
-    try:
+    with attending_by(base_of(model), IMPLEMENTATION):
         yield {"attention_mask": None, "past_key_values": cache, "folded_cache": cache}
-    finally:
-        config._attn_implementation = usual
-
-
-def _text_config(base: Any) -> Any:
-    return base.config.get_text_config(decoder=True)
 
 
 def attention(
@@ -211,15 +200,8 @@ def attention(
 def no_mask(*, attention_mask: Tensor | None = None, **asked: Any) -> None:
     """In the place of transformers' own mask for ``sdpa``: none is needed where every token sees all before it."""
     mask = sdpa_mask(attention_mask=attention_mask, **asked)
-    if mask is not None and not _causal(mask):
+    if mask is not None and not is_causal(mask):
         raise NotFolded("a token does not see all that came before it")
-
-
-def _causal(mask: Tensor) -> bool:
-    """Whether each of the last tokens sees all before it, and itself, and nothing else: `(b, 1, t, s)`."""
-    t, s = mask.shape[-2:]
-    plain = torch.ones(t, s, dtype=torch.bool, device=mask.device).tril(s - t)
-    return mask.dtype == torch.bool and bool((mask == plain).all())
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attention)

@@ -1,0 +1,51 @@
+"""An attention of our own in the place of a model's ``sdpa``: what all of them need to stand in for it strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+
+def text_config(model: Any) -> Any:
+    """The part of a model's config that its text layers read."""
+    return model.config.get_text_config(decoder=True)
+
+
+@contextmanager
+def attending_by(model: Any, implementation: str) -> Iterator[None]:
+    """Inside, the model's layers look up this attention and its masks in transformers' registries."""
+    config = text_config(model)
+    usual = config._attn_implementation
+    config._attn_implementation = implementation
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+def keeps_whole_texts(cache: Any, length: int) -> bool:
+    """Whether every layer keeps all keys of so many tokens, and no window ends before the first of them."""
+    return all(
+        type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
+        for layer in cache.layers
+    )
+
+
+def is_causal(mask: Tensor) -> bool:
+    """Whether each of the last tokens sees all before it, and itself, and nothing else: ``(b, 1, t, s)``."""
+    t, s = mask.shape[-2:]
+    plain = torch.ones(t, s, dtype=torch.bool, device=mask.device).tril(s - t)
+    return mask.dtype == torch.bool and bool((mask == plain).all())
+
+
+def plain_attention(
+    module: nn.Module, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """``(b, h, t, e)``, as transformers' own ``sdpa`` computes it."""
+    return sdpa_attention_forward(module, query, keys, values, mask, scaling=scaling)[0].transpose(1, 2)
