@@ -142,7 +142,7 @@ def cost_against_work() -> list[Benchmark]:
         more = replace(C1, name=f"{factor} x completions", prompts=factor * C1.prompts)
         longer = replace(C1, name=f"{factor} x tokens", completion_tokens=factor * C1.completion_tokens)
         for work, series in ((more, "completions"), (longer, "tokens")):
-            who = [*peers(work, [DEFAULT]), FLOAT32]
+            who = [*peers(work, [DEFAULT]), FLOAT32, BFLOAT16]
             found.append(Benchmark(work, who, rounds=1, steps=3, resident=False, series=series, factor=factor))
     return found
 
