@@ -276,6 +276,52 @@ class ReasoningGym(_HoldsOut):
         return {"prompt": [{"role": "user", "content": question}], "answer": entry["answer"], COLUMN: problem.text}
 
 
+class ReasoningGymPlain(ReasoningGym):
+    """The same problems as plain text, for models that know no chat: `{"prompt": "4+3=", "answer": "7", ...}`
+
+    Args:
+        name: Of the generator, such as "chain_sum".
+        shown: What of a question is shown, as a regular expression: its matches, one behind the other. `[-+=0-9]` makes
+            "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". As it comes, everything is.
+        settings: See `ReasoningGym`, as the rest.
+        instruction: Added to what is shown.
+        train_rows: Rows to learn from.
+        val_rows: Held-out rows.
+        seed: Seed of the problems.
+
+    Raises:
+        BackendError: reasoning-gym is not installed.
+        ConfigError: as for `ReasoningGym`; or `shown` is no regular expression, or matches nothing in a question.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shown: str = r"(?s:.+)",
+        settings: Mapping[str, Any] | None = None,
+        instruction: str = "",
+        train_rows: int = 2000,
+        val_rows: int = 200,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(name, settings, instruction, train_rows, val_rows, seed)
+        try:
+            self.shown = re.compile(shown)
+        except re.error as error:
+            raise ConfigError(f"data.task.shown={shown!r} is no regular expression: {error}.") from error
+
+    def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
+        row = super()._row(problem, entry)
+        question = row["prompt"][0]["content"]
+        prompt = "".join(match.group() for match in self.shown.finditer(question))
+        if not prompt:
+            raise ConfigError(
+                f"data.task.shown={self.shown.pattern!r} matches nothing in a question of {self.name!r}: "
+                f"{question!r:.200}"
+            )
+        return {**row, "prompt": prompt}
+
+
 class ReasoningGymText(ReasoningGym):
     """The same problems with the generator's own answer, as a message of the assistant, in the column `completion`.
 

@@ -6,7 +6,7 @@ from lit_rl.rewards.builtin.format import reasoning_format
 from lit_rl.rewards.builtin.lengths import CosineScaledLength, SoftOverlong
 from lit_rl.rewards.builtin.math import boxed, final_answer, math_answer
 from lit_rl.rewards.builtin.math_verify import MathAccuracy, math_accuracy
-from lit_rl.rewards.builtin.reasoning import ReasoningGymScore
+from lit_rl.rewards.builtin.reasoning import ReasoningGymExact, ReasoningGymScore
 from lit_rl.rewards.builtin.repetition import RepetitionPenalty
 from lit_rl.rewards.builtin.text import Length, RegexFormat, contains, exact_match
 from lit_rl.rewards.completion import text_of
@@ -31,6 +31,7 @@ __all__ = [
     "MathAccuracy",
     "PairwiseJudge",
     "ProcessRewardModel",
+    "ReasoningGymExact",
     "ReasoningGymScore",
     "RegexFormat",
     "RemoteReward",

@@ -9,10 +9,10 @@ import numpy
 import pytest
 from tiers import quick
 
-from lit_rl.data.tasks import ReasoningGym, ReasoningGymText, Task
+from lit_rl.data.tasks import ReasoningGym, ReasoningGymPlain, ReasoningGymText, Task
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.reasoning import COLUMN, Problem
-from lit_rl.rewards import ReasoningGymScore, Rewards
+from lit_rl.rewards import ReasoningGymExact, ReasoningGymScore, Rewards
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 NAMES = sorted(reasoning_gym.factory.DATASETS.keys() - {"composite"})  # which is made of others
@@ -34,6 +34,7 @@ def test_a_problem_is_the_same_whenever_it_is_made_and_moves_no_random_numbers(n
     assert str(problem.entry()["answer"]) == str(entries[2]["answer"])
     if isinstance(answer := entries[2]["answer"], str):
         assert 0.99 < problem.scorer()(answer) <= 1
+        assert ReasoningGymExact()([""], [answer], [problem.text]) == [1]
 
 
 def test_rows_differ_and_none_is_held_out_and_learned():
@@ -79,15 +80,35 @@ def test_texts_are_the_same_problems_with_the_generators_own_answer():
         ReasoningGymText("graph_color", train_rows=2, val_rows=0).train()
 
 
+def test_plain_text_shows_of_a_question_what_matches():
+    settings = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    chats, plain = (
+        kind("chain_sum", settings=settings, train_rows=20, val_rows=5, **shown).train()
+        for kind, shown in ((ReasoningGym, {}), (ReasoningGymPlain, {"shown": "[-+=0-9]"}))
+    )
+    for chat, text in zip(chats, plain, strict=True):
+        question = chat["prompt"][0]["content"]
+        assert text == {**chat, "prompt": question.partition(": ")[2].replace(" ", "")}
+        assert str(eval(text["prompt"].removesuffix("="))) == text["answer"]
+    whole = ReasoningGymPlain("chain_sum", settings=settings, train_rows=20, val_rows=5).train()
+    assert [row["prompt"] for row in whole] == [row["prompt"][0]["content"] for row in chats]
+    with pytest.raises(ConfigError, match=r"data.task.shown='\[' is no regular expression"):
+        ReasoningGymPlain("chain_sum", shown="[")
+    with pytest.raises(ConfigError, match="data.task.shown='§' matches nothing in a question of 'chain_sum'"):
+        ReasoningGymPlain("chain_sum", shown="§", train_rows=2, val_rows=0).train()
+
+
 def test_the_reward_is_the_generators_own_score():
     rows = ReasoningGym("chain_sum", train_rows=3, val_rows=0).train()
     columns = {COLUMN: [row[COLUMN] for row in rows], "answer": [row["answer"] for row in rows]}
     replies = [f" {rows[0]['answer']}\n", f"It is {rows[1]['answer']}.", "I do not know"]
     prompts = [row["prompt"] for row in rows]
     right, inside, wrong = ReasoningGymScore()(prompts, replies, **columns)
-    assert right == 1 and wrong == 0 and inside == Problem.read(rows[1][COLUMN]).scorer()(replies[1])
+    assert right == 1 and wrong == 0 and 0 < inside == Problem.read(rows[1][COLUMN]).scorer()(replies[1]) < 1
+    assert ReasoningGymExact()(prompts, replies, **columns) == [1, 0, 0]
     tagged = [f"<answer>7</answer> no: <answer> {rows[0]['answer']} </answer>", rows[1]["answer"], "<answer>1"]
     assert ReasoningGymScore("answer")(prompts, tagged, **columns) == [1, 0, 0]
+    assert ReasoningGymExact("answer")(prompts, tagged, **columns) == [1, 0, 0]
 
 
 def test_a_scorer_that_raises_on_nonsense_gives_nothing():

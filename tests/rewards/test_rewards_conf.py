@@ -37,7 +37,7 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "recipes": [1.0, 1.1],
     "environment": [1.0, 0.25],
     "environment_turns": [1.0, 0.25],
-    "reasoning_gym": [1.0, 2 / len(GOOD)],  # its scorer gives a part to an answer with the right one inside
+    "reasoning_gym": [1.0, 0.0],  # its scorer gives a part to an answer with the right one inside, which is not paid
 }
 ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
 VALUES = {
@@ -100,6 +100,15 @@ def test_no_reward_is_none():
 def test_code_is_off_until_it_is_allowed(reward):
     with pytest.raises(ConfigError, match="no sandbox"):
         reward("code")
+
+
+def test_the_part_that_reasoning_gym_gives_is_logged_and_may_be_paid(reward):
+    for settings, total in (([], 0), (["reasoning_gym=0", "reasoning_gym_score=1"], 2 / len(GOOD))):
+        rewards = reward("reasoning_gym", *(f"reward.weights.{setting}" for setting in settings))
+        rewards.bind(list(COLUMNS))
+        scores = rewards.score(["20+22="] * 2, ["42", GOOD], COLUMNS, completion_ids=[[1, 2], [7] * 11])
+        assert scores.total.tolist() == pytest.approx([1, total])
+        assert scores.values[:, scores.names.index("reasoning_gym_score")].tolist() == pytest.approx([1, 2 / len(GOOD)])
 
 
 def test_settings_are_checked_by_type(reward):

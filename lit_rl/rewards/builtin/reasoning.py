@@ -29,7 +29,15 @@ class ReasoningGymScore:
     ) -> list[float]:
         scorers = {source: _scorer(source) for source in set(reasoning_gym)}  # a group shares one problem
         answers = (self._answer(text_of(completion)) for completion in completions)
-        return [_score(scorers[source], answer) for source, answer in zip(reasoning_gym, answers, strict=True)]
+        return [self._scored(scorers[source], answer) for source, answer in zip(reasoning_gym, answers, strict=True)]
+
+    def _scored(self, scorer: Callable[[str], float], answer: str | None) -> float:
+        if answer is None:
+            return 0.0
+        try:
+            return scorer(answer)
+        except Exception:  # the scorer of any generator, on any text
+            return 0.0
 
     def _answer(self, text: str) -> str | None:
         if self.tag is None:
@@ -37,6 +45,21 @@ class ReasoningGymScore:
         _, opened, rest = text.rpartition(f"<{self.tag}>")
         inside, closed, _ = rest.partition(f"</{self.tag}>")
         return inside.strip() if opened and closed else None
+
+
+class ReasoningGymExact(ReasoningGymScore):
+    """1 where a problem's own generator takes the answer for the right one, else 0.
+
+    What is paid for a part of the answer, or for one with other words around it, can be had without a right one, and
+    a policy finds out: this pays for the whole. The scorers of some generators give up to a hundredth less than 1 to
+    their own answer, so more than 0.99 is right.
+
+    Args:
+        tag: See `ReasoningGymScore`.
+    """
+
+    def _scored(self, scorer: Callable[[str], float], answer: str | None) -> float:
+        return float(super()._scored(scorer, answer) > 0.99)
 
 
 def _scorer(source: str) -> Callable[[str], float]:
@@ -48,12 +71,3 @@ def _scorer(source: str) -> Callable[[str], float]:
             "data=reasoning_gym."
         ) from error
     return problem.scorer()
-
-
-def _score(scorer: Callable[[str], float], answer: str | None) -> float:
-    if answer is None:
-        return 0.0
-    try:
-        return scorer(answer)
-    except Exception:  # the scorer of any generator, on any text
-        return 0.0
