@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from talks import Talk, asked, texts
 
+from lit_rl.algorithms.preflight.environments import journal_of
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.journal import Journal
 from lit_rl.episodes import Episode
@@ -222,3 +223,14 @@ def test_a_reply_that_no_file_can_hold_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="env.journal cannot write"):
         Process(tmp_path, game(Odd)).talk().heard(0, "a")
+
+
+def test_a_folder_that_is_named_belongs_to_one_run(tmp_path) -> None:
+    env = game(journal=str(tmp_path / "replies"))
+    assert journal_of(env, str(tmp_path / "first"), 0) is not None
+    assert journal_of(env, str(tmp_path / "first"), 0) is not None  # the same run, resumed
+    with pytest.raises(
+        ConfigError, match=r"replies' holds the replies of the run in .*first, and this one is in .*second"
+    ):
+        journal_of(env, str(tmp_path / "second"), 0)
+    assert journal_of(game(journal=True), str(tmp_path / "second"), 0) is not None

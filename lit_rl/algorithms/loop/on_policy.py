@@ -498,9 +498,12 @@ class OnPolicyModule(GeneratingModule, ABC):
         assert self.rollout is not None
         return {"slot": self._slot, "rollout": state.to_plain(self.rollout)}
 
-    def rank_state(self) -> dict[str, Any]:
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(checkpoint)
         if self.interaction is not None and self.scored is not None:
             self.interaction.saved(self.scored.batch.rollout)
+
+    def rank_state(self) -> dict[str, Any]:
         counts = self._records.counts() | self.source.state()
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used

@@ -65,11 +65,31 @@ def journal_of(env: Interactive, folder: str, rank: int) -> Journal | None:
         env: Its settings.
         folder: Of the run.
         rank: Of this process.
+
+    Raises:
+        ConfigError: the folder that ``env.journal`` names holds the replies of another run.
     """
     if not env.journal:
         return None
-    own = Path(folder) / "env_journal"
-    return Journal(Path(env.journal).expanduser() if isinstance(env.journal, str) else own, rank)
+    if not isinstance(env.journal, str):
+        return Journal(Path(folder) / "env_journal", rank)
+    named = Path(env.journal).expanduser()
+    if rank == 0:
+        _claim(named, Path(folder).resolve())
+    return Journal(named, rank)
+
+
+def _claim(journal: Path, run: Path) -> None:
+    """A reply is found by where it stands in its run, so two runs in one folder would read each other's."""
+    owner = journal / "run.txt"
+    if not owner.exists():
+        journal.mkdir(parents=True, exist_ok=True)
+        owner.write_text(f"{run}\n", encoding="utf-8")
+    elif (other := owner.read_text(encoding="utf-8").strip()) != str(run):
+        raise ConfigError(
+            f"env.journal={str(journal)!r} holds the replies of the run in {other}, and this one is in {run}: name "
+            f"another folder, or remove {owner} if that run was moved here."
+        )
 
 
 def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journal | None = None) -> EpisodeSource:
