@@ -188,7 +188,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _cell(values: list[float]) -> str:
-    mean, low, high = (format(value, ".2f") for value in values)
+    mean, low, high = (format(min(max(value, 0.0), 1.0), ".2f") for value in values)  # no share is outside
     return f"{mean} [{low}, {high}]"
 
 
