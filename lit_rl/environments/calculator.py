@@ -20,6 +20,16 @@ def mul(a: int, b: int) -> str:
     return f"{a * b}="  # in plain text nothing else says where the answer ends and the policy's own turn begins
 
 
+def multiply(a: int, b: int) -> int:
+    """Multiply two whole numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a * b
+
+
 class Products:
     """Products of two whole numbers: `{"prompt": "17*25=", "answer": "425"}`.
 
@@ -44,17 +54,72 @@ class Products:
 
     def train(self) -> list[dict[str, Any]]:
         """The products that are not held out."""
-        return [_problem(*pair) for pair in self._pairs()[self.val_rows :]]
+        return [self._problem(*pair) for pair in self._pairs()[self.val_rows :]]
 
     def val(self) -> list[dict[str, Any]]:
         """The `val_rows` held-out products."""
-        return [_problem(*pair) for pair in self._pairs()[: self.val_rows]]
+        return [self._problem(*pair) for pair in self._pairs()[: self.val_rows]]
+
+    def _problem(self, a: int, b: int) -> dict[str, Any]:
+        return {"prompt": f"{a}*{b}=", "answer": str(a * b)}
 
     def _pairs(self) -> list[tuple[int, int]]:
         operands = range(LOWEST, self.max_operand + 1)
         pairs = [(a, b) for a in operands for b in operands]
         random.Random(self.seed).shuffle(pairs)
         return pairs
+
+
+class ProductQuestions(Products):
+    """The same products as questions of a chat, behind a few words that say how the tool is called:
+
+    `{"prompt": [{"role": "user", "content": "To multiply, write ... What is 17 times 25?"}], "answer": "425"}`
+
+    They are for models whose chat template tells nothing of tools.
+
+    Args:
+        instruction: The words.
+        max_operand: As `Products` takes it, as the rest.
+        val_rows: How many products are held out.
+        seed: Of the draw.
+    """
+
+    def __init__(self, instruction: str, max_operand: int = 99, val_rows: int = 200, seed: int = 0) -> None:
+        super().__init__(max_operand, val_rows, seed)
+        self.instruction = instruction
+
+    def _problem(self, a: int, b: int) -> dict[str, Any]:
+        question = f"{self.instruction} What is {a} times {b}?"
+        return {"prompt": [{"role": "user", "content": question}], "answer": str(a * b)}
+
+
+class QuestionDemonstrations(ProductQuestions):
+    """The same questions as someone answers them with the tool, a row for each turn, as messages of a chat:
+
+    the question, and `multiply(17, 25)` as `completion`; the question, that call and the tool's answer, and `425`.
+
+    Args:
+        instruction: As `ProductQuestions` takes it, as the rest.
+        max_operand: Largest operand.
+        val_rows: The products that it holds out are in no demonstration.
+        seed: Of the draw.
+    """
+
+    def train(self) -> list[dict[str, Any]]:
+        """Two rows for each product that is not held out."""
+        return [row for pair in self._pairs()[self.val_rows :] for row in self._turns(*pair)]
+
+    def val(self) -> list[dict[str, Any]]:
+        """None: `env=tools` asks the questions themselves."""
+        return []
+
+    def _turns(self, a: int, b: int) -> list[dict[str, Any]]:
+        asked, call = self._problem(a, b)["prompt"], _said(f"multiply({a}, {b})")
+        answer = str(multiply(a, b))
+        return [
+            {"prompt": asked, "completion": [call]},
+            {"prompt": [*asked, call, {"role": "tool", "content": answer}], "completion": [_said(answer)]},
+        ]
 
 
 class CalculatorDemonstrations(Products):
@@ -107,5 +172,5 @@ class CalculatorDemonstrations(Products):
         return other + (other >= operand)
 
 
-def _problem(a: int, b: int) -> dict[str, Any]:
-    return {"prompt": f"{a}*{b}=", "answer": str(a * b)}
+def _said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}

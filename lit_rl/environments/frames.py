@@ -69,6 +69,7 @@ class ChatFrames(Frames):
         eos_ids: Every token that ends a turn.
         kinds: What will answer: tools, the user, or both. The template is tried with each.
         tools: Schemas of the tools, which the prompts are rendered with too.
+        calls_are_text: Whether the policy writes calls as a part of what it says, so that the template renders none.
         chat_template_kwargs: What the prompts are rendered with too.
 
     Raises:
@@ -83,9 +84,11 @@ class ChatFrames(Frames):
         eos_ids: Sequence[int],
         kinds: Sequence[Kind] = ("tool", "user"),
         tools: Sequence[Mapping[str, Any]] | None = None,
+        calls_are_text: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
+        self._calls_are_text = calls_are_text
         self._name = template_name(tokenizer)
         self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
         self._control = control_tokens(tokenizer)
@@ -139,15 +142,14 @@ class ChatFrames(Frames):
     def _tried(self, kind: Kind) -> _Skeleton:
         """The first skeleton that the template renders whole."""
         why = ""
-        for text_arguments in (False, True) if kind == "tool" else (False,):
-            skeleton = _Skeleton(kind, text_arguments)
+        for skeleton in self._skeletons_of(kind):
             try:
                 text = self._rendered(skeleton, _probes(kind, 1))
             except Exception as error:  # a template is a program: whatever it raises, it cannot render this
                 why = why or f"it refuses them: {excerpt(str(error), 200)}"
                 continue
             if _ALPHA not in text:
-                why = "it drops the calls of tools" if kind == "tool" else "it drops what the assistant said"
+                why = "it drops the calls of tools" if skeleton.arguments else "it drops what the assistant said"
             elif _BETA not in text[text.rindex(_ALPHA) :]:
                 why = f"it drops the messages of the {kind}"
             else:
@@ -157,6 +159,11 @@ class ChatFrames(Frames):
             f"The {self._name} cannot render the answers of the {kind} behind a turn of the assistant: {why}. Give "
             "one that does with model.chat_template=FILE, or take another model."
         )
+
+    def _skeletons_of(self, kind: Kind) -> Sequence[_Skeleton]:
+        if kind == "user" or self._calls_are_text:
+            return (_Skeleton(kind),)
+        return (_Skeleton(kind, "mapping"), _Skeleton(kind, "text"))
 
     def _ends_before(self, skeleton: _Skeleton, count: int) -> int:
         """EOS tokens before the one that ends the assistant's turn, in a rendering of so many answers."""
@@ -181,21 +188,21 @@ class _Skeleton:
     """How a template wants the turn that is answered."""
 
     kind: Kind
-    text_arguments: bool = False
-    """Whether the arguments of a call are JSON text in place of a mapping."""
+    arguments: Literal["mapping", "text"] | None = None
+    """How it wants the arguments of a call, text being JSON; None: the turn has no calls beside what it says."""
     escapes: bool = False
     """Whether the template writes an answer as the inside of a JSON string."""
 
     def turn(self, answers: Sequence[Message]) -> Message:
         """The assistant's, with a call for each answer of a tool."""
-        if self.kind == "user":
+        if self.arguments is None:
             return {"role": "assistant", "content": _ALPHA}
         calls = []
         for number, answer in enumerate(answers):
             arguments: Any = {"a": _ALPHA if number == len(answers) - 1 else "x"}
             function = {
                 "name": answer["name"],
-                "arguments": json.dumps(arguments) if self.text_arguments else arguments,
+                "arguments": json.dumps(arguments) if self.arguments == "text" else arguments,
             }
             calls.append({"type": "function", "id": answer["tool_call_id"], "function": function})
         return {"role": "assistant", "content": "", "tool_calls": calls}

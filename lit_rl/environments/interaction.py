@@ -17,7 +17,7 @@ from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids, template_name
 from lit_rl.environments.journal import EpisodeJournal, Journal
 from lit_rl.environments.parser_choice import parser_for
-from lit_rl.environments.parsers import Parser
+from lit_rl.environments.parsers import Parser, RegexParser
 from lit_rl.environments.remembered import RememberedEnvironment
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource
@@ -277,11 +277,13 @@ class Interaction(EpisodeSource):
             eos_ids=self._eos_ids,
             kinds=(kind.answers_as,),
             tools=tools,
+            calls_are_text=isinstance(parser, RegexParser),
             chat_template_kwargs=settings,
         )
         if tools is not None:
             settings["tools"] = tools
-            self._check_tools_are_told(tools, settings)
+            if not isinstance(parser, RegexParser):  # of a form of call that no template knows, prompts tell
+                self._check_tools_are_told(tools, settings)
         return _Ready(kind, frames, parser, settings)
 
     def _check_tools_are_told(self, tools: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:

@@ -46,6 +46,7 @@ VALUES = {  # what has no default
     "data/random_play": ["algo=sft", "data.task.id=FrozenLake-v1", "data.task.prompt='?'"],
     "experiment/smollm2_dpo": ["model.name=tiny"],
     "experiment/smollm2_words": ["model.name=tiny"],
+    "experiment/smollm2_tool": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
     "reward/function": ["reward.fn=lit_rl.rewards:contains"],
     "algo/advantage/gae": ["algo=ppo"],

@@ -8,7 +8,14 @@ import pytest
 from talks import Talk, asked, one, texts
 
 from lit_rl.environments import FunctionTools
-from lit_rl.environments.calculator import CalculatorDemonstrations, Products, mul
+from lit_rl.environments.calculator import (
+    CalculatorDemonstrations,
+    ProductQuestions,
+    Products,
+    QuestionDemonstrations,
+    mul,
+    multiply,
+)
 from lit_rl.errors import ConfigError
 from lit_rl.rewards import math_answer
 
@@ -35,6 +42,30 @@ def test_every_product_is_a_row_of_one_of_the_two_sets() -> None:
         a, b = row["prompt"].removesuffix("=").split("*")
         assert int(row["answer"]) == int(a) * int(b)
     assert task.train() == train and Products(max_operand=12, val_rows=20, seed=4).val() != val
+
+
+def test_questions_are_the_same_products_in_a_chat() -> None:
+    settings: dict[str, Any] = {"max_operand": 12, "val_rows": 20, "seed": 3}
+    questions, products = ProductQuestions("Use multiply(a, b).", **settings), Products(**settings)
+    for rows, plain in ((questions.train(), products.train()), (questions.val(), products.val())):
+        for row, product in zip(rows, plain, strict=True):
+            a, b = product["prompt"].removesuffix("=").split("*")
+            question = f"Use multiply(a, b). What is {a} times {b}?"
+            assert row == {**product, "prompt": [{"role": "user", "content": question}]}
+            assert str(multiply(int(a), int(b))) == row["answer"]
+
+
+def test_questions_are_answered_with_the_tool_turn_by_turn() -> None:
+    settings: dict[str, Any] = {"instruction": "Use it.", "max_operand": 12, "val_rows": 20, "seed": 3}
+    rows, questions = QuestionDemonstrations(**settings).train(), ProductQuestions(**settings).train()
+    assert len(rows) == 2 * len(questions) and not QuestionDemonstrations(**settings).val()
+    for first, second, question in zip(rows[::2], rows[1::2], questions):
+        assert first["prompt"] == question["prompt"]
+        (call,), (answer,) = first["completion"], second["completion"]
+        tool = {"role": "tool", "content": question["answer"]}
+        assert second["prompt"] == [*question["prompt"], call, tool]
+        assert answer == {"role": "assistant", "content": question["answer"]}
+        assert str(eval(call["content"], {"multiply": multiply})) == question["answer"]
 
 
 def test_demonstrations_ask_for_no_product_that_is_held_out() -> None:

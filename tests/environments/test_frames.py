@@ -220,6 +220,21 @@ def test_a_template_that_drops_calls_or_answers_is_refused() -> None:
             ChatFrames(tokenizer, eos_ids=ends, kinds=["tool"], tools=[TOOL])
 
 
+def test_calls_that_are_text_need_no_template_that_renders_calls() -> None:
+    """What SmolLM2's template is like: whatever the role, its content."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(TINY)
+    lines = "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tokenizer.chat_template = f"{lines}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}"
+    ends = tokenizer_of("qwen2_5")[1]
+    frames = ChatFrames(tokenizer, eos_ids=ends, kinds=["tool"], tools=[TOOL], calls_are_text=True)
+    ids = frames.encode(by_tool("425"), closed=True)
+    assert tokenizer.decode(ids) == "\n<|im_start|>tool\n425<|im_end|>\n<|im_start|>assistant\n"
+    two = frames.encode(by_tool("425", "12"), closed=False)
+    assert tokenizer.decode(two).startswith(
+        "<|im_end|>\n<|im_start|>tool\n425<|im_end|>\n<|im_start|>tool\n12<|im_end|>"
+    )
+
+
 def test_a_turn_that_nothing_ends_is_refused_with_what_was_seen() -> None:
     tokenizer, _ = tokenizer_of("qwen2_5")
     with pytest.raises(ConfigError, match=r"alphaqq<\|im_end\|>.*such tokens are \{1: .*eos_token_id"):

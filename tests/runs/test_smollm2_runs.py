@@ -8,11 +8,15 @@ import sys
 import pytest
 from runs_helpers import assert_same_run, interrupted
 
+from lit_rl.environments import FunctionTools
+from lit_rl.environments.calculator import QuestionDemonstrations, multiply
+from lit_rl.environments.interaction import Interaction
 from lit_rl.generation.collect import Vocabulary, texts_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.models.policy.hub import copy_without_hub
-from lit_rl.rollout import Sampling
+from lit_rl.rollout import PromptBatch, Sampling
+from lit_rl.turns import Said
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 THERE = (copy_without_hub(NAME) / "config.json").is_file()
@@ -62,6 +66,33 @@ def test_one_can_talk_to_it(train, monkeypatch, capsys):
     words = ["task=chat", "model=smollm2_135m", "sampling.temperature=0", "sampling.max_new_tokens=16"]
     assert train(*words, "trainer.precision=32-true") == 0
     assert "Paris" in capsys.readouterr().out
+
+
+def test_it_calls_a_tool_through_its_own_template(train, tmp_path):
+    """Whose tokens are those of the whole conversation, though that was never rendered; and both experiments run."""
+    tokenizer, tools = LanguageModel(NAME).tokenizer, FunctionTools([multiply], parser="regex", max_turns=2)
+    interaction = Interaction(tools, tokenizer, eos_ids=(tokenizer.eos_token_id,), chat=True, template_kwargs={})
+    chat = QuestionDemonstrations("Use multiply(a, b).", max_operand=30, val_rows=0).train()[1]["prompt"]
+    asked = PromptBatch([chat[:1]], [[1]], {}, [0], [0])
+    prompt_ids, conversations = interaction.begin(asked, [0], max_new_tokens=24)
+    said = [*tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    conversations.tell(Said(0, 0, said, True))
+    (heard,) = conversations.answers(wait=True)
+    whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert [*prompt_ids[0], *said, *heard.token_ids] == whole
+
+    assert (
+        train("experiment=smollm2_tool_sft", "trainer.max_steps=1", "data.batch_size=4", f"run_dir={tmp_path}/sft") == 0
+    )
+    short = [
+        "trainer.max_steps=1",
+        "data.prompts_per_rollout=2",
+        "algo.group_size=2",
+        "eval.limit=2",
+        "eval.group_size=1",
+    ]
+    model = f"model.name={tmp_path}/sft/hf"
+    assert train("experiment=smollm2_tool", model, *short, "logger=none", f"run_dir={tmp_path}/tool") == 0
 
 
 def test_its_generator_is_examined_and_its_memory_planned(train, capsys):

@@ -1,0 +1,44 @@
+"""The curves of docs/agents.md: every task has them, they rise, and the table says what the file says."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def curves(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    import agent_curves  # pyright: ignore
+
+    return agent_curves
+
+
+def test_every_task_has_three_seeds_that_rise_and_the_table_is_of_them(curves: Any) -> None:
+    known = curves.load(curves.DOCS / "images" / "agents.csv")
+    assert set(known) == set(curves.TASKS)
+    for name, seeds in known.items():
+        before, after = curves.means(seeds)
+        assert len(seeds) == 3 and min(after) > max(before) + 0.2, name
+    assert f"{curves.BEGIN}\n{curves.table(known)}\n{curves.END}" in (curves.DOCS / "agents.md").read_text()
+
+
+def test_picture_and_table_are_made_from_the_file_again(curves: Any, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    for name in ("agents.md", "images/agents.csv"):
+        shutil.copy(curves.DOCS / name, tmp_path / name)
+    curves.main(["--draw-only", "--docs", str(tmp_path)])
+    assert (tmp_path / "images" / "agents.png").stat().st_size > 10_000
+    assert (tmp_path / "agents.md").read_text() == (curves.DOCS / "agents.md").read_text()
+    known = curves.load(tmp_path / "images" / "agents.csv")
+    curves.save(tmp_path / "again.csv", known)
+    assert (tmp_path / "again.csv").read_text() == (tmp_path / "images" / "agents.csv").read_text()
+
+
+def test_a_task_that_is_none_is_named(curves: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        curves.main(["calculater", "--draw-only"])
+    assert "calculater: none of the tasks calculator, guess" in capsys.readouterr().err
