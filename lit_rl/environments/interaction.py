@@ -12,6 +12,7 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.environments.base import Environment, Opening
+from lit_rl.environments.channels import said_and_thought, speaks_on_channels
 from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids, template_name
@@ -66,8 +67,8 @@ class Interaction(EpisodeSource):
         self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._ready = {name: self._made_ready(kind, chat, template_kwargs) for name, kind in factory.kinds.items()}
-        self._reading = Reading(self._text, self._written, self._shortened, frozenset(eos_ids))
-        self._control = control_tokens(tokenizer)
+        self._reading = Reading(self._text, self._thought, self._written, self._shortened, frozenset(eos_ids))
+        self._control, self._on_channels = control_tokens(tokenizer), speaks_on_channels(tokenizer)
         self._runner, self._told = Runner(), set[str]()
 
     @property
@@ -295,7 +296,12 @@ class Interaction(EpisodeSource):
             )
 
     def _text(self, ids: Sequence[int]) -> str:
+        if self._on_channels:
+            return said_and_thought(self._written(ids))[0]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _thought(self, ids: Sequence[int]) -> str:
+        return said_and_thought(self._written(ids))[1] if self._on_channels else ""
 
     def _written(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids))
