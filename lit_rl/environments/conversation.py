@@ -149,6 +149,11 @@ class Conversations(Responder):
     def max_tokens(self) -> int:
         return self._factory.max_tokens
 
+    @property
+    def frames(self) -> list[Frames]:
+        """What renders the answers of each row."""
+        return [row.frames for row in self._rows]
+
     # ------------------------------------------------------------------ before and after
 
     def open(self) -> list[Opening]:

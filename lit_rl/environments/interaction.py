@@ -20,6 +20,7 @@ from lit_rl.environments.journal import EpisodeJournal, Journal
 from lit_rl.environments.parser_choice import parser_for
 from lit_rl.environments.parsers import Parser
 from lit_rl.environments.remembered import RememberedEnvironment
+from lit_rl.environments.rewriting import EVERY, TemplateRewriting
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource
 from lit_rl.errors import ConfigError, GenerationError
@@ -70,6 +71,7 @@ class Interaction(EpisodeSource):
         self._reading = Reading(self._text, self._thought, self._written, self._shortened, frozenset(eos_ids))
         self._control, self._on_channels = control_tokens(tokenizer), speaks_on_channels(tokenizer)
         self._runner, self._told = Runner(), set[str]()
+        self._rewriting = TemplateRewriting(tokenizer) if chat else None
 
     @property
     def settings(self) -> EnvironmentFactory:
@@ -136,8 +138,14 @@ class Interaction(EpisodeSource):
                 raise
             completions = request.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
             drawn = replace(completions, episodes=conversations.episodes())
+            rollout = request.batch.rollout
+            if self._rewriting is not None and rollout >= 0 and rollout % EVERY == 0:  # validations are below 0
+                self._rewriting.look(drawn, conversations.frames)
         self.waited += conversations.waited
         return drawn
+
+    def metrics(self) -> Mapping[str, tuple[float, float]]:
+        return {} if self._rewriting is None else self._rewriting.taken()
 
     def begin(
         self,
