@@ -20,11 +20,18 @@ class Turn:
     """What the policy said."""
 
     text: str
-    """Without special tokens."""
+    """Without special tokens, and without what is thought apart."""
     written: str
     """With the special tokens, but for the one that ended it: calls of tools may be written with them."""
     cut: bool
     """Whether it was cut at its longest, and did not come to its end."""
+    thought: str = ""
+    """What it thought, where a model says that apart (gpt-oss); of other models thoughts are part of the text."""
+
+    def message(self, content: str) -> Message:
+        """The turn as a message of this content, with its thoughts where templates look for them."""
+        said: Message = {"role": "assistant", "content": content}
+        return said | {"thinking": self.thought} if self.thought else said
 
 
 @dataclass(frozen=True)

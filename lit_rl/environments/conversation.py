@@ -39,7 +39,9 @@ class Reading:
     """How tokens of the policy become text, and texts that answer it become tokens."""
 
     text: Callable[[Sequence[int]], str]
-    """Without special tokens."""
+    """Without special tokens, and without what is thought apart."""
+    thought: Callable[[Sequence[int]], str]
+    """What is thought apart."""
     written: Callable[[Sequence[int]], str]
     """With them."""
     shortened: Callable[[str, int], str]
@@ -147,6 +149,11 @@ class Conversations(Responder):
     def max_tokens(self) -> int:
         return self._factory.max_tokens
 
+    @property
+    def frames(self) -> list[Frames]:
+        """What renders the answers of each row."""
+        return [row.frames for row in self._rows]
+
     # ------------------------------------------------------------------ before and after
 
     def open(self) -> list[Opening]:
@@ -253,7 +260,8 @@ class Conversations(Responder):
     def _answer(self, environment: Environment, said: Said) -> Coroutine[Any, Any, Reply]:
         ids, closed = said.token_ids, self._closed(said)
         written = self._reading.written(ids[:-1] if closed else ids)
-        return environment.answer(Turn(self._reading.text(ids), written, cut=not said.ended))
+        turn = Turn(self._reading.text(ids), written, cut=not said.ended, thought=self._reading.thought(ids))
+        return environment.answer(turn)
 
     def _closed(self, said: Said) -> bool:
         return bool(said.token_ids) and said.token_ids[-1] in self._reading.eos_ids

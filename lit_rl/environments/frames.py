@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -42,6 +42,13 @@ class Frames(ABC):
             closed: Whether the turn ended with one of the model's EOS tokens. What was cut, or ended by a stop string,
                 is closed here.
         """
+
+    def history(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a whole conversation as it is rendered anew, up to the policy's next turn.
+
+        No episode is made of these: see `encode`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no chat template")
 
 
 class TextFrames(Frames):
@@ -104,6 +111,17 @@ class ChatFrames(Frames):
         ids = self._rendered_ids(skeleton, messages)
         ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
         return ids[ends[self._ends[kind, count] or 0] + closed :]
+
+    def history(self, messages: Sequence[Message]) -> list[int]:
+        """See `Frames.history`. Calls and their answers get the ids that `encode` gives them.
+
+        Raises:
+            Exception: of any class: the chat template refuses the conversation.
+        """
+        tools = self._skeletons.get("tool")
+        said = [*_with_ids(messages, text_arguments=tools is not None and tools.text_arguments)]
+        settings = {"tokenize": False, "add_generation_prompt": True, **self._settings}
+        return self._ids(str(self._tokenizer.apply_chat_template(said, **settings)))
 
     def _renders(self, kind: Kind, count: int) -> bool:
         """Whether the template renders so many answers to one turn. Some know of one call a turn."""
@@ -219,8 +237,33 @@ def _probes(kind: Kind, count: int) -> list[Message]:
 
 
 def _with_call(message: Message, number: int) -> Message:
-    """A tool's answer with the id of its call. Nine letters and digits, as Mistral's templates want them."""
-    return {"tool_call_id": f"call{number:05d}", **message} if message["role"] == "tool" else dict(message)
+    """A tool's answer with the id of its call."""
+    return {"tool_call_id": _call_id(number), **message} if message["role"] == "tool" else dict(message)
+
+
+def _with_ids(messages: Sequence[Message], *, text_arguments: bool) -> Iterator[Message]:
+    """The messages of a conversation with an id for each call and each answer of a tool, counted in their turn."""
+    answers = 0
+    for message in messages:
+        if message["role"] == "tool":
+            yield _with_call(message, answers)
+            answers += 1
+            continue
+        answers = 0
+        calls = [_call(call, number, text_arguments) for number, call in enumerate(message.get("tool_calls") or ())]
+        yield message | {"tool_calls": calls} if calls else message
+
+
+def _call(call: Message, number: int, text_arguments: bool) -> Message:
+    function = call["function"]
+    if text_arguments:
+        function = {**function, "arguments": json.dumps(function["arguments"])}
+    return {"id": _call_id(number), **call, "function": function}
+
+
+def _call_id(number: int) -> str:
+    """Nine letters and digits, as Mistral's templates want them."""
+    return f"call{number:05d}"
 
 
 def _joined(messages: Sequence[Message]) -> Message:

@@ -12,6 +12,7 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.data.templates import control_tokens, encode_prompt
 from lit_rl.environments.base import Environment, Opening
+from lit_rl.environments.channels import said_and_thought, speaks_on_channels
 from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids, template_name
@@ -19,6 +20,7 @@ from lit_rl.environments.journal import EpisodeJournal, Journal
 from lit_rl.environments.parser_choice import parser_for
 from lit_rl.environments.parsers import Parser, RegexParser
 from lit_rl.environments.remembered import RememberedEnvironment
+from lit_rl.environments.rewriting import EVERY, TemplateRewriting
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource
 from lit_rl.errors import ConfigError, GenerationError
@@ -66,9 +68,10 @@ class Interaction(EpisodeSource):
         self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._ready = {name: self._made_ready(kind, chat, template_kwargs) for name, kind in factory.kinds.items()}
-        self._reading = Reading(self._text, self._written, self._shortened, frozenset(eos_ids))
-        self._control = control_tokens(tokenizer)
+        self._reading = Reading(self._text, self._thought, self._written, self._shortened, frozenset(eos_ids))
+        self._control, self._on_channels = control_tokens(tokenizer), speaks_on_channels(tokenizer)
         self._runner, self._told = Runner(), set[str]()
+        self._rewriting = TemplateRewriting(tokenizer) if chat else None
 
     @property
     def settings(self) -> EnvironmentFactory:
@@ -135,8 +138,14 @@ class Interaction(EpisodeSource):
                 raise
             completions = request.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
             drawn = replace(completions, episodes=conversations.episodes())
+            rollout = request.batch.rollout
+            if self._rewriting is not None and rollout >= 0 and rollout % EVERY == 0:  # validations are below 0
+                self._rewriting.look(drawn, conversations.frames)
         self.waited += conversations.waited
         return drawn
+
+    def metrics(self) -> Mapping[str, tuple[float, float]]:
+        return {} if self._rewriting is None else self._rewriting.taken()
 
     def begin(
         self,
@@ -297,7 +306,12 @@ class Interaction(EpisodeSource):
             )
 
     def _text(self, ids: Sequence[int]) -> str:
+        if self._on_channels:
+            return said_and_thought(self._written(ids))[0]
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _thought(self, ids: Sequence[int]) -> str:
+        return said_and_thought(self._written(ids))[1] if self._on_channels else ""
 
     def _written(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+from lit_rl.environments.channels import MESSAGE, channel_messages, said_and_thought
 from lit_rl.environments.parsers import UNREADABLE, BadCall, Blocks, Call, Parser, call_from
 
 
@@ -12,26 +13,25 @@ class GptOssParser(Parser):
     """Messages of the assistant on channels: one that is addressed to a tool is a call. gpt-oss.
 
     ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}``, with the address on either side of
-    the channel. A message ends by ``<|end|>`` or ``<|call|>``, or with the turn.
+    the channel. A message ends by ``<|end|>`` or ``<|call|>``, or with the turn. What is thought (on the channel
+    analysis) is no content.
     """
 
-    _START, _MESSAGE = "<|start|>", "<|message|>"
     _ADDRESS = re.compile(r"\bto=(?:functions\.)?(?P<name>[^\s<]+)")
     _ENDS = re.compile(r"<\|(?:end|call|return)\|>\s*$")
 
     def _calls(self, said: str) -> tuple[list[Call], str]:
         calls: list[Call] = []
         rest: list[str] = []
-        for message in re.split(f"(?={re.escape(self._START)})", said):
-            header, opened, body = message.partition(self._MESSAGE)
-            address = self._ADDRESS.search(header) if opened or "<|channel|>" in header else None
+        for message in channel_messages(said):
+            address = self._ADDRESS.search(message.header)
             if address is None:
-                rest.append(message)
-            elif not opened:
-                calls.append(BadCall(message, f"no {self._MESSAGE} stands behind the name"))
+                rest.append(message.written)
+            elif message.body is None:
+                calls.append(BadCall(message.written, f"no {MESSAGE} stands behind the name"))
             else:
-                calls.append(named_call(address["name"], self._ENDS.sub("", body), message))
-        return calls, "".join(rest)
+                calls.append(named_call(address["name"], self._ENDS.sub("", message.body), message.written))
+        return calls, said_and_thought("".join(rest))[0]
 
 
 class DeepSeekV3Parser(Parser):

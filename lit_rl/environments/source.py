@@ -100,6 +100,11 @@ class EpisodeSource(ABC):
     def draw(self, request: EpisodeRequest) -> Completions:
         """The completions of a batch."""
 
+    def metrics(self) -> Mapping[str, tuple[float, float]]:
+        """What a training logs of the episodes that were drawn since this was asked last, beside what each of them
+        says itself: numerators and denominators by name."""
+        return {}
+
     def saved(self, rollout: int) -> None:  # noqa: B027 (optional)
         """A checkpoint that holds this rollout is about to be written."""
 

@@ -46,7 +46,7 @@ class ObjectWithSteps(Environment):
         turn_number, self._turns = self._turns, self._turns + 1
         messages, over = _messages(observation, who), bool(terminated or truncated)
         return Reply(
-            {"role": "assistant", "content": turn.text},
+            turn.message(turn.text),
             [message for message in messages if message["content"] or not over],
             end=("done" if terminated else "cut") if over else None,
             reward=finite(reward, f"{who} in turn {turn_number}"),

@@ -35,10 +35,10 @@ class ToolEnvironment(Environment):
     async def answer(self, turn: Turn) -> Reply:
         parsed = self._parser.parse(turn.written)
         if not parsed.calls:
-            return Reply({"role": "assistant", "content": turn.text}, end="cut" if turn.cut else "answered")
+            return Reply(turn.message(turn.text), end="cut" if turn.cut else "answered")
         answers = await self._answers(parsed.calls)
         return Reply(
-            _said(parsed.content, parsed.calls),
+            _said(turn, parsed.content, parsed.calls),
             [self._message(call, answer) for call, answer in zip(parsed.calls, answers, strict=True)],
             calls=len(answers),
             failed_calls=sum(answer.failed for answer in answers),
@@ -94,11 +94,11 @@ class ObjectWithTools(ToolEnvironment):
         await closed(self._made)
 
 
-def _said(content: str, calls: Sequence[ToolCall | BadCall]) -> Message:
+def _said(turn: Turn, content: str, calls: Sequence[ToolCall | BadCall]) -> Message:
     """The policy's turn with its calls as templates know them. One that could not be read is text."""
     unread = "".join(call.text for call in calls if isinstance(call, BadCall))
     written = [_written(call) for call in calls if isinstance(call, ToolCall)]
-    message: Message = {"role": "assistant", "content": content + unread}
+    message = turn.message(content + unread)
     return message | {"tool_calls": written} if written else message
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +25,7 @@ from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, sound_rows
+from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.callbacks import PreferenceSets
 from lit_rl.cli.build import build, check_answered
 from lit_rl.data.datamodule import RolloutDataModule
@@ -39,7 +42,8 @@ from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.models import LanguageModel
 from lit_rl.models.policy import forward
 from lit_rl.models.policy.shared_prefix import run_shared
-from lit_rl.ops.turns import gae_of_turns, gigpo
+from lit_rl.ops.returns import process_supervised
+from lit_rl.ops.turns import centered_turns, gae_of_turns, gigpo
 from lit_rl.rewards import Rewards, environment
 from lit_rl.rollout import Completions, Rollout, Sampling, join_completions, select
 
@@ -173,6 +177,23 @@ def test_turns_are_credited_one_by_one(method: str, estimator: Any, tmp_path: Pa
     ]
     assert all(len(credit) == len({k for k, _ in credit}) for credit in credits)
     assert any(len({a for _, a in credit}) > 1 for credit in credits)
+
+
+def test_normalised_rewards_of_turns_are_warned_of_once(tmp_path: Path) -> None:
+    """Whatever the reward function is called; rewards of whole episodes and other estimators are no trap."""
+    module = module_of(reward=paid_by_turn, advantage=process_supervised)
+    words = "process_supervised compares the reward of a turn.*algo/advantage=centered_turns"
+    with pytest.warns(UserWarning, match=words) as caught:
+        trainer_of(tmp_path, 2).fit(module, prompts())
+    assert sum("process_supervised compares" in str(each.message) for each in caught) == 1
+    scored = module.scored
+    whole = replace(scored, scores=replace(scored.scores, span_rewards=None))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TurnRewards(process_supervised).look(whole)
+        TurnRewards(centered_turns).look(scored)
+    with pytest.warns(UserWarning, match=words):
+        TurnRewards(partial(process_supervised, eps=1e-6)).look(scored)
 
 
 def draft_and_answer(texts: Sequence[str], trainer: Any) -> dict[str, Any]:

@@ -30,6 +30,11 @@ TERMS = [
         *("reward.on_error=0", "reward.cache=10"),
     ],
     ["experiment=guess", "algo.minibatches=1", "data.task.train_rows=8", "data.task.val_rows=4"],
+    [
+        *("env=environment", "env.path=lit_rl.environments.guess:GuessNumber", "env.max_turns=2", "env.max_tokens=24"),
+        *("env.max_observation_tokens=8", "sampling.max_new_tokens=4", "reward=environment", "data=jsonl"),
+        *("data.path=chats.jsonl", "data.val_path=chats.jsonl", "model.chat_template=chat.jinja"),
+    ],
     ["algo=cispo", "algo.minibatches=1"],
     ["algo=vespo", "algo.minibatches=1"],
     ["algo=clip_cov", "algo.minibatches=1"],
@@ -83,6 +88,10 @@ def names(train: Train, cwd: Path) -> set[str]:
     """What small runs log: GRPO with KL, RLOO with a named validation set, a test, and every term of an objective."""
     rows = cwd / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) + "\n" for n in range(8)))
+    chat = json.dumps({"prompt": [{"role": "user", "content": "0..9="}]})
+    (cwd / "chats.jsonl").write_text(f"{chat}\n" * 8)
+    said = "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+    (cwd / "chat.jinja").write_text(f"{{% for m in messages %}}{said}{{% endfor %}}")
     own = ["data=jsonl", f"data.path={rows}", f"data.val_path={{easy: {rows}}}", "eval.group_size=2"]
     histograms = ["+schemas@callbacks.histograms=Histograms", "callbacks.histograms.every=1", "logger=tensorboard"]
     assert train("algo.beta=0.01", "run_dir=grpo", *COMMON, *histograms) == 0

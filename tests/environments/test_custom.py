@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_the_parser_is_known_by_the_template(template: str, parser: type) -> Non
 def test_a_tokenizer_that_says_how_calls_are_written_is_believed() -> None:
     from trl.chat_template_utils import add_response_schema
 
-    tokenizer = add_response_schema(chats(FunctionTools([double]))._tokenizer)
+    tokenizer = add_response_schema(copy.deepcopy(chats(FunctionTools([double]))._tokenizer))  # others share it
     parser = parser_for("auto", tokenizer, [], None)
     assert type(parser) is TemplateParser
     turn = parser.parse('I look.\n<tool_call>\n{"name": "double", "arguments": {"a": 2}}\n</tool_call>')

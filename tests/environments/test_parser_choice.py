@@ -260,7 +260,7 @@ def test_gpt_oss_thinks_and_then_calls() -> None:
     call = '<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"whole": 3}<|call|>'
     thought = "<|channel|>analysis<|message|>I call to=functions.look_up now.<|end|>"
     turn = BY_NAME["gptoss"].parse(f"{thought}<|start|>assistant{call}")
-    assert turn == ParsedTurn(thought, (ToolCall("look_up", {"whole": 3}),))
+    assert turn == ParsedTurn("", (ToolCall("look_up", {"whole": 3}),)), "what is thought is no content"
     assert BY_NAME["gptoss"].parse("<|channel|>final<|message|>3").calls == ()
 
 

@@ -119,8 +119,8 @@ def shared_terms(trl: Settings) -> dict[str, Any]:
     }
 
 
-def our_grpo(settings: Settings) -> GRPO:
-    """The module that TRL's `GRPOConfig(**settings)` is, as docs/from-trl.md has it."""
+def our_grpo(settings: Settings, **other: Any) -> GRPO:
+    """The module that TRL's `GRPOConfig(**settings)` is, as docs/from-trl.md has it; `other` settings beside."""
     trl = BASE | dict(settings)
     summed_later = trl["multi_objective_aggregation"] == "normalize_then_sum"
     return GRPO(
@@ -133,7 +133,7 @@ def our_grpo(settings: Settings) -> GRPO:
         selection=selection_of(trl),
         off_policy_threshold=trl["off_policy_mask_threshold"],
         entropy=entropy_of(trl),
-        **shared_terms(trl),
+        **shared_terms(trl) | other,
     )
 
 
@@ -164,7 +164,8 @@ def our_rollout(
     prompts = PROMPTS[::GROUP]
     rows = list(range(len(prompts)))
     batch = PromptBatch(prompts, [MODEL.tokenizer.encode(p) for p in prompts], {}, rows, [0] * len(prompts))
-    scored = Scored(batch, completions, module.reward_functions.score([""] * ROWS, [""] * ROWS, {}))
+    columns = {} if completions.episodes is None else {"episodes": [each.plain() for each in completions.episodes]}
+    scored = Scored(batch, completions, module.reward_functions.score([""] * ROWS, [""] * ROWS, columns))
     with torch.no_grad():
         old = module.old_logprobs(completions) if module.needs_old_logprobs else None
         ref = module.reference_of(scored) if module.needs_reference else None

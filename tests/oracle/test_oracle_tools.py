@@ -5,31 +5,25 @@ TRL's `_generate_and_score_completions` runs as it is, and calls its tools; ours
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from oracle_cases import GIVEN, GROUP, ROWS, Case, assert_same_step, second
 from oracle_ours import our_grpo, ours
-from oracle_trl import Oracle, make_tokenizer
-from torch import Tensor, nn
+from oracle_trl import Oracle
+from oracle_turns import LONGEST, call, chat_tokenizer, plain, their_rollout, tokens
+from said_turns import drawn, ids_of
+from torch import Tensor
 
 from lit_rl.environments import FunctionTools
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.source import EpisodeSource
 from lit_rl.generation import RolloutFunction
-from lit_rl.generation.base import Generator
-from lit_rl.generation.batches import DecodeBatch, Decoded, assemble
-from lit_rl.generation.collect import Vocabulary, as_reward_input, request, texts_of
+from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.generation.rollout_function import RolloutCalls
-from lit_rl.generation.turn_by_turn import TurnByTurn
-from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
+from lit_rl.rollout import Completions, PromptBatch
 
-LONGEST = 700
 QUESTIONS = ["What is 3 times 4?", "What is 17 times 25?"]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
 
@@ -53,12 +47,6 @@ def shout(text: str) -> str:
     return text.upper()
 
 
-def call(name: str, **arguments: Any) -> str:
-    import json
-
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 SAID = [
     [f"I compute.\n{call('multiply', a=3, b=4)}", "It is 12."],
     ["Twelve."],
@@ -70,16 +58,6 @@ SAID = [
     [call("multiply", a=-17, b=25), "-425"],
 ]
 """What each row says, turn by turn: no calls, one, two in a turn, several turns."""
-
-
-def chat_tokenizer() -> Any:
-    import trl
-
-    tokenizer = make_tokenizer()
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"], "eos_token": "<|im_end|>"})
-    templates = Path(trl.__file__).parent / "chat_templates"
-    tokenizer.chat_template = (templates / "qwen2_5.jinja").read_text()
-    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -98,72 +76,11 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     )
 
 
-def ids_of(tokenizer: Any, text: str) -> list[int]:
-    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-
-
 # ------------------------------------------------------------------ both sides, given the same turns
 
 
-@dataclass
-class Theirs:
-    """TRL's rollout."""
-
-    taken: dict[str, Any]
-    completions: list[Any]
-    """What rewards were given."""
-    metrics: dict[str, list[float]]
-
-
-def their_rollout(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], case: Case) -> Theirs:
-    trainer, turns, seen = oracle.trainer, [0] * ROWS, []
-    tokenizer = trainer.processing_class
-
-    def says(prompt_ids: Sequence[Any], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
-        rows = [row for row in range(ROWS) if turns[row] < len(SAID[row])]
-        assert len(rows) == len(prompt_ids), "TRL goes on with other rows than those that called a tool"
-        texts = [SAID[row][turns[row]] for row in rows]
-        for row in rows:
-            turns[row] += 1
-        return [ids_of(tokenizer, text) for text in texts], None
-
-    def watched(completions: Any, **_: Any) -> list[float | None]:
-        seen.extend(copy.deepcopy(completions))
-        return list(GIVEN["first"])
-
-    oracle.configure(settings, case)
-    monkeypatch.setattr(trainer, "_generate_single_turn", says)
-    monkeypatch.setattr(trainer, "reward_funcs", [watched, second])
-    GIVEN.update(first=case.first, second=case.second)
-    oracle.at("rollout")
-    prompts = [copy.deepcopy(CHATS[row // GROUP]) for row in range(ROWS)]
-    taken = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in prompts])
-    return Theirs(taken, seen, {name: list(values) for name, values in trainer._metrics["train"].items()})
-
-
-class Says(Generator):
-    """An engine without a model, which says what a test wants: what is compared here is what becomes of it."""
-
-    converses = True
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._turns = tokenizer, [0] * ROWS
-
-    def sync(self, policy: nn.Module, version: int) -> None: ...
-
-    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
-        decoded = TurnByTurn(self._decode, prompts, sampling, None, torch.device("cpu")).run()
-        return assemble(prompts, [(torch.arange(ROWS), decoded)], version=0, device=torch.device("cpu"))
-
-    def _decode(self, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:
-        rows = batch.rows.tolist()
-        said = [ids_of(self._tokenizer, SAID[row][self._turns[row]]) for row in rows]
-        for row in rows:
-            self._turns[row] += 1
-        width = max(map(len, said))
-        mask = torch.arange(width) < torch.tensor([len(ids) for ids in said])[:, None]
-        ids = torch.tensor([ids + [prompts.pad_id] * (width - len(ids)) for ids in said])
-        return Decoded(ids, mask, torch.zeros(mask.shape), torch.ones(len(said), dtype=torch.bool), None)
+def rows() -> list[dict[str, Any]]:
+    return [{"prompt": CHATS[row // GROUP]} for row in range(ROWS)]
 
 
 def our_completions(oracle: Oracle) -> tuple[PromptBatch, Completions]:
@@ -174,26 +91,8 @@ def our_completions(oracle: Oracle) -> tuple[PromptBatch, Completions]:
 
 
 def completions_of(oracle: Oracle, interaction: EpisodeSource) -> tuple[PromptBatch, Completions]:
-    tokenizer = oracle.trainer.processing_class
-    ends = (tokenizer.eos_token_id,)
-    vocabulary = Vocabulary(ends, tokenizer.pad_token_id, tokenizer.decode, tokenizer.encode)
     batch = PromptBatch(CHATS, [[1]] * len(CHATS), {}, [0, 1], [0, 0])
-    draw = request(
-        Says(tokenizer),
-        nn.Module(),
-        batch,
-        sampling=Sampling(max_new_tokens=LONGEST),
-        group_size=GROUP,
-        vocabulary=vocabulary,
-        version=0,
-        seed=0,
-        interaction=interaction,
-    )
-    return batch, draw()
-
-
-def tokens(ids: Tensor, mask: Tensor) -> list[list[int]]:
-    return [row[there.bool()].tolist() for row, there in zip(ids, mask)]
+    return batch, drawn(interaction, oracle.trainer.processing_class, batch, SAID, LONGEST)
 
 
 # ------------------------------------------------------------------ they agree
@@ -201,7 +100,7 @@ def tokens(ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 def test_the_same_turns_are_the_same_rollout(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that tell of the tools, tokens, who wrote them, what rewards are given, and the metrics."""
-    theirs = their_rollout(oracle, monkeypatch, {}, Case())
+    theirs = their_rollout(oracle, monkeypatch, {}, Case(), SAID, rows())
     batch, mine = our_completions(oracle)
     assert mine.attended is not None and mine.episodes is not None
     taken = theirs.taken
@@ -219,17 +118,12 @@ def test_the_same_turns_are_the_same_rollout(oracle: Oracle, monkeypatch: pytest
     assert theirs.metrics["completions/mean_length"] == [mine.lengths.float().mean().item()]
 
 
-def plain(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str, Any]]:
-    """Role, text without blanks around it, and calls: TRL leaves a text without calls out where it is empty."""
-    return [(each["role"], (each.get("content") or "").strip(), each.get("tool_calls")) for each in messages]
-
-
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo"])
 def test_loss_and_gradient(oracle: Oracle, loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.trainer.utils import split_tensor_dict
 
     settings, case = {"loss_type": loss_type, "beta": 0.3, "epsilon_high": 0.4}, Case(micro_batches=1)
-    theirs = their_rollout(oracle, monkeypatch, settings, case)
+    theirs = their_rollout(oracle, monkeypatch, settings, case, SAID, rows())
     oracle.at("update")
     other = oracle.step(split_tensor_dict(theirs.taken, case.micro_batches))
     other.advantages = theirs.taken["advantages"]

@@ -39,6 +39,7 @@ from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.algorithms.terms.running_norm import RunningNorm
 from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
 from lit_rl.algorithms.terms.step_tokens import step_tokens
+from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.environments.source import Interactive
 from lit_rl.errors import StorageError, in_range
 from lit_rl.models.policy.forward import TokenScores, score
@@ -125,7 +126,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         **shared: Any,
     ) -> None:
         super().__init__(model, reward, **shared)
-        self.credit = CreditAssignment(shaping, reward_norm, reward_clip)
+        self.credit, self.turn_rewards = CreditAssignment(shaping, reward_norm, reward_clip), TurnRewards(advantage)
         self.kl = ReferenceKL(
             in_reward=KLPenalty("algo.reward_beta", reward_beta, reward_kl),
             in_loss=KLPenalty("algo.beta", beta, kl),
@@ -168,6 +169,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         self, scored: Scored, old: Tensor | None = None, ref: Tensor | None = None
     ) -> tuple[Rollout, Metrics]:
         completions, sampled = scored.completions, scored.completions.response_mask
+        self.turn_rewards.look(scored)
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))

@@ -420,7 +420,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
         self.scored, visible = self.shown(scored, rollout)
         self.rollout, replacing = self.replaced(rollout)
-        self._records.add(self.source.proof(self.device) | metrics | replacing)
+        self._records.add(self.source.proof(self.device) | self._of_episodes() | metrics | replacing)
         self._records.open(
             self.scored,
             visible,
@@ -434,6 +434,13 @@ class OnPolicyModule(GeneratingModule, ABC):
         if (teaching := self.rows_that_teach(self.rollout)) is not None:
             rows = torch.tensor(float(len(teaching)), device=teaching.device)
             self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
+
+    def _of_episodes(self) -> Metrics:
+        def number(value: float) -> Tensor:
+            return torch.tensor(float(value), device=self.device)
+
+        found = {} if self.interaction is None else self.interaction.metrics()
+        return {name: (number(above), number(below)) for name, (above, below) in found.items()}
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:
         """The rows of this slot, or of one further on. How a rollout is dealt out is worked out once."""

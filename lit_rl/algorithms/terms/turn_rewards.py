@@ -1,0 +1,45 @@
+"""Rewards of turns in an estimator that normalises rewards of steps: going on is worth nothing there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.signatures import unwrapped
+from lit_rl.ops.returns import process_supervised
+from lit_rl.rewards.functions.contract import Part
+
+
+class TurnRewards:
+    """Warns once where rewards of turns meet `process_supervised`.
+
+    It compares a step with the mean over all steps of the group. Four episodes that earn 1 a turn over one to three
+    turns then have advantage 0 at every token, though each turn more is worth 1 more: what a turn earned is compared,
+    and never that there was one.
+
+    Args:
+        estimator: Of the advantages.
+    """
+
+    def __init__(self, estimator: Callable[..., Any]) -> None:
+        self._normalises_steps, self._warned = unwrapped(estimator) is process_supervised, False
+
+    def look(self, scored: Scored) -> None:
+        """At the rewards of a rollout, as they are about to be credited."""
+        if not self._normalises_steps or self._warned or scored.completions.turn is None:
+            return
+        if any(map(_are_of_turns, scored.scores.span_rewards or ())):
+            self._warned = True
+            rank_zero_warn(
+                "algo/advantage=process_supervised compares the reward of a turn with the mean over all turns of its "
+                "group, so an episode gains nothing by going on: where every turn earns the same, every advantage is "
+                "0, however many turns there were. Take algo/advantage=centered_turns, which compares what was earned "
+                "from a turn on with that of the group's other turns of its number, or centered_return_to_go."
+            )
+
+
+def _are_of_turns(parts: Sequence[Part]) -> bool:
+    return any(len(part) == len(("turn", "value")) for part in parts)

@@ -1,0 +1,130 @@
+"""Whether the chat template would render the episodes of a rollout otherwise than they were held.
+
+An episode is the tokens that were sampled and heard. Who lets the policy go on with a conversation by its messages, as
+a chat server does, renders them anew before every turn, and templates rewrite what was said: they drop the thinking of
+earlier turns, strip blanks, write the arguments of calls in their own way. The policy then reads another history than
+it learned from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lit_rl.data.checks import excerpt
+from lit_rl.environments.frames import Frames, template_name
+from lit_rl.episodes import Episode
+from lit_rl.rollout import Completions, Message
+
+EVERY = 100
+"""Rollouts from one that is looked at to the next: the first, and then so many later."""
+
+_THOUGHTS = re.compile(
+    r"<think>(.*?)</think>"
+    r"|<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|>|<\|return\|>)"
+    r"|<\|channel>thought(.*?)<channel\|>"
+    r"|\[THINK\](.*?)\[/THINK\]",
+    re.DOTALL,
+)
+"""What families of models think, between their marks."""
+
+
+class TemplateRewriting:
+    """Renders what the policy had read before the last turn of each episode anew, and compares the tokens.
+
+    Before the last turn, because that is the longest history that was ever read; and of what comes behind it a template
+    knows nothing. An episode of one turn was rendered by the template itself.
+
+    Args:
+        tokenizer: Of the policy.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self._warned = tokenizer, False
+        self._counted: tuple[int, int] | None = None
+
+    def look(self, completions: Completions, frames: Sequence[Frames]) -> None:
+        """At the episodes of some completions, but for those that failed; the counts are of all since `taken`.
+
+        Args:
+            completions: With their episodes.
+            frames: What rendered the answers of each.
+        """
+        assert completions.episodes is not None
+        held = _before_last_turns(completions)
+        looked_at = [row for row, each in enumerate(completions.episodes) if not each.failed and each.turns]
+        told = [self._compared(held[row], completions.episodes[row], frames[row]) for row in looked_at]
+        rewritten, looked = self._counted or (0, 0)
+        differ = [each for each in told if each is not None]
+        self._counted = rewritten + len(differ), looked + len(looked_at)
+        if (words := next(filter(None, differ), None)) and not self._warned:
+            self._warned = True
+            self._warn(words, len(differ), len(looked_at))
+
+    def taken(self) -> dict[str, tuple[float, float]]:
+        """The metric, as numerator and denominator, which is given out once; empty where nothing was looked at."""
+        counted, self._counted = self._counted, None
+        return {} if counted is None else {"template/rewritten": counted}
+
+    def _compared(self, held: list[int], episode: Episode, frames: Frames) -> str | None:
+        """What the template would do to an episode; empty where that is other tokens of the same text, and None where
+        it does nothing."""
+        if episode.turns == 1:
+            return None
+        said = [*episode.prompt, *_before_last_message(episode.messages)]
+        try:
+            anew = frames.history(said)
+        except Exception as error:  # a template is a program: whatever it raises, it cannot render this
+            return f"refuse it: {excerpt(str(error), 200)}"
+        return None if anew == held else self._words(held, anew)
+
+    def _words(self, held: Sequence[int], anew: Sequence[int]) -> str:
+        before, after = str(self._tokenizer.decode(held)), str(self._tokenizer.decode(anew))
+        if before == after:
+            return ""
+        dropped = list((Counter(_thoughts(before)) - Counter(_thoughts(after))).elements())
+        if dropped:
+            tokens = sum(len(self._tokenizer(each, add_special_tokens=False)["input_ids"]) for each in dropped)
+            return f"drop {tokens} thinking tokens of {len(held)}, {excerpt(dropped[0], 60)!r} among them"
+        place = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
+        there, then = (excerpt(text[max(0, place - 20) : place + 40]) for text in (before, after))
+        return f"write ...{then!r} where ...{there!r} stands"
+
+    def _warn(self, words: str, differ: int, looked: int) -> None:
+        rank_zero_warn(
+            f"The {template_name(self._tokenizer)} would not give back the conversations of this run: rendering the "
+            f"messages of an episode anew before its last turn, it would {words}. It rewrites {differ} of the {looked} "
+            "episodes that were looked at (train/template/rewritten). The policy learns from the tokens that were "
+            "there, so the training is right; but whoever goes on with a conversation by its messages, as chat servers "
+            "do, gives the policy another history than it learned from. A template that only appends does not: "
+            "model.chat_template=FILE, which is exported with the policy."
+        )
+
+
+def _before_last_turns(completions: Completions) -> list[list[int]]:
+    """The tokens of each row before its last turn, those of the prompt included."""
+    prompts = zip(completions.prompt_ids.tolist(), completions.prompt_mask.tolist())
+    found = [[token for token, there in zip(*row) if there] for row in prompts]
+    if completions.turn is None or completions.attended is None:
+        return found
+    sampled, turn = completions.response_mask, completions.turn
+    last = turn.masked_fill(~sampled, 0).amax(1, keepdim=True)
+    begins = (sampled & (turn == last)).int().argmax(1).tolist()
+    responses = zip(begins, completions.response_ids.tolist(), completions.attended.tolist())
+    for prompt, (begin, ids, attended) in zip(found, responses):
+        prompt += [token for token, there in zip(ids[:begin], attended) if there]
+    return found
+
+
+def _before_last_message(messages: Sequence[Message]) -> Sequence[Message]:
+    """What was said before the policy's last turn."""
+    return messages[: max(place for place, message in enumerate(messages) if message["role"] == "assistant")]
+
+
+def _thoughts(text: str) -> list[str]:
+    thoughts = ("".join(filter(None, found.groups())).strip() for found in _THOUGHTS.finditer(text))
+    return [thought for thought in thoughts if thought]
