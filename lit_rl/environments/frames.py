@@ -119,7 +119,7 @@ class ChatFrames(Frames):
             Exception: of any class: the chat template refuses the conversation.
         """
         tools = self._skeletons.get("tool")
-        said = [*_with_ids(messages, text_arguments=tools is not None and tools.text_arguments)]
+        said = [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
         settings = {"tokenize": False, "add_generation_prompt": True, **self._settings}
         return self._ids(str(self._tokenizer.apply_chat_template(said, **settings)))
 
