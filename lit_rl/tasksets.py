@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import inspect
 import json
 import sys
@@ -70,11 +71,10 @@ class TaskSet:
             BackendError, ConfigError: see `made`; or a setting of the environment is wrong.
         """
         self.made()
-        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
         taskset = {**json.loads(self.settings), "id": self.id}
         try:
-            return load_environment(resolve_env_config({**settings, "taskset": taskset}))
+            vf = verifiers()
+            return vf.load_environment(vf.resolve_env_config({**settings, "taskset": taskset}))
         except Exception as error:  # plugins of anybody's, and pydantic's own errors
             raise ConfigError(
                 f"verifiers cannot play {self.id!r} with {dict(settings)} ({_said(error)}). It takes the keys of an "
@@ -148,8 +148,6 @@ def prompt_of(task: Any) -> list[Message]:
     Raises:
         ConfigError: the task has no prompt, or one with images or calls of tools.
     """
-    from verifiers.v1.types import content_text
-
     data, name = task.data, f"the task {task.data.idx} of {type(task).__name__}"
     if data.prompt is None:
         raise ConfigError(
@@ -163,7 +161,7 @@ def prompt_of(task: Any) -> list[Message]:
         images = [part for part in message.content or () if getattr(part, "type", "text") != "text"]
         if images or getattr(message, "tool_calls", None):
             raise ConfigError(f"{name} has a prompt with images or calls of tools, and data=verifiers shows texts.")
-        begun.append({"role": message.role, "content": content_text(message.content)})
+        begun.append({"role": message.role, "content": verifiers("types").content_text(message.content)})
     return begun
 
 
@@ -172,16 +170,11 @@ def prompt_of(task: Any) -> list[Message]:
 
 def obstacles(row: TaskRow) -> list[str]:
     """Why the tasks of its set cannot be scored by what the policy wrote alone; empty: they can."""
-    from verifiers.v1.env import Env
-    from verifiers.v1.envs.single_agent import SingleAgentEnv
-    from verifiers.v1.task import Task
-    from verifiers.v1.utils.decorators import discover_decorated
-    from verifiers.v1.utils.loaders import environment_class
-
+    vf, discover_decorated = verifiers(), verifiers("utils.decorators").discover_decorated
     task, made = row.task(), row.taskset.made()
     scored = [(f"@{kind} {each.__name__}", each) for kind in ("reward", "metric") for each in task.hooks(kind)]
     scored += [(f"the judge {judge.reward_name}", judge.score) for judge in task.plugged_judges()]
-    own = [name for name in ("setup", "finalize") if getattr(type(task), name) is not getattr(Task, name)]
+    own = [name for name in ("setup", "finalize") if getattr(type(task), name) is not getattr(vf.Task, name)]
     asked = [*scored, *((name, getattr(task, name)) for name in own)]
     found = [f"{name} reads the runtime" for name, function in asked if _needs_runtime(function)]
     tools = [*task.toolsets(task.config), *made.toolsets(made.config)]
@@ -189,8 +182,8 @@ def obstacles(row: TaskRow) -> list[str]:
     found += [f"@intercept {each.__name__} changes what is said" for each in discover_decorated(task, "intercept")]
     if task.NEEDS_CONTAINER:
         found.append(f"{type(task).__name__} needs a container")
-    kind: type[Env] = environment_class(row.taskset.id)
-    if kind is not SingleAgentEnv:
+    kind = vf.environment_class(row.taskset.id)
+    if kind is not vf.SingleAgentEnv:
         found.append(f"{kind.__name__} plays it")
     if not any(name.startswith(("@reward", "the judge")) for name, _ in scored):
         found.append(f"{type(task).__name__} has no @reward")
@@ -210,16 +203,14 @@ async def score(row: TaskRow, prompt: Sequence[Message], completion: Sequence[Me
         prompt: What the policy was asked.
         completion: Its turns, and what answered them.
     """
-    from verifiers.v1.task import Task
-    from verifiers.v1.utils.decorators import invoke
-
-    task = row.task()
+    task, invoke = row.task(), verifiers("utils.decorators").invoke
+    base = verifiers().Task
     trace = _trace(task, prompt, completion)
     given = {"task": task.data, "trace": trace}
     async with asyncio.timeout(task.data.timeout.scoring):
-        if type(task).setup is not Task.setup:
+        if type(task).setup is not base.setup:
             await invoke(task.setup, given)
-        if type(task).finalize is not Task.finalize:
+        if type(task).finalize is not base.finalize:
             await invoke(task.finalize, given)
         await task.score(trace)
     return scores_of(trace)
@@ -236,21 +227,15 @@ def scores_of(trace: Any) -> Scores:
 
 def _trace(task: Any, prompt: Sequence[Message], completion: Sequence[Message]) -> Any:
     """A finished trace with one line of messages. It knows no tokens and no usage."""
-    from verifiers.v1.configs.agent import AgentConfig
-    from verifiers.v1.dialects import parse_message
-    from verifiers.v1.graph import MessageNode
-    from verifiers.v1.runtimes import SubprocessConfig
-    from verifiers.v1.state import state_cls
-    from verifiers.v1.trace import AgentInfo, Trace, TraceTask
-
+    vf, parse_message = verifiers(), verifiers("dialects").parse_message
     said = [parse_message(_wire(message, number)) for number, message in enumerate((*prompt, *completion))]
-    trace = Trace(
-        task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        state=state_cls(type(task))(),
-        agent=AgentInfo(config=AgentConfig(model="policy", runtime=SubprocessConfig())),
+    trace = vf.Trace(
+        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        state=verifiers("state").state_cls(type(task))(),
+        agent=vf.AgentInfo(config=vf.AgentConfig(model="policy", runtime=vf.SubprocessConfig())),
     )
     trace.nodes = [
-        MessageNode(
+        vf.MessageNode(
             parent=number - 1 if number else None,
             message=message,
             sampled=number >= len(prompt) and message.role == "assistant",
@@ -286,28 +271,37 @@ def _text_of(arguments: Any) -> str:
 
 @functools.lru_cache(maxsize=32)
 def _made(taskset: TaskSet) -> Any:
-    try:
-        from pydantic import ValidationError
-        from verifiers.v1.utils.loaders import taskset_class, taskset_config_type
-    except ImportError as error:
-        raise BackendError(
-            f"Tasks of verifiers need the package verifiers ({error}): pip install 'lit-rl[verifiers]'."
-        ) from error
+    loaders = verifiers("utils.loaders")
     id, settings = taskset.id, json.loads(taskset.settings)
     try:
         with _files_here_importable():
-            kind, config = taskset_class(id), taskset_config_type(id)
+            kind, config = loaders.taskset_class(id), loaders.taskset_config_type(id)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"data.task.id={id!r} is no task set of verifiers ({_said(error)}). It is the name of a module, installed "
             "or a file in the current directory, whose __all__ names one subclass of verifiers.v1.Taskset."
         ) from error
     try:
-        return kind(config.model_validate({**settings, "id": id}))
-    except ValidationError as error:
+        checked = config.model_validate({**settings, "id": id})
+    except ValueError as error:  # pydantic's own
         known = ", ".join(sorted({*config.model_fields} - {"id"}))
         raise ConfigError(
             f"data.task.settings={settings} does not suit {id!r} ({_said(error)}). Its settings: {known}."
+        ) from error
+    return kind(checked)
+
+
+def verifiers(module: str = "") -> Any:
+    """verifiers' public module, or one below it. Nobody else has to have it installed.
+
+    Raises:
+        BackendError: it is not.
+    """
+    try:
+        return importlib.import_module(f"verifiers.v1.{module}" if module else "verifiers.v1")
+    except ImportError as error:
+        raise BackendError(
+            f"Tasks of verifiers need the package verifiers ({error}): pip install 'lit-rl[verifiers]'."
         ) from error
 
 

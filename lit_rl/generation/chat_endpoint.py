@@ -13,7 +13,7 @@ import json
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +26,9 @@ from lit_rl.generation.chat_requests import MODEL, ChatRequest, ChatTurn, Reques
 from lit_rl.generation.rollout_handle import RolloutHandle
 from lit_rl.own_loop import awaited, no_loop
 from lit_rl.rollout import Prompt
+
+_SPARE_THREADS = 32
+"""For what else runs in threads, such as the lookup of names."""
 
 Result = TypeVar("Result")
 
@@ -57,7 +60,7 @@ class ChatEndpoint(Generic[Result]):
     """
 
     def __init__(
-        self, trainer: RolloutHandle, *, parser: str = "auto", call_pattern: str | None = None, patience: float = 5.0
+        self, trainer: RolloutHandle, *, parser: str = "auto", call_pattern: str | None = None, patience: float = 1.0
     ) -> None:
         in_range("patience", patience, low=0)
         eos_ids = frozenset(trainer.eos_ids)
@@ -114,6 +117,8 @@ class ChatEndpoint(Generic[Result]):
 
     async def _play(self, agent: Agent[Result], around: AbstractAsyncContextManager[Any]) -> list[Result | Exception]:
         self._loop, self._came = asyncio.get_running_loop(), asyncio.Event()
+        # A thread for each agent: `asyncio.to_thread` has few, and who waits for one is not asking the policy.
+        self._loop.set_default_executor(ThreadPoolExecutor(len(self._conversations) + _SPARE_THREADS))
         async with around:
             with _Server(self._take) as server:
                 self._live = set(range(len(self._conversations)))

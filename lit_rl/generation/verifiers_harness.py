@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from lit_rl.errors import ConfigError, GenerationError, in_range
 from lit_rl.generation.chat_endpoint import ChatEndpoint
 from lit_rl.generation.chat_requests import MODEL
 from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, scores_of
+from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, scores_of, verifiers
 
 ON_THIS_MACHINE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """An agent that chats and calls the task's tools, as a process of this machine."""
@@ -47,7 +47,7 @@ class VerifiersHarness:
         max_failed: float = 0.1,
         parser: str = "auto",
         call_pattern: str | None = None,
-        patience: float = 5.0,
+        patience: float = 1.0,
     ) -> None:
         in_range("max_failed", max_failed, low=0, high=1)
         in_range("patience", patience, low=0)
@@ -77,7 +77,7 @@ class VerifiersHarness:
 
 
 @asynccontextmanager
-async def _serving(games: Mapping[TaskSet, Any]) -> Any:
+async def _serving(games: Mapping[TaskSet, Any]) -> AsyncIterator[None]:
     """What the episodes of these environments share: servers of tools, and verifiers' own way in."""
     async with AsyncExitStack() as stack:
         for game in games.values():
@@ -86,9 +86,8 @@ async def _serving(games: Mapping[TaskSet, Any]) -> Any:
 
 
 def _context(url: str) -> Any:
-    from verifiers.v1.clients import EvalClientConfig, ModelContext
-
-    return ModelContext(model=MODEL, client=EvalClientConfig(base_url=url, api_key_var="LIT_RL_NO_KEY"))
+    vf = verifiers()
+    return vf.ModelContext(model=MODEL, client=vf.EvalClientConfig(base_url=url, api_key_var="LIT_RL_NO_KEY"))
 
 
 class EpisodeFailed(Exception):

@@ -16,7 +16,7 @@ from lit_rl.data.tasks import Task  # noqa: E402
 from lit_rl.data.verifiers_tasks import VerifiersTasks  # noqa: E402
 from lit_rl.errors import ConfigError, RewardError  # noqa: E402
 from lit_rl.rewards import Rewards, VerifiersScore  # noqa: E402
-from lit_rl.tasksets import COLUMN, TaskRow, TaskSet  # noqa: E402
+from lit_rl.tasksets import COLUMN, TaskRow  # noqa: E402
 
 HEAD = "import verifiers.v1 as vf\n\n\nclass Mine(vf.Task[vf.TaskData]):\n"
 REWARD = "    @vf.reward\n    async def good(self, trace: vf.Trace) -> float:\n        return 1.0\n\n"
@@ -207,13 +207,6 @@ def test_a_task_that_nobody_opens_or_that_does_not_survive_is_refused(cwd: Path)
         VerifiersTasks(written(cwd, "undeclared", undeclared)).train()
 
 
-def test_rows_of_another_data_set_are_refused() -> None:
-    with pytest.raises(RewardError, match="names no task"):
-        VerifiersScore().check_columns({COLUMN: ["7"]})
-    with pytest.raises(RewardError, match=COLUMN):
-        Rewards(VerifiersScore()).bind(["answer"])
-
-
 def test_a_scorer_that_raises_is_an_error_of_the_reward(cwd: Path) -> None:
     body = HEAD + REWARD.replace("return 1.0", "return 1.0 / len(trace.last_reply)") + TAIL
     row = VerifiersTasks(written(cwd, "divides", body)).train()[0]
@@ -221,7 +214,3 @@ def test_a_scorer_that_raises_is_an_error_of_the_reward(cwd: Path) -> None:
         Rewards(VerifiersScore()).score([row["prompt"]], [""], {COLUMN: [row[COLUMN]]})
     kept = Rewards(VerifiersScore(), on_error=-1.0).score([row["prompt"]] * 2, ["", "ab"], {COLUMN: [row[COLUMN]] * 2})
     assert kept.total.tolist() == [-1.0, 0.5]
-
-
-def test_names_of_sets_are_equal_by_their_settings() -> None:
-    assert TaskSet.of("a", {"x": 1, "y": 2}) == TaskSet.of("a", {"y": 2, "x": 1})

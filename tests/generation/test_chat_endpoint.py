@@ -36,16 +36,15 @@ def policy() -> nn.Module:
     return MODEL.load().eval()
 
 
-def draw(policy: nn.Module, function: Callable[..., Any], **settings: Any) -> Completions:
-    kwargs = settings.pop("template_kwargs", {})
+def draw(policy: nn.Module, function: Callable[..., Any], group: int = GROUP, **settings: Any) -> Completions:
     batch = PromptBatch(ASKED, [[1]] * len(ASKED), {}, [0, 1], [0, 0])
-    source = RolloutCalls(RolloutFunction(function, **settings), MODEL.tokenizer, kwargs, 80)
+    source = RolloutCalls(RolloutFunction(function, **settings), MODEL.tokenizer, {}, 80)
     return request(
         NativeGenerator(),
         policy,
         batch,
         sampling=Sampling(max_new_tokens=6),
-        group_size=GROUP,
+        group_size=group,
         vocabulary=Vocabulary.of(MODEL),
         version=7,
         seed=3,
@@ -149,6 +148,15 @@ def test_those_who_wait_for_each_other_are_answered(policy: nn.Module) -> None:
             await one_turn(row, url)
 
     same(draw(policy, by(two_at_a_time, patience=0.05)), draw(policy, by(one_turn)))
+
+
+def test_agents_that_block_a_thread_each_do_not_wait_for_threads(policy: nn.Module) -> None:
+    async def blocks(row: int, url: str) -> None:
+        await ask(url, ASKED[row // 20])
+
+    begun = time.perf_counter()
+    assert len(draw(policy, by(blocks, patience=60.0), group=20)) == 40
+    assert time.perf_counter() - begun < 20
 
 
 def test_it_works_where_a_loop_runs_already(policy: nn.Module) -> None:
