@@ -140,3 +140,21 @@ def test_a_wrong_environment_is_refused(
 ) -> None:
     assert played(here, train, {"max_truns": 1}) == 2
     assert "max_truns" in capsys.readouterr().err
+
+
+def test_a_set_that_wants_its_runtime_is_refused_without_a_harness_and_played_with_one(
+    here: Path, train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (here / "sums.py").read_text()
+    text = text.replace("async def right(self, trace: vf.Trace)", "async def right(self, trace, runtime: vf.Runtime)")
+    text = text.replace(
+        "return float(trace.last_reply", 'await runtime.write("a", b"b")\n        return float(trace.last_reply'
+    )
+    (here / "writes.py").write_text(text)
+    words = ["data.task.id=writes", "trainer.max_steps=1"]
+    assert train(*SMALL, *words) == 2
+    said = capsys.readouterr().err
+    assert "@reward right reads the runtime" in said and "VerifiersHarness" in said
+    assert not (here / "run" / "hf").exists()
+    assert played(here, train, {}, *words, "run_dir=played") == 0
+    assert logged(here / "played", "train/verifiers/right")
