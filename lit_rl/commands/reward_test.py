@@ -56,6 +56,8 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
     data: Any = run.data
     data.prepare(tokenizer, stage="predict")
     reward.bind(data.columns)
+    for columns in data.columns_of_sets():
+        reward.check(columns)
     batch = data.peek(rows if given is None else max(trial.row for trial in given) + 1)
     trials = list(_trials(batch)) if given is None else given
     if (beyond := max(trial.row for trial in trials)) >= len(batch):

@@ -34,7 +34,8 @@ class RolloutFunction(Interactive):
 
     Args:
         path: ``package.module:name`` or ``./file.py:name``; in Python also the function itself.
-        columns: Names of what it returns beside TRL's keys, which reward functions take as arguments.
+        columns: Names of what it returns beside TRL's keys, which reward functions take as arguments. A function may
+            name them itself, by an attribute ``columns``.
         max_tokens: Tokens of a completion at most, those included that the policy did not write.
         max_prompt_tokens: Tokens of a prompt at most; None: of the longest prompt of the data.
         rollout_timeout: Seconds that a call of the function may take. What it had made by then is lost with it, and the
@@ -65,7 +66,7 @@ class RolloutFunction(Interactive):
         self.function, self.name = _function(path)
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
         self.rollout_timeout = rollout_timeout
-        self.columns = ("episodes", *columns)
+        self.columns = ("episodes", *dict.fromkeys([*getattr(self.function, "columns", ()), *columns]))
 
 
 def _function(path: str | Callable[..., Any]) -> tuple[Callable[..., Any], str]:
@@ -115,7 +116,7 @@ class RolloutCalls(EpisodeSource):
 
     def draw(self, request: EpisodeRequest) -> Completions:
         encode = partial(encode_prompt, self._tokenizer, chat_template_kwargs=self._template_kwargs)
-        handle = RolloutHandle(request, encode, self._tokenizer)
+        handle = RolloutHandle(request, encode, self._tokenizer, self._template_kwargs, self._settings.max_tokens)
         return request.agree(lambda: self._drawn(handle, request.batch, request.prompts))
 
     def _drawn(self, handle: RolloutHandle, batch: PromptBatch, asked: Prompts) -> Completions:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from lit_rl.environments.source import EpisodeRequest
 from lit_rl.errors import GenerationError, in_range
 from lit_rl.generation.noise import sample_key, turn_key
 from lit_rl.generation.ranks import beside
-from lit_rl.rollout import Prompt, Prompts
+from lit_rl.rollout import Prompts
 
 
 class RolloutHandle:
@@ -24,9 +24,18 @@ class RolloutHandle:
         request: What is asked for.
         encode: A prompt's tokens, as the run would have them.
         tokenizer: Of the policy.
+        template_kwargs: What prompts are rendered with.
+        max_tokens: Of a completion, what the policy did not write included.
     """
 
-    def __init__(self, request: EpisodeRequest, encode: Callable[[Prompt], list[int]], tokenizer: Any) -> None:
+    def __init__(
+        self,
+        request: EpisodeRequest,
+        encode: Callable[..., list[int]],
+        tokenizer: Any,
+        template_kwargs: Mapping[str, Any],
+        max_tokens: int,
+    ) -> None:
         self._generate, self._asked, self._keys = request.generate, request.prompts, request.row_keys
         self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
         self.seconds = 0.0
@@ -36,6 +45,11 @@ class RolloutHandle:
         self.encode = encode
         """From a prompt to its tokens, by the chat template and its arguments."""
         self.tokenizer = self.processing_class = tokenizer
+        self.template_kwargs, self.max_tokens = dict(template_kwargs), max_tokens
+        self.eos_ids = tuple(request.prompts.eos_ids)
+        """Every token that ends a turn."""
+        self.count = len(request.row_keys)
+        """Completions of this process."""
         self.columns = {name: self.of_completions(values) for name, values in request.batch.columns.items()}
         """The columns of the data, one entry a completion."""
         self.num_generations = self._asked.group_size

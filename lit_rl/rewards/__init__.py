@@ -9,6 +9,7 @@ from lit_rl.rewards.builtin.math_verify import MathAccuracy, math_accuracy
 from lit_rl.rewards.builtin.reasoning import ReasoningGymExact, ReasoningGymScore
 from lit_rl.rewards.builtin.repetition import RepetitionPenalty
 from lit_rl.rewards.builtin.text import Length, RegexFormat, contains, exact_match
+from lit_rl.rewards.builtin.verifiers import VerifiersScore
 from lit_rl.rewards.completion import text_of
 from lit_rl.rewards.judges.base import Judge, RewardJudge
 from lit_rl.rewards.judges.functions import FunctionJudge, PairwiseJudge
@@ -43,6 +44,7 @@ __all__ = [
     "Scores",
     "SoftOverlong",
     "TrainerState",
+    "VerifiersScore",
     "boxed",
     "contains",
     "environment",

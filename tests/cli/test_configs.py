@@ -38,6 +38,7 @@ VALUES = {  # what has no default
     "generator/vllm_server": ["generator.urls=[http://127.0.0.1:8000]"],
     "model/local": ["model.name=tiny"],
     "data/repeated": ["data.task.prompt='?'"],
+    "data/verifiers": ["data.task.id=my_tasks"],
     "env/tools": [f"env.functions=['{Path(__file__).with_name('small_tools.py')}:double']"],
     "env/mcp": ["env.command=[python,server.py]"],
     "env/environment": ["env.path=lit_rl.environments.guess:GuessNumber"],

@@ -190,6 +190,15 @@ def test_what_else_it_returns_goes_to_rewards(policy: nn.Module) -> None:
     assert columns["answer"] == ["x"] * 3 + ["y"] * 3
 
 
+def test_a_function_may_declare_its_columns_itself() -> None:
+    def scored(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        return single(prompts, trainer)
+
+    scored.columns = ("score",)  # pyright: ignore[reportFunctionMemberAccess]
+    assert RolloutFunction(scored).columns == ("episodes", "score")
+    assert RolloutFunction(scored, columns=["moves", "score"]).columns == ("episodes", "score", "moves")
+
+
 def test_tokens_behind_the_last_of_the_policy_are_read_by_nobody(policy: nn.Module) -> None:
     def more(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         ids = [[3, 4, EOS, 7, 8]] * len(prompts)

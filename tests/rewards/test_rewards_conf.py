@@ -38,6 +38,7 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "environment": [1.0, 0.25],
     "environment_turns": [1.0, 0.25],
     "reasoning_gym": [1.0, 0.0],  # its scorer gives a part to an answer with the right one inside, which is not paid
+    "verifiers": [1.0, 0.25],
 }
 ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
 VALUES = {
@@ -54,6 +55,8 @@ COLUMNS = {
     "source": ["sums", "word_problems"],
     "tests": ["assert True", "assert True"],
     "reasoning_gym": [Problem("chain_sum", TWO_DIGITS, seed=0, size=5000, index=157).text] * 2,  # 30 + 12
+    "verifiers": ["a task"] * 2,
+    "verifiers_scores": [{"reward": reward, "rewards": {}, "metrics": {}} for reward in (1.0, 0.25)],  # of a harness
 }
 
 

@@ -332,6 +332,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             group = "sampling" if self.evaluation.max_new_tokens is None else "eval"
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
         preflight.bind_validation(self.reward_functions, data, episodes)
+        preflight.values_are_scored(self.reward_functions, data, episodes)
         self.reward_functions.load()
         if stage != "fit":
             self.fit_decoding()

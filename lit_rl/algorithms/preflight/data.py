@@ -82,6 +82,12 @@ def bind_validation(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> No
             raise
 
 
+def values_are_scored(rewards: Rewards, data: Any, also: Sequence[str] = ()) -> None:
+    """Let rewards that look at the values of columns refuse them, of the training and of every validation set."""
+    for columns in data.columns_of_sets():
+        rewards.check(columns, also)
+
+
 def monitors(trainer: Any, logged: Collection[str]) -> None:
     """At the end of a validation every metric has been logged once: a monitor of any other would wait for ever.
 

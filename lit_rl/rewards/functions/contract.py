@@ -7,8 +7,8 @@ import inspect
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -35,6 +35,16 @@ ARGUMENTS = ("prompts", "completions", "completion_ids", *SERVICES)
 
 SINGULAR = ("prompt", "completion", "completion_ids", *SERVICES)
 """The same for a function that takes one completion at a time."""
+
+
+@runtime_checkable
+class LooksAtData(Protocol):
+    """A reward function that may refuse rows before a run begins."""
+
+    def check_columns(self, columns: Mapping[str, Sequence[Any]], given: Sequence[str] = ()) -> None:
+        """Raise where the function cannot score rows with these values; `given` is what it gets of episodes too."""
+        ...
+
 
 _RENAME = "Rename the argument, or the column with data.rename."
 _FIX = {

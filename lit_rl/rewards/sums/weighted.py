@@ -19,7 +19,7 @@ from lit_rl.rewards.completion import Completion
 from lit_rl.rewards.execution.caller import Caller, Early
 from lit_rl.rewards.execution.result import FunctionScores
 from lit_rl.rewards.execution.settings import CallSettings
-from lit_rl.rewards.functions.contract import Part
+from lit_rl.rewards.functions.contract import LooksAtData, Part
 from lit_rl.rewards.scorers.classifier import Classifier
 from lit_rl.rewards.sums.begun import BegunRewards
 from lit_rl.rewards.sums.by_name import functions_by_name, weights_by_name
@@ -158,6 +158,17 @@ class Rewards:
         """
         for caller in self._callers.values():
             caller.bind(columns)
+
+    def check(self, columns: Mapping[str, Sequence[Any]], also: Sequence[str] = ()) -> None:
+        """Let those functions refuse the data that look at its values, before anything expensive is loaded.
+
+        Args:
+            columns: Of a set of the data, by name.
+            also: What else functions get by name, of episodes.
+        """
+        for function in self.functions.values():
+            if isinstance(function, LooksAtData):
+                function.check_columns(columns, also)
 
     def load(self) -> None:
         """Load the reward models now: a bad one ends the run before it begins. The first call would load them too.

@@ -1,0 +1,195 @@
+"""One completion as a conversation over OpenAI's API: the tokens that were drawn stay those that are learned from.
+
+An agent sends the whole conversation with each request. What of it the policy said is not tokenised again: it has to be
+what was answered, and stands for the tokens of then. What is new answers the last turn, and is rendered behind it as
+`lit_rl.environments.frames` does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.environments.frames import ChatFrames, Frames, Kind
+from lit_rl.environments.parser_choice import parser_for
+from lit_rl.environments.parsers import BadCall, Parser, ToolCall
+from lit_rl.generation.chat_requests import ChatRequest, ChatTurn, RequestRefused
+from lit_rl.rollout import Message
+
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+"""An id as Mistral's templates demand it."""
+
+
+@dataclass
+class ChatReading:
+    """How conversations of one rollout become tokens, and tokens become turns.
+
+    Args:
+        tokenizer: Of the policy.
+        encode: A first prompt's tokens, by its messages and the arguments of the chat template.
+        template_kwargs: What prompts are rendered with.
+        eos_ids: Every token that ends a turn.
+        parser: Name of what reads calls of tools, see `parser_for`.
+        call_pattern: Of `parser=regex`.
+    """
+
+    tokenizer: Any
+    encode: Callable[..., list[int]]
+    template_kwargs: Mapping[str, Any]
+    eos_ids: frozenset[int]
+    parser: str = "auto"
+    call_pattern: str | None = None
+    _frames: dict[tuple[str, Kind], Frames] = field(default_factory=dict)
+    _parsers: dict[str, Parser] = field(default_factory=dict)
+
+    def prompt(self, request: ChatRequest) -> list[int]:
+        """Of a first request."""
+        return self.encode(request.messages, chat_template_kwargs={**self.template_kwargs, **self._tools(request)})
+
+    def answers(self, messages: Sequence[Message], request: ChatRequest, *, closed: bool) -> list[int]:
+        """What stands between a turn and the next, of the messages that answer it."""
+        kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
+        key = json.dumps(request.tools, sort_keys=True), kind
+        if key not in self._frames:
+            self._frames[key] = ChatFrames(
+                self.tokenizer,
+                eos_ids=sorted(self.eos_ids),
+                kinds=(kind,),
+                tools=request.tools,
+                chat_template_kwargs=self.template_kwargs,
+            )
+        return self._frames[key].encode(messages, closed=closed)
+
+    def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
+        """A turn of the policy as an agent reads it; calls without an id are given one by their number."""
+        if not request.tools:
+            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        key = json.dumps(request.tools, sort_keys=True)
+        if key not in self._parsers:
+            self._parsers[key] = parser_for(self.parser, self.tokenizer, request.tools, self.call_pattern)
+        parsed = self._parsers[key].parse(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
+        unread = "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        if not calls:
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            return {"role": "assistant", "content": parsed.content + unread if unread else text}
+        written = [_call(call, number + place) for place, call in enumerate(calls)]
+        return {"role": "assistant", "content": parsed.content + unread, "tool_calls": written}
+
+    def closed(self, ids: Sequence[int]) -> bool:
+        """Whether a turn ended with a token that ends turns."""
+        return bool(ids) and ids[-1] in self.eos_ids
+
+    @staticmethod
+    def _tools(request: ChatRequest) -> dict[str, Any]:
+        return {"tools": request.tools} if request.tools else {}
+
+
+@dataclass
+class ChatConversation:
+    """A completion while it is written.
+
+    Args:
+        reading: Of its tokens.
+        max_tokens: Of the completion, what the policy reads between its turns included.
+    """
+
+    reading: ChatReading
+    max_tokens: int
+    prompt_ids: list[int] = field(default_factory=list)
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    """1 for the tokens of the policy."""
+    ended: bool = False
+    """Whether the last turn came to its end, and nothing was cut."""
+    turns: int = 0
+    _said: list[Message] = field(default_factory=list)
+    _asked: tuple[ChatRequest, list[int]] | None = None
+    _last: list[int] = field(default_factory=list)
+
+    def ask(self, request: ChatRequest) -> tuple[list[int], int]:
+        """The tokens that the policy goes on from, and how many it may write at most.
+
+        Raises:
+            RequestRefused: the request is no next turn of this conversation, or there is no room for one.
+        """
+        if self._asked is not None:
+            raise RequestRefused("the policy was asked before it had answered: one turn of a completion at a time")
+        between = [] if self.turns else None
+        if self.turns:
+            between = self._between(request)
+        else:
+            self.prompt_ids = self.reading.prompt(request)
+        room = self.max_tokens - len(self.completion_ids) - len(between or ())
+        if room < 1:
+            self.ended = False
+            raise RequestRefused(
+                f"This model's maximum context length is reached: a completion may have env.max_tokens="
+                f"{self.max_tokens} tokens.",
+                code="context_length_exceeded",
+            )
+        self._asked = request, between or []
+        return [*self.prompt_ids, *self.completion_ids, *(between or ())], room
+
+    def answer(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> ChatTurn:
+        """What the policy went on with, as a turn."""
+        assert self._asked is not None, "nobody asked"
+        (request, between), self._asked = self._asked, None
+        prompt = len(self.prompt_ids) + len(self.completion_ids) + len(between)
+        self.completion_ids += [*between, *ids]
+        self.logprobs += [*[0.0] * len(between), *logprobs]
+        self.written += [*[0] * len(between), *[1] * len(ids)]
+        message = self.reading.turn(ids, request, sum(len(each.get("tool_calls") or ()) for each in self._said))
+        self._said = [*request.messages, message]
+        self._last, self.ended, self.turns = list(ids), ended, self.turns + 1
+        finish = "tool_calls" if message.get("tool_calls") else "stop" if ended else "length"
+        return ChatTurn(message, finish, prompt, len(ids))
+
+    def write(self, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
+        """A completion of one turn that nobody has asked for."""
+        self.prompt_ids, self.completion_ids, self.logprobs = list(prompt_ids), list(ids), list(logprobs)
+        self.written, self.ended, self.turns = [1] * len(ids), ended, 1
+
+    def _between(self, request: ChatRequest) -> list[int]:
+        known, new = request.messages[: len(self._said)], request.messages[len(self._said) :]
+        for number, (was, now) in enumerate(zip(self._said, known)):
+            if _compared(was) != _compared(now):
+                raise RequestRefused(
+                    f"message {number} was {excerpt(json.dumps(was))} and is now {excerpt(json.dumps(now))}: "
+                    "a completion is one conversation that goes on, and this begins or rewrites another"
+                )
+        roles = {message["role"] for message in new}
+        if len(known) < len(self._said) or roles not in ({"tool"}, {"user"}):
+            raise RequestRefused(
+                f"behind a turn of the policy come messages of tools, or of the user; here {sorted(roles) or 'nothing'}"
+                " came"
+            )
+        names = {call["id"]: call["function"]["name"] for call in self._said[-1].get("tool_calls") or ()}
+        messages = [_answer(message, names) for message in new]
+        return self.reading.answers(messages, request, closed=self.reading.closed(self._last))
+
+
+def _call(call: ToolCall, number: int) -> Message:
+    function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    return {"id": call.id or f"call{number:05d}", "type": "function", "function": function}
+
+
+def _answer(message: Message, names: Mapping[str, str]) -> Message:
+    """As templates know it. An id that no template takes is left out."""
+    if message["role"] != "tool":
+        return message
+    id = message["tool_call_id"]
+    if id not in names:
+        raise RequestRefused(f"a tool answers the call {id!r}, and the policy's last calls are {sorted(names)}")
+    answer: Message = {"role": "tool", "name": names[id], "content": message["content"]}
+    return answer | {"tool_call_id": id} if _ID.fullmatch(id) else answer
+
+
+def _compared(message: Message) -> tuple[Any, ...]:
+    calls = [(call.get("id"), call["function"]["name"]) for call in message.get("tool_calls") or ()]
+    return message["role"], message["content"], calls, message.get("tool_call_id")

@@ -1,0 +1,283 @@
+"""The policy of a rollout function behind OpenAI's API, for agents that know nothing else.
+
+Every completion has an address of its own, so that whoever asks there writes its next turn. Agents run on one event
+loop in the thread of the rollout function, which alone may ask the generator; requests come in on other threads. The
+policy is asked once all agents wait for it, or some have waited for long enough: while it writes, the loop stands
+still, and then nothing that an agent does beside waiting can run into a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import groupby
+from typing import Any, Generic, TypeVar
+
+from lit_rl.errors import GenerationError, in_range
+from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
+from lit_rl.generation.chat_requests import MODEL, ChatRequest, ChatTurn, RequestRefused, read_request
+from lit_rl.generation.rollout_handle import RolloutHandle
+from lit_rl.own_loop import awaited, no_loop
+from lit_rl.rollout import Prompt
+
+_SPARE_THREADS = 32
+"""For what else runs in threads, such as the lookup of names."""
+
+Result = TypeVar("Result")
+
+Agent = Callable[[int, str], Awaitable[Result]]
+"""Called with the number of a completion and the address of its policy, such as ``http://127.0.0.1:4711/k/0/v1``."""
+
+
+@dataclass(frozen=True)
+class Played(Generic[Result]):
+    """What agents did with a rollout's completions."""
+
+    results: list[Result | Exception]
+    """What each agent returned, or raised."""
+    rollout: dict[str, list[Any]]
+    """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` and ``ended``."""
+
+
+class ChatEndpoint(Generic[Result]):
+    """Lets agents that speak OpenAI's chat completions write the completions of a rollout, with exact tokens.
+
+    Args:
+        trainer: What the rollout function was given.
+        parser: Reads calls of tools where a request names tools: a name as of `env.parser`.
+        call_pattern: Of `parser=regex`.
+        patience: Seconds that those who wait for the policy wait for others to ask too.
+
+    Raises:
+        ConfigError: `patience` is below 0.
+    """
+
+    def __init__(
+        self, trainer: RolloutHandle, *, parser: str = "auto", call_pattern: str | None = None, patience: float = 1.0
+    ) -> None:
+        in_range("patience", patience, low=0)
+        eos_ids = frozenset(trainer.eos_ids)
+        self._reading = ChatReading(
+            trainer.tokenizer, trainer.encode, trainer.template_kwargs, eos_ids, parser, call_pattern
+        )
+        self._trainer, self._patience = trainer, patience
+        self._conversations = [ChatConversation(self._reading, trainer.max_tokens) for _ in range(trainer.count)]
+        self._live: set[int] = set()
+        self._waiting: dict[int, _Waiting] = {}
+        self._broken: BaseException | None = None
+
+    def play(
+        self,
+        agent: Agent[Result],
+        *,
+        around: AbstractAsyncContextManager[Any] | None = None,
+        instead: Sequence[Prompt] | None = None,
+    ) -> Played[Result]:
+        """Let an agent write every completion.
+
+        Args:
+            agent: Each call of it writes one. It must not block its loop, which is the one that answers: a blocking
+                client goes into `asyncio.to_thread`.
+            around: Entered on the loop of the agents before the first of them begins, left after the last.
+            instead: A prompt for each completion. Where an agent fails before it has had a turn, the policy answers the
+                prompt of its group once: the completion is there, for whoever does not score it. None: the run ends.
+
+        Raises:
+            GenerationError: an agent ended without having asked the policy for a turn.
+        """
+        results = awaited(self._play(agent, around or nullcontext()))
+        for row, (conversation, result) in enumerate(zip(self._conversations, results)):
+            raised = result if isinstance(result, Exception) else None
+            if conversation.turns:
+                continue
+            if instead is None or raised is None:
+                why = f": {type(raised).__name__}: {raised}" if raised else "."
+                raise GenerationError(
+                    f"The agent of completion {row} ended and never had a turn of the policy{why}"
+                ) from raised
+            self._write_alone(row, instead[row])
+        columns = {"completion_ids": "completion_ids", "prompt_ids": "prompt_ids", "logprobs": "logprobs"}
+        columns |= {"env_mask": "written", "ended": "ended"}
+        rollout = {key: [getattr(each, name) for each in self._conversations] for key, name in columns.items()}
+        return Played(results, rollout)
+
+    def _write_alone(self, row: int, prompt: Prompt) -> None:
+        size = self._trainer.num_generations
+        group = self._conversations[row // size * size : (row // size + 1) * size]
+        ids = next((each.prompt_ids for each in group if each.turns), None) or self._trainer.encode(prompt)
+        out = self._trainer.generate([ids], rows=[row])
+        self._conversations[row].write(ids, out["completion_ids"][0], out["logprobs"][0], ended=out["ended"][0])
+
+    async def _play(self, agent: Agent[Result], around: AbstractAsyncContextManager[Any]) -> list[Result | Exception]:
+        self._loop, self._came = asyncio.get_running_loop(), asyncio.Event()
+        # A thread for each agent: `asyncio.to_thread` has few, and who waits for one is not asking the policy.
+        self._loop.set_default_executor(ThreadPoolExecutor(len(self._conversations) + _SPARE_THREADS))
+        async with around:
+            with _Server(self._take) as server:
+                self._live = set(range(len(self._conversations)))
+                tasks = [asyncio.ensure_future(self._write(agent, row, server.url(row))) for row in sorted(self._live)]
+                try:
+                    while self._live:
+                        await self._until_asked()
+                        self._answer()
+                    return [task.result() for task in tasks]
+                finally:
+                    self._live.clear()
+                    for task in tasks:
+                        task.cancel()
+                    for row in list(self._waiting):
+                        self._leave(row)
+
+    async def _write(self, agent: Agent[Result], row: int, url: str) -> Result | Exception:
+        try:
+            return await agent(row, url)
+        except Exception as error:  # an agent is a program of anybody's
+            return error
+        finally:
+            self._live.discard(row)
+            self._leave(row)
+            self._came.set()
+
+    def _leave(self, row: int) -> None:
+        """Nobody answers what was asked last: whoever waits for it hears that it is over."""
+        if waiting := self._waiting.pop(row, None):
+            waiting.future.cancel()
+
+    async def _until_asked(self) -> None:
+        """Until all agents wait for the policy, or some of them have waited for long enough."""
+        while self._live and len(self._waiting) < len(self._live):
+            self._came.clear()
+            try:
+                await asyncio.wait_for(self._came.wait(), self._patience if self._waiting else None)
+            except TimeoutError:
+                return
+            if self._broken is not None:
+                raise self._broken
+
+    def _answer(self) -> None:
+        """Ask the policy for a turn of all who wait, those that may be as long together."""
+        waiting = sorted(self._waiting.items(), key=lambda each: (-each[1].room, each[0]))
+        for room, part in groupby(waiting, key=lambda each: each[1].room):
+            asked = list(part)
+            rows = [row for row, _ in asked]
+            with no_loop():  # engines may run one
+                out = self._trainer.generate([each.ids for _, each in asked], rows=rows, max_new_tokens=room)
+            for (row, each), ids, logprobs, ended in zip(asked, out["completion_ids"], out["logprobs"], out["ended"]):
+                each.future.set_result(self._conversations[row].answer(ids, logprobs, ended=ended))
+                del self._waiting[row]
+
+    # ------------------------------------------------------------------ requests, on threads of their own
+
+    def _take(self, row: int, request: ChatRequest) -> ChatTurn:
+        """The policy's next turn of a completion."""
+        future: Future[ChatTurn] = Future()
+        self._loop.call_soon_threadsafe(self._asked, row, request, future)
+        try:
+            return future.result()
+        except CancelledError:
+            raise RequestRefused("the rollout is over", status=409) from None
+
+    def _asked(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> None:
+        if row not in self._live:
+            future.cancel()
+            return
+        try:
+            ids, room = self._conversations[row].ask(request)
+            most = self._trainer.sampling.max_new_tokens
+            self._waiting[row] = _Waiting(ids, min(most, room, request.max_new_tokens or most), future)
+        except RequestRefused as refused:
+            future.set_exception(refused)
+        except Exception as error:  # the policy cannot be asked so: a chat template, a parser
+            future.set_exception(RequestRefused(str(error), status=500))
+            self._broken = error
+        self._came.set()
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    ids: list[int]
+    room: int
+    future: Future[ChatTurn]
+
+
+class _Server:
+    """The routes, on the loopback alone, under a path that nobody can guess."""
+
+    def __init__(self, take: Callable[[int, ChatRequest], ChatTurn]) -> None:
+        self._key = secrets.token_urlsafe(16)
+        self._http = _Quiet(("127.0.0.1", 0), _handler(self._key, take))
+        self._thread = threading.Thread(
+            target=self._http.serve_forever, args=(0.02,), name="lit_rl-chat-endpoint", daemon=True
+        )
+
+    def url(self, row: int) -> str:
+        """Of a completion's policy."""
+        return f"http://127.0.0.1:{self._http.server_address[1]}/{self._key}/{row}/v1"
+
+    def __enter__(self) -> _Server:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+
+
+class _Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024  # all agents of a rollout connect at once
+    block_on_close = False  # a client that keeps its connection open holds up nobody
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that is gone is no news."""
+
+
+def _handler(key: str, take: Callable[[int, ChatRequest], ChatTurn]) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self._row("models") is not None:
+                listed = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "lit_rl"}]}
+                self._send(200, "application/json", json.dumps(listed).encode())
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length") or 0))
+            if (row := self._row("chat/completions")) is None:
+                return
+            try:
+                request = read_request(body)
+                turn = take(row, request)
+            except RequestRefused as refused:
+                self._send(refused.status, "application/json", refused.body)
+                return
+            if request.stream:
+                self._send(200, "text/event-stream", turn.events)
+            else:
+                self._send(200, "application/json", json.dumps(turn.body).encode())
+
+        def _row(self, route: str) -> int | None:
+            parts = self.path.split("?")[0].strip("/").split("/", 3)
+            if len(parts) == 4 and parts[0] == key and parts[1].isdigit() and parts[2:] == ["v1", route]:
+                return int(parts[1])
+            self._send(404, "application/json", RequestRefused(f"there is no route {route} here", status=404).body)
+            return None
+
+        def _send(self, status: int, kind: str, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are no news."""
+
+    return Handler

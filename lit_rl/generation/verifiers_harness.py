@@ -1,0 +1,109 @@
+"""Harnesses of the package verifiers as a rollout function: agents play the tasks, and the policy writes every turn."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from lit_rl.errors import ConfigError, GenerationError, in_range
+from lit_rl.generation.chat_endpoint import ChatEndpoint
+from lit_rl.generation.chat_requests import MODEL
+from lit_rl.generation.rollout_handle import RolloutHandle
+from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, scores_of, verifiers
+
+ON_THIS_MACHINE = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+"""An agent that chats and calls the task's tools, as a process of this machine."""
+
+
+class VerifiersHarness:
+    """A rollout function for rows of `data=verifiers`: each completion is an episode of verifiers' own environment.
+
+    The agent that is trained talks to the policy by OpenAI's API, and its conversation becomes the completion, with the
+    tokens that were drawn. It has to be one line of turns: an agent that rewrites what was said, or begins a second
+    conversation, is refused there, and its episode fails. The task is scored where verifiers scores it, with the
+    runtime at hand; `reward=verifiers` gives that as the reward.
+
+    Args:
+        env: The config of the environment, see `TaskSet.environment`. None: of one agent, `ON_THIS_MACHINE`. An agent
+            without `model` and `client` is the policy; there may be one that is trained.
+        max_failed: Share of a rollout's episodes that may fail; more end the run. A failed one is not scored.
+        parser: Reads the policy's calls of tools: a name as of `env.parser`.
+        call_pattern: Of `parser=regex`.
+        patience: See `ChatEndpoint`.
+
+    Raises:
+        ConfigError: `max_failed` or `patience` is out of range.
+    """
+
+    columns = (SCORES,)
+    """What it returns beside the tokens."""
+
+    def __init__(
+        self,
+        env: Mapping[str, Any] | None = None,
+        *,
+        max_failed: float = 0.1,
+        parser: str = "auto",
+        call_pattern: str | None = None,
+        patience: float = 1.0,
+    ) -> None:
+        in_range("max_failed", max_failed, low=0, high=1)
+        in_range("patience", patience, low=0)
+        self.env = {"agent": ON_THIS_MACHINE} if env is None else dict(env)
+        self.max_failed = max_failed
+        self._endpoint = partial(ChatEndpoint[Any], parser=parser, call_pattern=call_pattern, patience=patience)
+
+    def __call__(self, prompts: Sequence[Any], trainer: RolloutHandle) -> dict[str, list[Any]]:
+        if COLUMN not in trainer.columns:
+            raise ConfigError("VerifiersHarness plays rows of data=verifiers, and the data is another.")
+        rows = [TaskRow.read(text) for text in trainer.columns[COLUMN]]
+        games = {taskset: taskset.environment(self.env) for taskset in dict.fromkeys(row.taskset for row in rows)}
+
+        async def episode(number: int, url: str) -> Scores:
+            return _scores(await games[rows[number].taskset].run_episode(rows[number].task(), _context(url)))
+
+        played = self._endpoint(trainer).play(episode, around=_serving(games), instead=prompts)
+        self._check([result for result in played.results if isinstance(result, Exception)], len(rows))
+        return {**played.rollout, SCORES: [None if isinstance(each, Exception) else each for each in played.results]}
+
+    def _check(self, failed: Sequence[Exception], count: int) -> None:
+        if len(failed) > self.max_failed * count:
+            raise GenerationError(
+                f"{len(failed)} of {count} episodes of verifiers failed, more than max_failed={self.max_failed:g} of "
+                f"them. The first: {type(failed[0]).__name__}: {failed[0]}"
+            ) from failed[0]
+
+
+@asynccontextmanager
+async def _serving(games: Mapping[TaskSet, Any]) -> AsyncIterator[None]:
+    """What the episodes of these environments share: servers of tools, and verifiers' own way in."""
+    async with AsyncExitStack() as stack:
+        for game in games.values():
+            await stack.enter_async_context(game.serving())
+        yield
+
+
+def _context(url: str) -> Any:
+    vf = verifiers()
+    return vf.ModelContext(model=MODEL, client=vf.EvalClientConfig(base_url=url, api_key_var="LIT_RL_NO_KEY"))
+
+
+class EpisodeFailed(Exception):
+    """What verifiers says went wrong."""
+
+
+def _scores(episode: Any) -> Scores:
+    """Of the agent that is trained.
+
+    Raises:
+        EpisodeFailed: there are none.
+    """
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        raise EpisodeFailed(f"{errors[-1].type}: {errors[-1].message}" if errors else "it is not complete")
+    if len(trained) != 1:
+        raise EpisodeFailed(f"{len(trained)} agents of it are trained, and a completion is what one of them said")
+    return scores_of(trained[0])

@@ -1,0 +1,324 @@
+"""Tasks of the package verifiers, by the name of their set: what data shows of them, and what scores them.
+
+A row holds its task as verifiers writes it down itself, so that it is made again where it is scored, whatever its set
+would load by then. Names are those of verifiers: a task set yields tasks; a task has data, and methods that are its
+rewards and metrics; these read a trace, which holds the messages of one conversation; a runtime is where an agent's
+program ran, which nobody has who only wrote a completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_rl.errors import BackendError, ConfigError
+
+Message = dict[str, Any]
+"""One turn of a conversation: ``role`` and ``content``."""
+
+COLUMN = "verifiers"
+"""Of a row: its task, as JSON."""
+
+SCORES = "verifiers_scores"
+"""What the episode of a harness was worth, where one has played: `Scores`, or None where it failed."""
+
+Scores = dict[str, Any]
+"""``reward``, the weighted sum; ``rewards`` and ``metrics``, the numbers by name, before any weight."""
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """Which set of tasks.
+
+    Args:
+        id: The module that has it: an installed package, one of verifiers' own, or a file in the current directory.
+        settings: Of its config, as JSON.
+    """
+
+    id: str
+    settings: str
+
+    @classmethod
+    def of(cls, id: str, settings: Mapping[str, Any]) -> TaskSet:
+        """The set with these settings."""
+        return cls(id, json.dumps(dict(settings), sort_keys=True))
+
+    def made(self) -> Any:
+        """verifiers' own object.
+
+        Raises:
+            BackendError: verifiers is not installed.
+            ConfigError: there is no such set, or it has no such setting.
+        """
+        return _made(self)
+
+    def environment(self, settings: Mapping[str, Any]) -> Any:
+        """verifiers' `Env` that plays these tasks.
+
+        Args:
+            settings: Of its config: `id` where it is not that of the set, and a block for each of its agents.
+
+        Raises:
+            BackendError, ConfigError: see `made`; or a setting of the environment is wrong.
+        """
+        self.made()
+        taskset = {**json.loads(self.settings), "id": self.id}
+        try:
+            vf = verifiers()
+            return vf.load_environment(vf.resolve_env_config({**settings, "taskset": taskset}))
+        except Exception as error:  # plugins of anybody's, and pydantic's own errors
+            raise ConfigError(
+                f"verifiers cannot play {self.id!r} with {dict(settings)} ({_said(error)}). It takes the keys of an "
+                "environment's config, such as {'agent': {'harness': {'id': 'null'}, 'runtime': {'type': "
+                "'subprocess'}}}."
+            ) from error
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """One task of a set."""
+
+    taskset: TaskSet
+    data: Mapping[str, Any]
+    """As verifiers writes it down."""
+
+    @classmethod
+    def read(cls, text: str) -> TaskRow:
+        """The counterpart of `text`.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is no such text.
+        """
+        read = json.loads(text)
+        return cls(TaskSet.of(read["id"], read["settings"]), read["data"])
+
+    @property
+    def text(self) -> str:
+        """As JSON, for the column of a row."""
+        of_set = {"id": self.taskset.id, "settings": json.loads(self.taskset.settings)}
+        return json.dumps({**of_set, "data": self.data}, sort_keys=True)
+
+    def task(self) -> Any:
+        """verifiers' own object.
+
+        Raises:
+            BackendError, ConfigError: see `TaskSet.made`; or the set declares another kind of data.
+        """
+        made = self.taskset.made()
+        kind = type(made).task_type()
+        try:
+            return kind(kind.data_type().model_validate(self.data), made.config.task)
+        except Exception as error:
+            raise ConfigError(
+                f"A task of {self.taskset.id!r} cannot be made again of what verifiers wrote down of it "
+                f"({_said(error)}). {kind.__name__} has to take (data, config), and its data be a pydantic model "
+                "that survives JSON."
+            ) from error
+
+
+def written(taskset: TaskSet, task: Any) -> TaskRow:
+    """A task of the set as a row holds it.
+
+    Raises:
+        ConfigError: its data does not survive being written down, or it is of another kind than the set declares.
+    """
+    row = TaskRow(taskset, task.data.model_dump(mode="json"))
+    again = row.task()
+    if type(again) is not type(task) or again.data.model_dump(mode="json") != row.data:
+        raise ConfigError(
+            f"A task of {taskset.id!r} is a {type(task).__name__} with {type(task.data).__name__}, and is another one "
+            f"when it is made again of what verifiers wrote down of it, {type(again).__name__} with "
+            f"{type(again.data).__name__}. Declare both: class Mine(vf.Task[MyData]), class Set(vf.Taskset[Mine])."
+        )
+    return row
+
+
+def prompt_of(task: Any) -> list[Message]:
+    """What the policy is asked, as messages.
+
+    Raises:
+        ConfigError: the task has no prompt, or one with images or calls of tools.
+    """
+    data, name = task.data, f"the task {task.data.idx} of {type(task).__name__}"
+    if data.prompt is None:
+        raise ConfigError(
+            f"{name} has no prompt: somebody else opens its conversation. Play it by its environment, "
+            "env=rollout_func with lit_rl.generation.VerifiersHarness, on a set whose tasks have one."
+        )
+    begun: list[Message] = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
+    if isinstance(data.prompt, str):
+        return [*begun, {"role": "user", "content": data.prompt}]
+    for message in data.prompt:
+        images = [part for part in message.content or () if getattr(part, "type", "text") != "text"]
+        if images or getattr(message, "tool_calls", None):
+            raise ConfigError(f"{name} has a prompt with images or calls of tools, and data=verifiers shows texts.")
+        begun.append({"role": message.role, "content": verifiers("types").content_text(message.content)})
+    return begun
+
+
+# ------------------------------------------------------------------ scores of a completion
+
+
+def obstacles(row: TaskRow) -> list[str]:
+    """Why the tasks of its set cannot be scored by what the policy wrote alone; empty: they can."""
+    vf, discover_decorated = verifiers(), verifiers("utils.decorators").discover_decorated
+    task, made = row.task(), row.taskset.made()
+    scored = [(f"@{kind} {each.__name__}", each) for kind in ("reward", "metric") for each in task.hooks(kind)]
+    scored += [(f"the judge {judge.reward_name}", judge.score) for judge in task.plugged_judges()]
+    own = [name for name in ("setup", "finalize") if getattr(type(task), name) is not getattr(vf.Task, name)]
+    asked = [*scored, *((name, getattr(task, name)) for name in own)]
+    found = [f"{name} reads the runtime" for name, function in asked if _needs_runtime(function)]
+    tools = [*task.toolsets(task.config), *made.toolsets(made.config)]
+    found += [f"{type(each).__name__} gives it tools" for each in tools]
+    found += [f"@intercept {each.__name__} changes what is said" for each in discover_decorated(task, "intercept")]
+    if task.NEEDS_CONTAINER:
+        found.append(f"{type(task).__name__} needs a container")
+    kind = vf.environment_class(row.taskset.id)
+    if kind is not vf.SingleAgentEnv:
+        found.append(f"{kind.__name__} plays it")
+    if not any(name.startswith(("@reward", "the judge")) for name, _ in scored):
+        found.append(f"{type(task).__name__} has no @reward")
+    return found
+
+
+def _needs_runtime(function: Callable[..., Any]) -> bool:
+    asked = inspect.signature(function).parameters.get("runtime")
+    return asked is not None and asked.default is asked.empty
+
+
+async def score(row: TaskRow, prompt: Sequence[Message], completion: Sequence[Message]) -> Scores:
+    """What the task's own rewards and metrics say of a completion.
+
+    Args:
+        row: The task.
+        prompt: What the policy was asked.
+        completion: Its turns, and what answered them.
+    """
+    task, invoke = row.task(), verifiers("utils.decorators").invoke
+    base = verifiers().Task
+    trace = _trace(task, prompt, completion)
+    given = {"task": task.data, "trace": trace}
+    async with asyncio.timeout(task.data.timeout.scoring):
+        if type(task).setup is not base.setup:
+            await invoke(task.setup, given)
+        if type(task).finalize is not base.finalize:
+            await invoke(task.finalize, given)
+        await task.score(trace)
+    return scores_of(trace)
+
+
+def scores_of(trace: Any) -> Scores:
+    """The scores of a trace that its task has scored."""
+    return {
+        "reward": trace.reward,
+        "rewards": {name: each.score for name, each in trace.rewards.items() if each is not None},
+        "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
+    }
+
+
+def _trace(task: Any, prompt: Sequence[Message], completion: Sequence[Message]) -> Any:
+    """A finished trace with one line of messages. It knows no tokens and no usage."""
+    vf, parse_message = verifiers(), verifiers("dialects").parse_message
+    said = [parse_message(_wire(message, number)) for number, message in enumerate((*prompt, *completion))]
+    trace = vf.Trace(
+        task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+        state=verifiers("state").state_cls(type(task))(),
+        agent=vf.AgentInfo(config=vf.AgentConfig(model="policy", runtime=vf.SubprocessConfig())),
+    )
+    trace.nodes = [
+        vf.MessageNode(
+            parent=number - 1 if number else None,
+            message=message,
+            sampled=number >= len(prompt) and message.role == "assistant",
+        )
+        for number, message in enumerate(said)
+    ]
+    trace.stop("agent_completed")
+    trace.ok = True
+    return trace
+
+
+def _wire(message: Message, number: int) -> Message:
+    """A message as OpenAI's API writes it: arguments of calls as text, and an id that answers refer to."""
+    wire = dict(message)
+    if calls := message.get("tool_calls"):
+        wire["tool_calls"] = [
+            {
+                "id": call.get("id") or f"call{number}_{place}",
+                "type": "function",
+                "function": {"name": call["function"]["name"], "arguments": _text_of(call["function"]["arguments"])},
+            }
+            for place, call in enumerate(calls)
+        ]
+    return wire
+
+
+def _text_of(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+# ------------------------------------------------------------------ verifiers' own objects
+
+
+@functools.lru_cache(maxsize=32)
+def _made(taskset: TaskSet) -> Any:
+    loaders = verifiers("utils.loaders")
+    id, settings = taskset.id, json.loads(taskset.settings)
+    try:
+        with _files_here_importable():
+            kind, config = loaders.taskset_class(id), loaders.taskset_config_type(id)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"data.task.id={id!r} is no task set of verifiers ({_said(error)}). It is the name of a module, installed "
+            "or a file in the current directory, whose __all__ names one subclass of verifiers.v1.Taskset."
+        ) from error
+    try:
+        checked = config.model_validate({**settings, "id": id})
+    except ValueError as error:  # pydantic's own
+        known = ", ".join(sorted({*config.model_fields} - {"id"}))
+        raise ConfigError(
+            f"data.task.settings={settings} does not suit {id!r} ({_said(error)}). Its settings: {known}."
+        ) from error
+    return kind(checked)
+
+
+def verifiers(module: str = "") -> Any:
+    """verifiers' public module, or one below it. Nobody else has to have it installed.
+
+    Raises:
+        BackendError: it is not.
+    """
+    try:
+        return importlib.import_module(f"verifiers.v1.{module}" if module else "verifiers.v1")
+    except ImportError as error:
+        raise BackendError(
+            f"Tasks of verifiers need the package verifiers ({error}): pip install 'lit-rl[verifiers]'."
+        ) from error
+
+
+@contextmanager
+def _files_here_importable() -> Iterator[None]:
+    """A file in the current directory is a module too. Last in line, so it hides no package."""
+    here = str(Path.cwd())
+    added = here not in sys.path
+    if added:
+        sys.path.append(here)
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove(here)
+
+
+def _said(error: BaseException) -> str:
+    cause = f", from {type(error.__cause__).__name__}: {error.__cause__}" if error.__cause__ else ""
+    return f"{type(error).__name__}: {error}{cause}"

@@ -1,0 +1,59 @@
+"""`data=verifiers` where the package is not installed: who wants it is told so before anything is loaded.
+
+With the package: tests/agents.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from lit_rl.data.verifiers_tasks import VerifiersTasks
+from lit_rl.errors import BackendError, ConfigError, RewardError
+from lit_rl.rewards import Rewards, VerifiersScore
+from lit_rl.tasksets import COLUMN, SCORES, TaskRow, TaskSet
+
+MISSING = importlib.util.find_spec("verifiers") is None
+ROW = TaskRow(TaskSet.of("my_tasks", {"most": 3}), {"prompt": "1+1=", "answer": "2"})
+
+
+@pytest.mark.skipif(not MISSING, reason="verifiers is installed")
+def test_what_needs_the_package_says_how_it_is_installed() -> None:
+    with pytest.raises(BackendError, match=r"pip install 'lit-rl\[verifiers\]'"):
+        VerifiersTasks("my_tasks").train()
+    with pytest.raises(BackendError, match=r"pip install 'lit-rl\[verifiers\]'"):
+        VerifiersScore().check_columns({COLUMN: [ROW.text]})
+
+
+def test_a_row_is_read_back() -> None:
+    assert TaskRow.read(ROW.text) == ROW
+    assert TaskSet.of("a", {"x": 1, "y": 2}) == TaskSet.of("a", {"y": 2, "x": 1})
+
+
+def test_what_a_harness_gave_is_the_reward_and_needs_no_package() -> None:
+    scores = [{"reward": 1.5, "rewards": {"right": 1.0, "brief": 1.0}, "metrics": {"turns": 2.0}}, None]
+    columns = {COLUMN: [ROW.text] * 2, SCORES: scores}
+    rewards = Rewards(VerifiersScore())
+    rewards.check({COLUMN: [ROW.text]}, [SCORES])
+    told = rewards.score([[], []], [[], []], columns)
+    assert told.total[0] == 1.5 and told.total[1].isnan()
+    assert told.metrics == {"verifiers/right": (1.0, 1), "verifiers/brief": (1.0, 1), "verifiers/turns": (2.0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"train_rows": 0}, "data.task.train_rows"), ({"val_rows": -1}, "data.task.val_rows")],
+)
+def test_numbers_of_rows_are_checked(settings: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        VerifiersTasks("my_tasks", **settings)
+    with pytest.raises(ConfigError, match="max_concurrent"):
+        VerifiersScore(max_concurrent=0)
+
+
+def test_rows_of_another_data_set_are_refused() -> None:
+    with pytest.raises(RewardError, match="names no task.*data=verifiers"):
+        VerifiersScore().check_columns({COLUMN: ["7"]})
+    with pytest.raises(RewardError, match=COLUMN):
+        Rewards(VerifiersScore()).bind(["answer"])

@@ -1,0 +1,164 @@
+"""A completion over OpenAI's API: what was drawn stays what is learned from, whatever the agent sends back."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from lit_rl.data.templates import encode_prompt
+from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
+from lit_rl.generation.chat_requests import ChatRequest, RequestRefused, read_request
+from lit_rl.models.policy.hub import TINY
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | map(attribute='function') | map(attribute='name') | list }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+ASKED = [{"role": "user", "content": "1+1?"}]
+
+
+@functools.cache
+def tokenizer() -> Any:
+    made: Any = AutoTokenizer.from_pretrained(TINY)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def conversation(max_tokens: int = 400) -> ChatConversation:
+    encode = functools.partial(encode_prompt, tokenizer())
+    reading = ChatReading(tokenizer(), encode, {}, frozenset([tokenizer().eos_token_id]), parser="hermes")
+    return ChatConversation(reading, max_tokens)
+
+
+def request(*messages: dict[str, Any], tools: bool = False, **more: Any) -> ChatRequest:
+    return read_request(
+        json.dumps({"messages": [*ASKED, *messages], **({"tools": [TOOL]} if tools else {}), **more}).encode()
+    )
+
+
+def say(talk: ChatConversation, text: str, *, ended: bool = True) -> dict[str, Any]:
+    """The policy's turn, as the agent reads it."""
+    ids = [*tokenizer()(text, add_special_tokens=False)["input_ids"], *[tokenizer().eos_token_id] * ended]
+    return talk.answer(ids, [-1.0] * len(ids), ended=ended).message
+
+
+def test_turns_stand_behind_each_other_with_what_answered_them_between() -> None:
+    talk = conversation()
+    ids, room = talk.ask(request())
+    assert tokenizer().decode(ids) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n" and room == 400
+    asked = len(ids)
+    first = say(talk, " 2 ")
+    assert first == {"role": "assistant", "content": " 2 "}
+    ids, room = talk.ask(request(first, {"role": "user", "content": "sure?"}))
+    between = "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer().decode(ids).endswith(f"assistant\n 2 <|im_end|>{between}")
+    say(talk, "yes", ended=False)
+    written = [token for token, ours in zip(talk.completion_ids, talk.written) if ours]
+    assert tokenizer().decode(written) == " 2 <|im_end|>yes" and talk.turns == 2 and not talk.ended
+    assert tokenizer().decode(talk.completion_ids) == f" 2 <|im_end|>{between}yes"
+    assert [value for value, ours in zip(talk.logprobs, talk.written) if not ours] == [0.0] * (len(ids) - asked - 4)
+
+
+def test_a_turn_that_was_cut_is_closed_before_it_is_answered() -> None:
+    talk = conversation()
+    talk.ask(request())
+    said = say(talk, "be", ended=False)
+    ids, _ = talk.ask(request(said, {"role": "user", "content": "go"}))
+    assert tokenizer().decode(ids).endswith("be<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n")
+    say(talk, "x")
+    assert tokenizer().decode([t for t, ours in zip(talk.completion_ids, talk.written) if ours]) == "bex<|im_end|>"
+
+
+def test_calls_of_tools_are_those_that_the_policy_wrote_and_their_answers_stand_behind_them() -> None:
+    talk = conversation()
+    ids, _ = talk.ask(request(tools=True))
+    assert tokenizer().decode(ids).startswith("['add']\n")
+    said = say(talk, f"hm {CALL}{CALL}")
+    assert [json.loads(call["function"]["arguments"]) for call in said["tool_calls"]] == [{"a": 1}] * 2
+    assert said["content"] == "hm" and len({call["id"] for call in said["tool_calls"]}) == 2
+    answers = [
+        {"role": "tool", "tool_call_id": call["id"], "content": str(n)} for n, call in enumerate(said["tool_calls"])
+    ]
+    ids, _ = talk.ask(request(said, *answers, tools=True))
+    text = tokenizer().decode(ids)
+    assert f"hm {CALL}{CALL}<|im_end|>" in text, "as it was written, not as it would be rendered"
+    assert text.endswith("<|im_start|>tool\n0<|im_end|>\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n")
+    assert say(talk, "2") == {"role": "assistant", "content": "2"}
+    with pytest.raises(RequestRefused, match="answers the call 'other'"):
+        talk.ask(request(said, *answers, {"role": "assistant", "content": "2"},
+                         {"role": "tool", "tool_call_id": "other", "content": "3"}, tools=True))  # fmt: skip
+
+
+def test_what_is_no_call_is_text() -> None:
+    talk = conversation()
+    talk.ask(request(tools=True))
+    assert say(talk, '<tool_call>{"name": ') == {"role": "assistant", "content": '<tool_call>{"name": '}
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        (
+            [{"role": "assistant", "content": "two"}, {"role": "user", "content": "?"}],
+            r"message 1 was .*\"2\".*\"two\"",
+        ),
+        ([{"role": "assistant", "content": "2"}], "nothing came"),
+        ([], "nothing came"),
+        ([{"role": "assistant", "content": "2"}, {"role": "system", "content": "?"}], r"\['system'\] came"),
+    ],
+)
+def test_what_is_no_next_turn_is_refused(messages: list[dict[str, Any]], words: str) -> None:
+    talk = conversation()
+    talk.ask(request())
+    with pytest.raises(RequestRefused, match="one turn of a completion at a time"):
+        talk.ask(request())
+    say(talk, "2")
+    with pytest.raises(RequestRefused, match=words):
+        talk.ask(request(*messages))
+    talk.ask(request({"role": "assistant", "content": "2"}, {"role": "user", "content": "?"}))
+
+
+def test_without_room_there_is_no_turn() -> None:
+    talk = conversation(max_tokens=50)
+    assert talk.ask(request())[1] == 50
+    said = say(talk, "2")
+    with pytest.raises(RequestRefused, match="env.max_tokens=50") as refused:
+        talk.ask(request(said, {"role": "user", "content": "?" * 30}))
+    assert json.loads(refused.value.body)["error"]["code"] == "context_length_exceeded" and not talk.ended
+    assert len(talk.completion_ids) == 2, "what nobody answered is not in it"
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("{", "no JSON"),
+        ("[]", "a list of messages"),
+        ('{"messages": []}', "a list of messages"),
+        ('{"messages": [{"role": "user", "content": "a"}], "n": 2, "stop": ["b"]}', "n, stop cannot be asked"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "is no text"),
+        ('{"messages": [{"role": "wizard", "content": "a"}]}', "is no message"),
+        ('{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', "no number of tokens"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "web"}]}', "no function"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(body: str, words: str) -> None:
+    with pytest.raises(RequestRefused, match=words):
+        read_request(body.encode())
+
+
+def test_texts_in_parts_are_texts_and_the_smaller_limit_holds() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    read = read_request(
+        json.dumps(
+            {"messages": [{"role": "developer", "content": parts}], "max_tokens": 9, "max_completion_tokens": 5}
+        ).encode()
+    )
+    assert read.messages == [{"role": "system", "content": "ab"}] and read.max_new_tokens == 5

@@ -1,0 +1,272 @@
+"""Agents that know OpenAI's API alone write completions of the shipped policy, with the tokens that it drew."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_rl.environments.frames import ChatFrames
+from lit_rl.errors import DataError, GenerationError, LitRLError
+from lit_rl.generation import ChatEndpoint, RolloutFunction
+from lit_rl.generation.chat_endpoint import Agent
+from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.generation.rollout_function import RolloutCalls
+from lit_rl.models import LanguageModel
+from lit_rl.rollout import Completions, PromptBatch, Sampling
+
+MODEL = LanguageModel("tiny")
+TEXTS = ["17+25=", "3+4="]
+ASKED = [[{"role": "user", "content": text}] for text in TEXTS]
+AGAIN = {"role": "user", "content": "again"}
+GROUP = 3
+
+
+@pytest.fixture(scope="module")
+def policy() -> nn.Module:
+    return MODEL.load().eval()
+
+
+def draw(policy: nn.Module, function: Callable[..., Any], group: int = GROUP, **settings: Any) -> Completions:
+    batch = PromptBatch(ASKED, [[1]] * len(ASKED), {}, [0, 1], [0, 0])
+    source = RolloutCalls(RolloutFunction(function, **settings), MODEL.tokenizer, {}, 80)
+    return request(
+        NativeGenerator(),
+        policy,
+        batch,
+        sampling=Sampling(max_new_tokens=6),
+        group_size=group,
+        vocabulary=Vocabulary.of(MODEL),
+        version=7,
+        seed=3,
+        interaction=source,
+    )()
+
+
+def by(agent: Agent[Any], **settings: Any) -> Callable[..., Any]:
+    """The rollout function in which this agent writes every completion."""
+    return lambda prompts, trainer: ChatEndpoint(trainer, **settings).play(agent).rollout
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    asked = urllib.request.Request(f"{url}/chat/completions", json.dumps(body).encode(), method="POST")
+    try:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+async def ask(url: str, messages: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    status, body = await asyncio.to_thread(post, url, {"model": "policy", "messages": list(messages), **more})
+    return {"status": status, **json.loads(body)}
+
+
+def said(answer: dict[str, Any]) -> dict[str, Any]:
+    assert answer["status"] == 200, answer
+    return answer["choices"][0]["message"]
+
+
+async def one_turn(row: int, url: str) -> str:
+    return said(await ask(url, ASKED[row // GROUP]))["content"]
+
+
+async def two_turns(row: int, url: str) -> None:
+    first = said(await ask(url, ASKED[row // GROUP]))
+    said(await ask(url, [*ASKED[row // GROUP], first, AGAIN]))
+
+
+def same(ours: Completions, theirs: Completions) -> None:
+    for name in ("prompt_ids", "response_ids", "response_mask", "ended", "group_id", "attended", "turn"):
+        mine, other = getattr(ours, name), getattr(theirs, name)
+        assert (mine is None) == (other is None) and (mine is None or torch.equal(mine, other)), name
+    torch.testing.assert_close(ours.sampler_logprobs, theirs.sampler_logprobs, atol=1e-4, rtol=0)
+
+
+def masked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """With the mask that says that every token is the policy's, as an endpoint says it."""
+
+    def whole(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        out = function(prompts, trainer)
+        return {"env_mask": [[1] * len(ids) for ids in out["completion_ids"]], **out}
+
+    return whole
+
+
+def by_hand(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+    """Two turns without any server."""
+    frames = ChatFrames(MODEL.tokenizer, eos_ids=MODEL.eos_ids, kinds=["user"])
+    out = trainer.generate([trainer.encode(prompt) for prompt in prompts])
+    between = [frames.encode([AGAIN], closed=ids[-1] in MODEL.eos_ids) for ids in out["completion_ids"]]
+    texts = [a + b + c for a, b, c in zip(out["prompt_ids"], out["completion_ids"], between)]
+    second = trainer.generate(texts)
+    parts = list(zip(out["completion_ids"], between, second["completion_ids"]))
+    return {
+        "prompt_ids": out["prompt_ids"],
+        "completion_ids": [a + b + c for a, b, c in parts],
+        "logprobs": [x + [0.0] * len(b) + y for x, (_, b, _), y in zip(out["logprobs"], parts, second["logprobs"])],
+        "env_mask": [[1] * len(a) + [0] * len(b) + [1] * len(c) for a, b, c in parts],
+        "ended": second["ended"],
+    }
+
+
+def test_an_agent_of_one_turn_writes_what_the_generator_draws(policy: nn.Module) -> None:
+    plain = masked(lambda prompts, trainer: trainer.generate([trainer.encode(prompt) for prompt in prompts]))
+    ours, theirs = draw(policy, by(one_turn)), draw(policy, plain)
+    same(ours, theirs)
+    assert torch.equal(ours.sampler_logprobs, theirs.sampler_logprobs), "one batch, to the bit"
+
+
+def test_an_agent_of_two_turns_writes_what_is_drawn_by_hand(policy: nn.Module) -> None:
+    ours = draw(policy, by(two_turns))
+    same(ours, draw(policy, by_hand))
+    assert ours.attended is not None and (ours.attended & ~ours.response_mask).any()
+
+
+def test_samples_do_not_depend_on_who_asks_when(policy: nn.Module) -> None:
+    async def slow(row: int, url: str) -> None:
+        await asyncio.sleep(0.1 * (row % 3))
+        await two_turns(row, url)
+
+    same(draw(policy, by(slow, patience=0.02)), draw(policy, by(two_turns)))
+
+
+def test_those_who_wait_for_each_other_are_answered(policy: nn.Module) -> None:
+    gate = asyncio.Semaphore(2)
+
+    async def two_at_a_time(row: int, url: str) -> None:
+        async with gate:
+            await one_turn(row, url)
+
+    same(draw(policy, by(two_at_a_time, patience=0.05)), draw(policy, by(one_turn)))
+
+
+def test_agents_that_block_a_thread_each_do_not_wait_for_threads(policy: nn.Module) -> None:
+    async def blocks(row: int, url: str) -> None:
+        await ask(url, ASKED[row // 20])
+
+    begun = time.perf_counter()
+    assert len(draw(policy, by(blocks, patience=60.0), group=20)) == 40
+    assert time.perf_counter() - begun < 20
+
+
+def test_it_works_where_a_loop_runs_already(policy: nn.Module) -> None:
+    async def notebook() -> Completions:
+        drawn = draw(policy, by(one_turn))
+        await asyncio.sleep(0)  # the loop is the one that it was
+        return drawn
+
+    same(asyncio.run(notebook()), draw(policy, by(one_turn)))
+
+
+def test_a_stream_tells_the_same(policy: nn.Module) -> None:
+    told: dict[int, list[Any]] = {}
+
+    async def streamed(row: int, url: str) -> None:
+        _, body = await asyncio.to_thread(post, url, {"messages": ASKED[row // GROUP], "stream": True})
+        lines = [line.removeprefix("data: ") for line in body.decode().split("\n\n") if line]
+        assert lines[-1] == "[DONE]"
+        told[row] = [json.loads(line) for line in lines[:-1]]
+
+    drawn = draw(policy, by(streamed))
+    same(drawn, draw(policy, by(one_turn)))
+    for row, chunks in told.items():
+        text = MODEL.tokenizer.decode(drawn.response_ids[row][drawn.response_mask[row]], skip_special_tokens=True)
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": text}
+        assert chunks[1]["choices"][0]["finish_reason"] == ("stop" if drawn.ended[row] else "length")
+        assert chunks[2]["usage"]["completion_tokens"] == drawn.response_mask[row].sum()
+
+
+def test_what_an_agent_returns_and_raises_is_told(policy: nn.Module) -> None:
+    played: list[Any] = []
+
+    async def fails(row: int, url: str) -> str:
+        text = await one_turn(row, url)
+        if row == 4:
+            raise KeyError("tool")
+        return text
+
+    def function(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        played.append(ChatEndpoint(trainer).play(fails))
+        return played[0].rollout
+
+    same(draw(policy, function), draw(policy, by(one_turn)))
+    kinds = [type(result) for result in played[0].results]
+    assert kinds == [str] * 4 + [KeyError] + [str]
+
+    async def at_once(row: int, url: str) -> None:
+        raise KeyError("tool")
+
+    with pytest.raises(
+        GenerationError, match="completion 0 ended and never had a turn of the policy: KeyError: 'tool'"
+    ):
+        draw(policy, by(at_once))
+
+    def kept(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        return ChatEndpoint(trainer).play(at_once, instead=prompts).rollout
+
+    same(draw(policy, kept), draw(policy, by(one_turn)))
+
+
+def test_an_agent_is_told_what_it_may_not_ask(policy: nn.Module) -> None:
+    answers: list[dict[str, Any]] = []
+    told = asyncio.Event()
+
+    async def tries(row: int, url: str) -> None:
+        prompt = ASKED[row // GROUP]
+        if row == 0:
+            answers.append(await ask(url, prompt, n=2))
+            answers.append(await ask(url.replace(url.split("/")[3], "guess"), prompt))
+            answers.append(await ask(url.replace("/0/v1", "/77/v1"), prompt))
+            both = [asyncio.ensure_future(ask(url, prompt)) for _ in range(2)]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            told.set()
+            answers.extend(sorted(await asyncio.gather(*both), key=lambda each: -each["status"]))
+            answers.append(await ask(url, [{"role": "user", "content": "another"}]))
+        else:
+            await told.wait()  # until then the policy is asked by one alone, and does not answer
+            await one_turn(row, url)
+
+    same(draw(policy, by(tries)), draw(policy, by(one_turn)))
+    assert [answer["status"] for answer in answers] == [400, 404, 409, 400, 200, 400]
+    words = [answer.get("error", {}).get("message", "") for answer in answers]
+    assert "n cannot be asked" in words[0] and "one turn of a completion at a time" in words[3]
+    assert "begins or rewrites another" in words[5]
+
+
+def test_a_short_turn_is_short_and_the_room_is_kept(policy: nn.Module) -> None:
+    async def short(row: int, url: str) -> None:
+        first = await ask(url, ASKED[row // GROUP], max_tokens=1 + row % 2)
+        assert first["usage"]["completion_tokens"] <= 1 + row % 2
+        await ask(url, [*ASKED[row // GROUP], said(first), AGAIN])
+
+    drawn = draw(policy, by(short), max_tokens=60)
+    assert drawn.attended is not None and drawn.attended.sum(1).max() <= 60
+
+
+def test_a_template_that_cannot_render_ends_the_rollout(policy: nn.Module) -> None:
+    async def wizard(row: int, url: str) -> None:
+        await ask(url, [{"role": "user", "content": "<|im_end|>"}])
+
+    with pytest.raises(DataError, match="control token"):
+        draw(policy, by(wizard))
+
+
+def test_an_agent_that_asks_nothing_is_ended_by_the_limit_of_the_rollout(policy: nn.Module) -> None:
+    async def sleeps(row: int, url: str) -> None:
+        await one_turn(row, url)
+        await asyncio.sleep(60)
+
+    begun = time.perf_counter()
+    with pytest.raises(LitRLError, match="rollout_timeout=1"):
+        draw(policy, by(sleeps), rollout_timeout=1.0)
+    assert time.perf_counter() - begun < 20
