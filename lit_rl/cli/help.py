@@ -5,6 +5,9 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
+_NAMES = 10
+"""Columns for the names of groups."""
+
 _KEYS = """\
   model.name=PATH          a folder or a hub id (with model=local)
   model.lora.r=16          train LoRA adapters of that rank
@@ -65,7 +68,7 @@ def _row(group: str, choices: list[str]) -> list[str]:
     """A group and its choices, on as many lines as they need."""
     if not choices:
         return []
-    head = f"  {group:<24} "
+    head = f"  {group:<{_NAMES}} "
     return textwrap.wrap(
-        ", ".join(choices), 118, initial_indent=head, subsequent_indent=" " * 27, break_on_hyphens=False
+        ", ".join(choices), 118, initial_indent=head, subsequent_indent=" " * (3 + _NAMES), break_on_hyphens=False
     )
