@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor
@@ -76,8 +75,7 @@ class SFT(OfflinePolicyModule):
     def forward_options(self) -> ForwardOptions:
         """Noise is laid on the embeddings of a whole batch."""
         options = super().forward_options
-        whole = replace(options.in_one_call, most_rows=options.most_rows)  # without gradient there is no noise
-        return options if self.neftune_alpha is None else whole
+        return options if self.neftune_alpha is None else options.in_one_call
 
     def noise(self, batch: TextBatch) -> AbstractContextManager[None]:
         """Noise on the embeddings of a training batch. The same row gets the same in the same step of every run."""

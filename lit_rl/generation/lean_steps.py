@@ -13,14 +13,18 @@ Weights are read where the model has them, so nothing is copied; adapters are ad
 a merged weight of 16 bits would lose most of what an adapter has learned, and tokens are drawn with the arithmetic that
 scores them. Products of modules that are neither plain linear layers nor plain LoRA are left to these modules.
 
-Models are recognised by their parts, and proven (`proven`): each operation is held against the module that it stands
-for, and the logits of the whole against those of the model. Llama, Qwen2, Qwen3, Mistral and SmolLM2 fit; whatever does
-not decodes as `grouped_steps` does it, and so does a model that somebody watches (hooks), compiled or shards.
+Models are recognised by their parts, and by an attention that knows of positions by its angles alone: what it did with
+positions themselves could begin far behind the few tokens of a proof. Then they are proven (`proven`): each operation
+is held against the module that it stands for, and the logits of the whole against those of the model. Llama, Qwen2,
+Qwen3, Mistral and SmolLM2 fit; whatever does not decodes as `grouped_steps` does it, and so does a model that somebody
+watches (hooks), compiled or shards.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -41,6 +45,9 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 _STATIC_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 """Kinds of rotary embeddings whose angles depend on the position alone; others look at the longest text so far."""
+
+_OF_POSITIONS = {"position_ids", "cache_position", "get_seq_length", "arange"}
+"""What an attention names that reads positions itself. Llama's is given the angles, and nothing else of them."""
 
 _ALIKE = 1e-3
 """Of the spread of the logits: how far the two ways may differ in a proof. On deterministic kernels they are equal."""
@@ -253,6 +260,8 @@ def _is_layer(layer: Any) -> bool:
     if _names(layer) != _LAYER or _names(layer.mlp) != _MLP:
         return False
     attention = layer.self_attn
+    if _reads_positions(attention):
+        return False
     if not _is_norm(layer.input_layernorm) or not _is_norm(layer.post_attention_layernorm):
         return False
     if _names(attention) == _ATTENTION:
@@ -262,6 +271,16 @@ def _is_layer(layer: Any) -> bool:
     # Some norm all heads together.
     narrow = all(_is_norm(norm) and norm.weight.shape == (width,) for norm in norms)
     return _names(attention) == _ATTENTION | _QK_NORMS and narrow
+
+
+def _reads_positions(attention: nn.Module) -> bool:
+    """Whether its forward does more with positions than to turn by the angles: a few tokens may not show it.
+
+    Ministral3 multiplies queries by a factor that is 1 up to the length of its pretraining.
+    """
+    code: CodeType = inspect.unwrap(type(attention).forward).__code__
+    said = {value for value in code.co_consts if isinstance(value, str)}
+    return not _OF_POSITIONS.isdisjoint({*code.co_names, *code.co_varnames, *said})
 
 
 def _is_norm(module: Any) -> bool:

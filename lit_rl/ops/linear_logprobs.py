@@ -14,7 +14,8 @@ keeps two numbers a token, the sums of ``exp(z - m)`` and of ``exp(z - m)(z - m)
 bytes of logits cost little memory, and are kept instead, in the type of the product: nothing is lost. Sums of gradients
 over blocks are float32, whatever the weights are.
 
-Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, so blocks are of tokens alone.
+Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, so blocks are of tokens alone
+(``lit_rl.ops.linear_rows``).
 """
 
 import math
@@ -26,9 +27,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lit_rl.ops import logprobs as of_logits
+from lit_rl.ops.linear_rows import GradientSums, exact, of_whole_rows, slices
 from lit_rl.ops.token_stats import TokenStats
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
 
@@ -106,12 +107,7 @@ def linear_logprobs(
         learned = torch.is_grad_enabled()
         logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, ids, distribution, learned)
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
-    parts = [
-        _of_whole_rows(hidden[rows], weight, bias, ids[rows], distribution)
-        for rows in _slices(max(1, len(ids)), _rows(hidden.device, weight.shape[0], distribution.truncation))
-    ]
-    logprobs, *entropies = (torch.cat(column).to(_exact(hidden)) for column in zip(*parts))
-    return LinearScores(logprobs, entropies[0] if entropies else None)
+    return _truncated(hidden, weight, bias, ids, distribution)
 
 
 # ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary
@@ -150,7 +146,7 @@ class _LinearScores(torch.autograd.Function):
         hidden, weight, bias, ids, lse, entropy = ctx.saved_tensors
         of_entropy = None if entropy is None else grads[1]
         slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy)
-        sums = _GradientSums(hidden, weight, bias, ctx.needs_input_grad)
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad)
         kept, ctx.kept = ctx.kept[::-1], []  # the graph outlives this pass; a second one multiplies anew
         for rows, columns in _blocks(hidden, weight):
             product = kept.pop() if kept else _product(hidden, weight, bias, rows, columns)
@@ -164,13 +160,9 @@ def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
     """A block of the vocabulary stays while the tokens pass by: its weight is read, and its gradient summed, once."""
     columns = min(COLUMNS, len(weight))
     rows = _rows(hidden.device, columns, NO_TRUNCATION)
-    for of_vocabulary in _slices(len(weight), columns):
-        for of_tokens in _slices(len(hidden), rows):
+    for of_vocabulary in slices(len(weight), columns):
+        for of_tokens in slices(len(hidden), rows):
             yield of_tokens, of_vocabulary
-
-
-def _slices(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, start + size) for start in range(0, total, size))
 
 
 def _rows(device: torch.device, columns: int, truncation: Truncation) -> int:
@@ -192,7 +184,7 @@ def _parts(rows: slice, product: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def _logits(product: Tensor, temperature: float, *, own: bool) -> Float[Tensor, "rows columns"]:
     """The product in float32, by the temperature. What is `own` is written over, if it is float32 already."""
-    numbers = product.to(_exact(product))
+    numbers = product.to(exact(product))
     if temperature == 1:
         return numbers
     return numbers.div_(temperature) if own or numbers is not product else numbers / temperature
@@ -202,10 +194,6 @@ def part_numbers(device: torch.device) -> int:
     """How many numbers of a block are worked on at a time, at most."""
     block = of_logits.block_numbers(device, NO_TRUNCATION)
     return min(_PART, block) if device.type == "cpu" else block
-
-
-def _exact(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -247,7 +235,7 @@ class _Sums:
 
     def __init__(self, hidden: Tensor, ids: Tensor, distribution: Distribution) -> None:
         self._ids, self._distribution = ids, distribution
-        self.picked = torch.zeros(ids.shape, dtype=_exact(hidden), device=hidden.device)
+        self.picked = torch.zeros(ids.shape, dtype=exact(hidden), device=hidden.device)
         self._top = torch.full_like(self.picked, -torch.inf)
         self._sum = torch.zeros_like(self.picked)  # of exp(z - top)
         self._spread = torch.zeros_like(self.picked) if distribution.entropy else None  # of exp(z - top) (z - top)
@@ -317,66 +305,16 @@ def _likeliest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
     return best * size + inside
 
 
-def _type_of_gradient(weight: Tensor) -> torch.dtype:
-    """Float32 for a bfloat16 weight with a float32 master: sums over blocks are not rounded, nor converted later."""
-    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
-
-
-class _GradientSums:
-    """The gradients of hidden states, weight and bias, each None where nothing needs it."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
-        self._inputs = hidden, weight
-        make = torch.empty_like if len(hidden) else torch.zeros_like
-        self._hidden = make(hidden, dtype=_exact(hidden)) if needed[0] else None
-        self.weight = make(weight, dtype=_type_of_gradient(weight)) if needed[1] else None
-        self.bias = torch.zeros_like(bias) if bias is not None and needed[2] else None
-        self._sum = torch.empty(0)  # of the columns at hand, where the gradient of the weight is narrower
-
-    def add(self, grad: Tensor, rows: slice, columns: slice) -> None:
-        """A block of the gradient of the product; all blocks of some columns come one after another."""
-        hidden, weight = self._inputs
-        if self._hidden is not None:
-            _add_product(self._hidden[rows], grad, weight[columns], first=columns.start == 0)
-        if self.weight is not None:
-            of_columns, exact = self.weight[columns], _exact(hidden)
-            if of_columns.dtype == exact:
-                _add_product(of_columns, grad.T, hidden[rows], first=rows.start == 0)
-            else:
-                self._sum = torch.empty_like(of_columns, dtype=exact) if rows.start == 0 else self._sum
-                _add_product(self._sum, grad.T, hidden[rows], first=rows.start == 0)
-                if rows.stop >= len(hidden):
-                    of_columns.copy_(self._sum)
-        if self.bias is not None:
-            self.bias[columns] += grad.sum(0).to(self.bias.dtype)
-
-    @property
-    def hidden(self) -> Tensor | None:
-        return None if self._hidden is None else self._hidden.to(self._inputs[0].dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """Add ``left right`` to what is there; the first product is written over it."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right, beta=0 if first else 1)
-    elif first:
-        total.copy_(left @ right)
-    else:
-        total.add_(left @ right)
-
-
 # ---------------------------------------------------------------- under truncation: blocks of whole rows
 
 
-def _of_whole_rows(
+def _truncated(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
-) -> tuple[Tensor, ...]:
-    """Log-probs `(rows,)` of a block, and entropies where asked for; the backward pass computes its logits anew."""
-
-    def scored(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+) -> LinearScores:
+    def measured(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
         found = of_logits.score_tokens(
-            F.linear(hidden, weight, bias)[None],
-            ids[None],
+            logits[None],
+            ids[rows][None],
             temperature=distribution.temperature,
             truncation=distribution.truncation,
             entropy=distribution.entropy,
@@ -384,4 +322,8 @@ def _of_whole_rows(
         )
         return tuple(part[0] for part in found if part is not None)
 
-    return checkpoint(scored, hidden, weight, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore
+    size = _rows(hidden.device, weight.shape[0], distribution.truncation)
+    learned = 2 if distribution.entropy_gradient else 1
+    found = of_whole_rows(hidden, weight, bias, measured, size=size, learned=learned)
+    logprobs, *entropies = (column.to(exact(hidden)) for column in found)
+    return LinearScores(logprobs, entropies[0] if entropies else None)

@@ -209,6 +209,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "angles that depend on the text": lambda: model_of(
         "Llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
     ),
+    "queries by their position": lambda: model_of("Ministral3"),  # from a text's 16384th token on
     "experts": lambda: model_of("Mixtral", num_local_experts=4),
     "hook of a layer": changed(lambda model: model.model.layers[1].mlp.register_forward_hook(_double)),
     "hook of a norm": changed(lambda model: model.model.norm.register_forward_hook(_double)),

@@ -50,6 +50,25 @@ def test_blocks_are_exact(pair, monkeypatch, logits, shared_tokens):
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-9)
 
 
+def test_blocks_add_no_error_to_the_gradient_of_the_head_under_autocast(make_model, monkeypatch):
+    """The head's weight is float32, and its narrow copy is multiplied by a token at a time."""
+    student, teacher = (LanguageModel(str(make_model(kind)), dtype="float32").load() for kind in ("qwen2", "llama3.2"))
+    ids = torch.randint(0, 200, (8, 40), generator=torch.Generator().manual_seed(1))
+    tokens, off = TokenBatch(ids, torch.ones_like(ids).bool(), torch.ones_like(ids[:, 1:]).bool(), None), {}
+
+    def of_head(logits):
+        monkeypatch.setattr(module, "LOGITS", logits)
+        student.zero_grad()
+        disagreement(student, teacher, tokens, DIVERGENCE, shared_tokens=None).divergence.sum().backward()
+        return student.get_output_embeddings().weight.grad.clone()
+
+    wanted = of_head(1 << 24)
+    for logits in (1 << 24, 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            off[logits] = (of_head(logits) - wanted).norm() / wanted.norm()
+    assert 0 < off[1] < 1.3 * off[1 << 24], off
+
+
 def test_no_tensor_of_tokens_times_vocabulary_is_kept(pair, monkeypatch):
     monkeypatch.setattr(module, "LOGITS", 1 << 9)
     tokens, kept = texts(), []

@@ -149,3 +149,8 @@ def test_texts_that_share_a_row_stay_in_one_call(make_model, eager_to_cut):
     shapes = calls_of(model)
     score_texts(model, TokenBatch(ids, attended, learned, segment))
     assert shapes == [(3, 12)]
+
+
+def test_one_call_keeps_every_other_choice():
+    asked = ForwardOptions(fused_head=False, folded_attention=False, most_rows=3)
+    assert asked.in_one_call == dataclasses.replace(asked, shared_prompts=False, rows_by_length=False)

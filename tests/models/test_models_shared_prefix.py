@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, MistralConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, BloomConfig, Lfm2Config, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import response_logprobs, score
@@ -77,6 +77,32 @@ def test_rows_may_stand_in_any_order_and_groups_be_of_any_size(make_model, compl
     rows = select(completions, torch.tensor(order))
     assert shared_prompts(model, rows) is not None
     assert_same(result(model, rows, SHARED), result(model, rows, PLAIN), value=1e-6, gradient=1e-5)
+
+
+ANGLES = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0] * 8,
+        "long_factor": [8.0] * 8,
+        "factor": 4.0,
+    },
+}
+
+
+@pytest.mark.parametrize("limit", [9, 64], ids=["beyond the limit", "below it"])
+@pytest.mark.parametrize("kind", ANGLES)
+def test_angles_that_change_with_the_length_of_a_text_are_those_of_the_whole(completions, kind, limit):
+    """A prompt by itself is shorter than the limit of this model, and its rows are not."""
+    torch.manual_seed(0)
+    angles = ANGLES[kind] | {"rope_type": kind, "rope_theta": 10_000.0}
+    if kind == "longrope":
+        angles["original_max_position_embeddings"] = limit
+    config = LlamaConfig(**SHAPE, max_position_embeddings=limit, rope_parameters=angles)
+    model = AutoModelForCausalLM.from_config(config).double()
+    assert (shared_prompts(model, completions) is None) == (limit == 9)
+    whole = ForwardOptions(rows_by_length=False)
+    plain = ForwardOptions(shared_prompts=False, rows_by_length=False)
+    assert_same(result(model, completions, whole), result(model, completions, plain), value=1e-6, gradient=1e-5)
 
 
 def test_a_window_shorter_than_the_text_is_kept(completions):

@@ -186,7 +186,11 @@ def test_no_tokens_have_no_scores_and_a_gradient_of_zero(distribution):
     assert gradients(found.logprobs.sum(), weight)[0].abs().sum() == 0
 
 
-def test_under_a_master_the_gradient_of_the_head_is_summed_unrounded(monkeypatch) -> None:
+PRECISE = [Distribution(), Distribution(truncation=Truncation(top_p=0.9))]
+
+
+@pytest.mark.parametrize("distribution", PRECISE, ids=["plain", "truncated"])
+def test_under_a_master_the_gradient_of_the_head_is_summed_unrounded(monkeypatch, distribution) -> None:
     monkeypatch.setattr(module, "_rows", lambda *_: 8)  # eight blocks of tokens
     draw = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(shape, generator=draw).bfloat16() for shape in ((64, 16), (40, 16)))
@@ -195,11 +199,30 @@ def test_under_a_master_the_gradient_of_the_head_is_summed_unrounded(monkeypatch
     for kind in (torch.bfloat16, torch.float32):
         head = weight.clone().requires_grad_()
         head.grad_dtype = kind
-        linear_logprobs(hidden, head, ids).logprobs.sum().backward()
+        linear_logprobs(hidden, head, ids, distribution).logprobs.sum().backward()
         assert head.grad is not None and head.grad.dtype == kind
         found[kind] = head.grad
     assert torch.equal(found[torch.float32].bfloat16(), found[torch.bfloat16])
     assert not torch.equal(found[torch.float32], found[torch.bfloat16].float())
+
+
+@pytest.mark.parametrize("distribution", PRECISE, ids=["plain", "truncated"])
+def test_blocks_add_no_error_to_gradients_in_half_precision(monkeypatch, distribution) -> None:
+    """Weight and bias are narrow copies of float32 ones, as under autocast."""
+    draw = torch.Generator().manual_seed(5)
+    hidden, weight, bias = (torch.randn(shape, generator=draw).bfloat16() for shape in ((512, 16), (40, 16), (40,)))
+    ids, off = torch.randint(0, 40, (512,), generator=draw), {}
+
+    def of(kind, rows):
+        monkeypatch.setattr(module, "_rows", lambda *_: rows)
+        parts = [part.to(kind).requires_grad_() for part in (hidden, weight, bias)]
+        ours = linear_logprobs(*parts[:2], ids, distribution, bias=parts[2])
+        return [part.double() for part in gradients(ours.logprobs.sum(), *parts)]
+
+    wanted = of(torch.float64, 512)
+    for rows in (512, 4):
+        off[rows] = [(mine - exact).norm() / exact.norm() for mine, exact in zip(of(torch.bfloat16, rows), wanted)]
+    assert all(many < 1.3 * one for many, one in zip(off[4], off[512])), off
 
 
 def test_logits_are_let_go_with_the_backward_pass_and_a_second_one_computes_them_anew() -> None:

@@ -112,9 +112,11 @@ class PolicyModule(L.LightningModule):
     @property
     def forward_options(self) -> ForwardOptions:
         """How log-probs are computed. Where ranks hold parts of the weights, each has to call the model as often as the
-        others, so all rows go into one call."""
-        trainer, options = self.trainer_or_none, replace(self.model.forward_options, most_rows=self.most_texts)
-        return options.in_one_call if trainer is not None and shards(trainer.strategy) else options
+        others, so all rows go into one call, without gradient too: nothing makes ranks agree on how many fit."""
+        trainer, options = self.trainer_or_none, self.model.forward_options
+        if trainer is not None and shards(trainer.strategy):
+            return options.in_one_call
+        return replace(options, most_rows=self.most_texts)
 
     @property
     def most_texts(self) -> int | None:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+_CHANGING = {"dynamic", "longrope"}
+"""Kinds of rotary embeddings whose angles depend on the length of the text."""
+
 
 def text_config(model: Any) -> Any:
     """The part of a model's config that its text layers read."""
@@ -35,6 +38,31 @@ def keeps_whole_texts(cache: Any, length: int) -> bool:
         type(layer) is DynamicLayer or (type(layer) is DynamicSlidingWindowLayer and layer.sliding_window >= length)
         for layer in cache.layers
     )
+
+
+def turns_alike(model: nn.Module, length: int) -> bool:
+    """Whether a token is turned by the same angles in every text of at most so many tokens.
+
+    Dynamic NTK and LongRoPE look at the longest text of a call once it reaches a limit of the model.
+    """
+    rotaries = [part for part in model.modules() if hasattr(part, "rope_type")]
+    changing = [part for part in rotaries if _CHANGING & _kinds(part.rope_type)]
+    return all(length < _unchanged_below(part.config) for part in changing)
+
+
+def _kinds(rope_type: Any) -> set[str]:
+    """Of a rotary embedding, which may have one for each kind of layer."""
+    return set(rope_type.values()) if isinstance(rope_type, dict) else {rope_type}
+
+
+def _unchanged_below(config: Any) -> int:
+    """Tokens: the shortest text that may change the angles."""
+    settings = config.rope_parameters or {}
+    every = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    limits = [
+        part["original_max_position_embeddings"] for part in every if part.get("original_max_position_embeddings")
+    ]
+    return min([config.max_position_embeddings, *limits])
 
 
 def is_causal(mask: Tensor) -> bool:

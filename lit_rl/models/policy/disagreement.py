@@ -2,8 +2,9 @@
 
 Distillation needs whole distributions of student and teacher. Each model runs up to the input of its head; then both
 heads work on a block of tokens at a time, `LOGITS` numbers of each model, and what is kept of a block is one number a
-token. The backward pass computes the student's and the teacher's logits of a block anew. Where all logits are one block
-they are kept, as there is nothing to save.
+token. The backward pass computes the student's and the teacher's logits of a block anew, and sums the gradient of the
+student's head in float32 (`lit_rl.ops.linear_rows`). Where all logits are one block they are kept, as there is nothing
+to save.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lit_rl.examples import TokenBatch
-from lit_rl.models.policy.head import can_stand_apart, linear_head, without_head
+from lit_rl.models.policy.head import can_stand_apart, factors, linear_head, without_head
 from lit_rl.models.policy.text_forward import text_logits
+from lit_rl.ops.linear_rows import of_whole_rows
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.token_stats import token_stats
 
@@ -77,27 +78,25 @@ def disagreement(
     with torch.no_grad():
         theirs, _ = _last(teacher, tokens, columns, router_aux=False, headless=in_blocks)
     ours, aux_loss = _last(student, tokens, columns, router_aux=router_aux, headless=in_blocks)
-    if in_blocks:
-        head, head_of_teacher = heads = [linear_head(student), linear_head(teacher)]
-        block = max(1, LOGITS // max(each.weight.shape[0] for each in heads))
-    else:
-        head, head_of_teacher, block = nn.Identity(), nn.Identity(), len(at)
+    mine, others = ours.flatten(0, 1)[at], theirs.flatten(0, 1)[at]
+    head_of_teacher = linear_head(teacher) if in_blocks else nn.Identity()
 
-    def of_block(mine: Tensor, others: Tensor, wanted: Tensor) -> tuple[Tensor, ...]:
-        logits = head(mine)[None, :, :shared_tokens]
+    def compared(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
+        logits = logits[None, :, :shared_tokens]
         with torch.no_grad():
-            of_teacher, plain = head_of_teacher(others)[None, :, :shared_tokens], logits.detach()
-            compared = (plain, of_teacher) if entropies else ()
-            spreads = [logprobs_and_entropy(each, wanted[None])[1][0] for each in compared]
-            correct = token_stats(plain, wanted[None]).correct[0].float()
+            of_teacher, plain = head_of_teacher(others[rows])[None, :, :shared_tokens], logits.detach()
+            spread = (plain, of_teacher) if entropies else ()
+            spreads = [logprobs_and_entropy(each, ids[rows][None])[1][0] for each in spread]
+            correct = token_stats(plain, ids[rows][None]).correct[0].float()
         return divergence(logits, of_teacher)[0], correct, *spreads
 
-    mine, others = ours.flatten(0, 1)[at], theirs.flatten(0, 1)[at]
-    if len(at) <= block:
-        return Disagreement(*of_block(mine, others, ids), aux_loss=aux_loss)
-    blocks = zip(mine.split(block), others.split(block), ids.split(block))
-    parts = [checkpoint(of_block, *part, use_reentrant=False) for part in blocks]
-    return Disagreement(*(torch.cat(column) for column in zip(*parts)), aux_loss=aux_loss)  # pyright: ignore
+    if not in_blocks:
+        return Disagreement(*compared(slice(None), mine), aux_loss=aux_loss)
+    head = linear_head(student)
+    size = max(1, LOGITS // max(each.weight.shape[0] for each in (head, head_of_teacher)))  # pyright: ignore
+    if len(at) <= size:
+        return Disagreement(*compared(slice(None), head(mine)), aux_loss=aux_loss)
+    return Disagreement(*of_whole_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
 
 
 def _last(

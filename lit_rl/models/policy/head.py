@@ -136,6 +136,12 @@ def linear_head(model: nn.Module) -> nn.Linear:
     return base_of(model).get_output_embeddings()
 
 
+def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias in the type in which the head itself would multiply them."""
+    dtype, bias = _dtype_of_product(hidden, head), head.bias
+    return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
 @contextmanager
 def _in_its_place(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
     before = vars(head).get("forward")  # that of a library which wraps modules; else it is the class's
@@ -167,16 +173,10 @@ def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
 
 
 def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
-    dtype, bias = _dtype_of_product(hidden, head), head.bias
     at = targets.wanted.flatten().nonzero().flatten()
+    rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = linear_logprobs(
-            hidden.flatten(0, 1).index_select(0, at).to(dtype),
-            head.weight.to(dtype),
-            targets.ids.flatten()[at],
-            distribution,
-            bias=None if bias is None else bias.to(dtype),
-        )
+        found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, bias=bias)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(targets.ids.numel()).index_copy(0, at, values).view(targets.ids.shape)

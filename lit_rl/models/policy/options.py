@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class ForwardOptions:
 
     @property
     def in_one_call(self) -> ForwardOptions:
-        """The same, but one call of the model for all rows: where each rank has to call it as often as the others."""
-        return ForwardOptions(self.fused_head, shared_prompts=False, rows_by_length=False)
+        """The same, but rows that are learned from are one call of the model, whole and beside each other."""
+        return replace(self, shared_prompts=False, rows_by_length=False)
 
 
 DEFAULT = ForwardOptions()

@@ -14,7 +14,8 @@ The second call attends to the keys of a prompt where they lie (`lit_rl.models.p
 which a trial has shown that this is its attention. In others, keys and values are repeated over the rows.
 
 Each row runs its own prompt where that would not hold: with dropout, which is drawn anew for each row; with gradient
-checkpointing, which keeps no cache; with caches of other kinds than keys and values.
+checkpointing, which keeps no cache; with caches of other kinds than keys and values; with rotary embeddings whose
+angles change once a text is as long as this one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lit_rl.models.policy.attention import turns_alike
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.models.policy.modes import evaluation_mode
@@ -67,7 +69,7 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
         return None
     ids, of_row = completions.group_id.unique(return_inverse=True)
     n = len(ids)
-    if (b - n) * p < WORTH * b * (p + t) or not can_share(model):
+    if (b - n) * p < WORTH * b * (p + t) or not can_share(model) or not turns_alike(base_of(model), p + t):
         return None
     numbers = torch.arange(b, device=of_row.device)
     rows = numbers.new_full((n,), b).scatter_reduce(0, of_row, numbers, "amin")

@@ -1,0 +1,143 @@
+"""What is asked of whole rows of logits, a block of rows at a time; and sums of gradients over blocks of a product.
+
+With hidden states ``h`` (n, d), a head's weight ``W`` (v, d) and bias ``c``, a block of rows has the logits
+``z = h Wᵀ + c``. They are let go when they have been measured, and computed anew in the backward pass. That has
+
+    ∂L/∂h = ∂L/∂z W      ∂L/∂W = Σ_blocks (∂L/∂z)ᵀ h      ∂L/∂c = Σ_blocks Σ_rows ∂L/∂z
+
+and the sums over blocks are float32, whatever the weights are: rounded to 8 bits at every block, as sums in bfloat16
+are, the gradient of a head would be the worse the more blocks there are.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+Measure = Callable[[slice, Tensor], tuple[Tensor, ...]]
+"""What some rows come to, ``(rows,)`` each: of the rows' numbers and their logits ``(rows, v)``."""
+
+_PRODUCTS = 2**13
+"""Rows of a product that stands beside a wider sum until it is added."""
+
+
+def of_whole_rows(
+    hidden: Float[Tensor, "n d"],
+    weight: Float[Tensor, "v d"],
+    bias: Float[Tensor, " v"] | None,
+    measure: Measure,
+    *,
+    size: int,
+    learned: int = 1,
+) -> tuple[Float[Tensor, " n"], ...]:
+    """What `measure` makes of the logits of all rows, of which no more than a block are in memory.
+
+    Args:
+        hidden: In the type that the head multiplies in.
+        weight: Of the head, in the same.
+        bias: Likewise.
+        measure: Called twice for a block, where a gradient is asked for. It gets the logits without a graph behind
+            them, and holds nothing else that has a gradient.
+        size: Rows of a block.
+        learned: So many of the first things measured have a gradient; the others are constants.
+    """
+    return _WholeRows.apply(hidden, weight, bias, measure, size, learned)
+
+
+class _WholeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, measure: Measure, size: int, learned: int
+    ) -> tuple[Tensor, ...]:
+        parts = [measure(rows, _product(hidden[rows], weight, bias)) for rows in slices(max(1, len(hidden)), size)]
+        found = tuple(torch.cat(column) for column in zip(*parts))
+        kind = hidden.device.type
+        ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.measure, ctx.size, ctx.learned = measure, size, learned
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.mark_non_differentiable(*found[learned:])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, bias = ctx.saved_tensors
+        (kind, dtype, enabled), learned = ctx.autocast, ctx.learned
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad)
+        for rows in slices(max(1, len(hidden)), ctx.size):
+            with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+                product = _product(hidden[rows].detach(), weight.detach(), None if bias is None else bias.detach())
+                found = ctx.measure(rows, product.requires_grad_())[:learned]
+            of_product = torch.autograd.grad(found, product, [grad[rows] for grad in grads[:learned]])[0]
+            sums.add(of_product, rows, slice(0, len(weight)))
+            del product, found, of_product  # before the next one is made
+        return sums.hidden, sums.weight, sums.bias, None, None, None
+
+
+def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return F.linear(hidden, weight, bias)
+
+
+def slices(total: int, size: int) -> Iterator[slice]:
+    """Of `size` each, the last one perhaps beyond the total."""
+    return (slice(start, start + size) for start in range(0, total, size))
+
+
+def exact(tensor: Tensor) -> torch.dtype:
+    """What sums are in: float32, or the tensor's own float64."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _type_of_gradient(weight: Tensor) -> torch.dtype:
+    """Float32 for a bfloat16 weight with a float32 master: sums over blocks are not rounded, nor converted later."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
+class GradientSums:
+    """The gradients of hidden states, weight and bias, each None where nothing needs it."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+        self._inputs, kind = (hidden, weight, bias), exact(hidden)
+        make = torch.empty_like if len(hidden) else torch.zeros_like
+        self._hidden = make(hidden, dtype=kind) if needed[0] else None
+        self.weight = make(weight, dtype=_type_of_gradient(weight)) if needed[1] else None
+        self._bias = torch.zeros_like(bias, dtype=kind) if bias is not None and needed[2] else None
+        self._sum = torch.empty(0)  # of the columns at hand, where the gradient of the weight is narrower
+
+    def add(self, grad: Tensor, rows: slice, columns: slice) -> None:
+        """A block of the gradient of the product; all blocks of some columns come one after another."""
+        hidden, weight, _ = self._inputs
+        if self._hidden is not None:
+            _add_product(self._hidden[rows], grad, weight[columns], first=columns.start == 0)
+        if self.weight is not None:
+            of_columns, kind = self.weight[columns], exact(hidden)
+            if of_columns.dtype == kind:
+                _add_product(of_columns, grad.T, hidden[rows], first=rows.start == 0)
+            else:
+                self._sum = torch.empty_like(of_columns, dtype=kind) if rows.start == 0 else self._sum
+                _add_product(self._sum, grad.T, hidden[rows], first=rows.start == 0)
+                if rows.stop >= len(hidden):
+                    of_columns.copy_(self._sum)
+        if self._bias is not None:
+            self._bias[columns] += grad.sum(0, dtype=self._bias.dtype)
+
+    @property
+    def hidden(self) -> Tensor | None:
+        return None if self._hidden is None else self._hidden.to(self._inputs[0].dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        of = self._inputs[2]
+        return None if self._bias is None or of is None else self._bias.to(_type_of_gradient(of))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """Add ``left right`` to what is there; the first product is written over it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=0 if first else 1)
+        return
+    for some, of_left in zip(total.split(_PRODUCTS), left.split(_PRODUCTS)):
+        (some.copy_ if first else some.add_)(of_left @ right)
