@@ -350,6 +350,16 @@ def test_the_room_is_bounded_by_the_container(tmp_path):
     assert room(torch.device("cpu"), gigabytes=2) == pytest.approx(2**31 * (1 - KEPT_FREE), abs=1)
 
 
+def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypatch):
+    """By hand: of 80, another process has 10; torch holds 30, a reward model 14 of them, the policy 6."""
+    of_device = {"mem_get_info": (40, 80), "memory_reserved": 30, "memory_allocated": 20}
+    for name, size in of_device.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
+    gpu = torch.device("cuda", 0)
+    assert room(gpu, planned=6) == int((80 - 10 - 14) * (1 - KEPT_FREE))
+    assert room(gpu) == int((80 - 10 - 14 - 6) * (1 - KEPT_FREE))
+
+
 @pytest.mark.parametrize("algorithm", [GRPO, DPO])
 def test_every_family_takes_the_key(algorithm):
     extra = {"reward": len} if algorithm is GRPO else {}

@@ -191,7 +191,8 @@ class PolicyModule(L.LightningModule):
         if self._room is None:
             trainer: Any = self.trainer
             device = trainer.strategy.root_device
-            mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices)
+            loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
+            mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
             self._room = min(Ranks(device, trainer.global_rank, trainer.world_size).counts(mine or 0))
         return self._room or None
 
