@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, SFT
 from lit_rl.algorithms.preflight import memory as memory_module
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
-from lit_rl.algorithms.preflight.footprint import policy_network
+from lit_rl.algorithms.preflight.footprint import buckets, policy_network
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
@@ -348,6 +348,46 @@ def test_the_room_is_bounded_by_the_container(tmp_path):
     (group / "memory.max").write_text(f"{5 * 2**20}\n")
     assert available_memory(tmp_path) == 5 * 2**20 - 1024
     assert room(torch.device("cpu"), gigabytes=2) == pytest.approx(2**31 * (1 - KEPT_FREE), abs=1)
+
+
+def test_the_buckets_of_ddp_stand_beside_gradients_that_are_not_in_them():
+    """By hand: 1000 weights that are trained, and adapters of 100 as the critic's."""
+    policy, critic = Network(SHAPE, 1000, 4000), Network(SHAPE, 100, 400, adapters=8, head="none")
+    wide, narrow = Numbers(), Numbers.of("bf16-true", 8)
+
+    def beside(numbers: Numbers, *, viewed: bool, steps_in_parts: bool) -> int:
+        held = buckets([policy, critic], numbers, viewed=viewed)
+        plan = memory(policy=policy, critic=critic, buckets=held, decoding=None).plan(
+            1, 1, steps_in_parts=steps_in_parts
+        )
+        return plan.learning.get("buckets", 0)
+
+    assert beside(wide, viewed=False, steps_in_parts=False) == beside(wide, viewed=True, steps_in_parts=True) == 4400
+    assert beside(wide, viewed=True, steps_in_parts=False) == 0
+    assert beside(narrow, viewed=True, steps_in_parts=False) == 2400
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp_holds_gradients_twice_but_where_one_micro_batch_lies_in_its_buckets(view, tmp_path):
+    """Which the plan counts: told by the addresses of real gradients, over steps of one micro-batch and of two."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), gradient_as_bucket_view=view)
+        parameters = list(model.parameters())
+
+        def storages() -> set[int]:
+            return {p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None}
+
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = None
+            with model.no_sync():
+                model(torch.ones(1, 8)).sum().backward()
+            assert len(storages()) == 2  # two tensors of their own, beside the bucket
+            model(torch.ones(1, 8)).sum().backward()
+            assert len(storages()) == (1 if view else 2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypatch):

@@ -6,7 +6,7 @@ Mechanics only: no advantage, no loss and no reward formula stands here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,8 @@ from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
-from lit_rl.algorithms.preflight.footprint import numbers_of, policy_network, reference_bytes, shape_of
-from lit_rl.algorithms.preflight.memory import Head, Lengths, Memory, Network, Numbers
+from lit_rl.algorithms.preflight.footprint import buckets, numbers_of, policy_network, reference_bytes, shape_of
+from lit_rl.algorithms.preflight.memory import Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.preflight.room import free_of, host_room, room
 from lit_rl.algorithms.ranks import Ranks
@@ -164,6 +164,7 @@ class PolicyModule(L.LightningModule):
         numbers = numbers_of(self.model, str(trainer.precision), self.optimizer)
         head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
         policy = policy_network(self.model, shape, numbers, head)
+        critic = self.critic_network(policy, numbers)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
         device = trainer.strategy.root_device
@@ -172,7 +173,8 @@ class PolicyModule(L.LightningModule):
             policy,
             numbers,
             lengths,
-            critic=self.critic_network(policy, numbers),
+            critic=critic,
+            buckets=self._buckets(list(filter(None, (policy, critic))), numbers),
             others={"reference": reference, **self.read_only()},
             engine=int(share * (self.room() or 0)),
             decoding=self.decoding(),
@@ -185,6 +187,13 @@ class PolicyModule(L.LightningModule):
             host=self.host_room(),
         )
         return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
+
+    def _buckets(self, networks: Sequence[Network], numbers: Numbers) -> Buckets | None:
+        """DDP's, where that is the strategy."""
+        strategy: Any = self.trainer.strategy
+        if not isinstance(strategy, DDPStrategy):
+            return None
+        return buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
 
     def room(self) -> int | None:
         """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
-from lit_rl.algorithms.preflight.memory import Head, Network, Numbers
+from lit_rl.algorithms.preflight.memory import Buckets, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear, ModelShape
 from lit_rl.models.reference.base import AdapterBase, Auto, Reference
@@ -95,6 +95,20 @@ def reference_bytes(reference: Reference, model: LanguageModel, policy: Network,
         other = getattr(reference, "model", None)
         return frozen_bytes(other) if isinstance(other, LanguageModel) else 0
     return 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
+
+
+def buckets(networks: Sequence[Network], numbers: Numbers, *, viewed: bool) -> Buckets:
+    """Of DDP's reducer, which sends numbers of the weights' type.
+
+    Args:
+        networks: What is trained.
+        numbers: The types of the run.
+        viewed: Whether the strategy sets `gradient_as_bucket_view`. Float32 gradients of narrow weights do not fit in:
+            they are sent without the reducer, which keeps its buckets all the same.
+    """
+    narrow = [network for network in networks if network.trained and not network.adapters and numbers.weight < 4]
+    size = sum(network.trained * (4 if network.adapters else numbers.weight) for network in networks)
+    return Buckets(size, viewed=viewed and not narrow)
 
 
 def critic_network(critic: Critic, policy: Network, numbers: Numbers) -> Network | None:

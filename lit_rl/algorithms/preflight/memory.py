@@ -5,6 +5,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
 
     weights         w N                       N parameters; a frozen base, the reference and the critic likewise
     gradients       4 N', optimizer 8 N'      N' that are trained; AdamW's two moments (1711.05101) in float32
+    buckets         w N'                      DDP's, which hold what is sent between ranks, also where nothing is sent.
+                    With `gradient_as_bucket_view` the gradients of a step with one micro-batch lie in them
     activations     what the backward pass of a layer reads, a token:
                       2 (x d + x d)           input of each norm, and the normed input where its weight is trained
                       y d c                   output of each norm, c = 2; under autocast for each product anew, 5
@@ -178,6 +180,21 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Buckets:
+    """The gradients that DDP sends between ranks, in tensors of its own."""
+
+    size: int
+    """Bytes."""
+    viewed: bool = False
+    """Whether they are the gradients themselves where a step has one micro-batch. Gradients that several sum up are
+    tensors of their own until the last."""
+
+    def beside_gradients(self, steps_in_parts: bool) -> int:
+        """Bytes that are there beside the gradients."""
+        return 0 if self.viewed and not steps_in_parts else self.size
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a run needs, as a function of how it is cut.
 
@@ -187,6 +204,7 @@ class Memory:
         lengths: Of its rows.
         critic: A model of its own beside the policy.
         others: Bytes of weights that are only read, by name: a reference, a reward model, a teacher.
+        buckets: How DDP keeps the gradients that it sends; None without it.
         engine: Bytes of an engine that stays in memory while the policy learns.
         decoding: The tokens of a sequence, where this process generates with the policy's own weights.
         grouped_cache: Whether it holds a prompt's keys and values once a group.
@@ -203,6 +221,7 @@ class Memory:
     lengths: Lengths
     critic: Network | None = None
     others: Mapping[str, int] = field(default_factory=dict)
+    buckets: Buckets | None = None
     engine: int = 0
     decoding: Lengths | None = None
     grouped_cache: bool = True
@@ -235,19 +254,20 @@ class Memory:
             decoded: Sequences that are decoded at once.
             steps_in_parts: Whether a step has several micro-batches, so that gradients are summed.
         """
-        held = self.held()
+        held = self.held(steps_in_parts)
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
         generating = self._cache(self.decoding, decoded) if self.decoding else {}
         generating = held | _with_holes(generating) if generating else {}
         return MemoryPlan(held | _with_holes(learning), generating, self._on_host(rows))
 
-    def held(self) -> dict[str, int]:
+    def held(self, steps_in_parts: bool) -> dict[str, int]:
         """What is there whatever is computed."""
         networks = [self.policy] + ([self.critic] if self.critic else [])
         trained = sum(network.trained for network in networks)
         parts = {
             "weights": self.policy.weight_bytes,
             "gradients": self.numbers.gradient * trained,
+            "buckets": self.buckets.beside_gradients(steps_in_parts) if self.buckets else 0,
             "optimizer": (self.numbers.moments + self.numbers.master) * trained,
             "critic": self.critic.weight_bytes if self.critic else 0,
             **self.others,
