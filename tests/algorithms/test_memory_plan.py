@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, SFT
+from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.preflight import memory as memory_module
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
-from lit_rl.algorithms.preflight.footprint import buckets, policy_network
+from lit_rl.algorithms.preflight.footprint import buckets, gathered, numbers_of, policy_network, stored_bytes
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
@@ -388,6 +389,36 @@ def test_ddp_holds_gradients_twice_but_where_one_micro_batch_lies_in_its_buckets
             assert len(storages()) == (1 if view else 2)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("precision", "g"), [("bf16-true", 2), ("32-true", 4), ("bf16-mixed", 4)])
+def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g):
+    """By hand, over 4 ranks: 100 of 800 weights are the embedding, which is the head; 2 layers have 350 each."""
+    shape = replace(SHAPE, parameters=800, layers=2, hidden=10, vocabulary=10, tied=True)
+    described = LanguageModel("tiny")
+    numbers = numbers_of(described, precision, AdamW(), shards=True)
+    policy = policy_network(described, shape, numbers, "fused")
+    critic = Network(shape, 800, 3200, head="none")
+    run = memory(
+        policy=policy,
+        numbers=numbers,
+        critic=critic,
+        others={"reference": 3200, "reward models": 1000},
+        engine=500,
+        spread_over=4,
+        gathered=gathered(policy, numbers, critic, reference=True, stored=stored_bytes(described, numbers)),
+    )
+    plan = run.plan(4, 4, steps_in_parts=True)
+    for parts in (plan.learning, plan.generating):
+        assert (parts["weights"], parts["critic"], parts["reference"]) == (800, 800, 800)  # 4 bytes of 800, by 4
+        assert (parts["gradients"], parts["optimizer"]) == (4 * 1600 // 4, 8 * 1600 // 4)  # and no masters beside them
+        assert (parts["reward models"], parts["engine"]) == (1000, 500)  # whole on every rank
+    # Three embeddings, and a layer with the next one; while it decodes, all of the policy and two embeddings.
+    assert plan.learning["gathered weights"] == g * (3 * 100 + 2 * 350)
+    assert plan.generating["gathered weights"] == g * (800 + 2 * 100)
+    assert plan.learning["whole gradients"] == (g + 4) * 350
+    alone = replace(run, spread_over=1, gathered=None).plan(4, 4, steps_in_parts=True)
+    assert "gathered weights" not in {**alone.learning, **alone.generating}
 
 
 def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypatch):

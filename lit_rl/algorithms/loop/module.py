@@ -27,7 +27,15 @@ from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
-from lit_rl.algorithms.preflight.footprint import buckets, numbers_of, policy_network, reference_bytes, shape_of
+from lit_rl.algorithms.preflight.footprint import (
+    buckets,
+    gathered,
+    numbers_of,
+    policy_network,
+    reference_bytes,
+    shape_of,
+    stored_bytes,
+)
 from lit_rl.algorithms.preflight.memory import Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.preflight.room import free_of, host_room, room
@@ -161,10 +169,11 @@ class PolicyModule(L.LightningModule):
         shape, lengths = shape_of(self.model), self.lengths()
         if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
             return None
-        numbers = numbers_of(self.model, str(trainer.precision), self.optimizer)
+        fsdp2 = isinstance(trainer.strategy, ModelParallelStrategy)
+        numbers = numbers_of(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
         head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
         policy = policy_network(self.model, shape, numbers, head)
-        critic = self.critic_network(policy, numbers)
+        critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
         device = trainer.strategy.root_device
@@ -180,6 +189,7 @@ class PolicyModule(L.LightningModule):
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,
+            gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
             block=block_numbers(device, NO_TRUNCATION),
             part=part_numbers(device),
             may_recompute=may_recompute,

@@ -20,7 +20,7 @@ from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight import environments
 from lit_rl.algorithms.preflight.cut import Cut, Step
-from lit_rl.algorithms.preflight.memory import Lengths
+from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
@@ -390,7 +390,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def read_only(self) -> dict[str, int]:
         # They are loaded by now: what is free on this machine is without them, what the user says is there is not.
-        return super().read_only() | ({"reward models": self.reward_functions.weight_bytes} if self.memory_gb else {})
+        return super().read_only() | ({REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {})
 
     def resume_cut(self, cut: Cut) -> None:
         super().resume_cut(cut)

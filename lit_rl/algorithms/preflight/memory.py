@@ -20,6 +20,10 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
                     and narrow where y < 4. Folded attention (lit_rl.ops.folded_attention) repeats nothing and keeps
                     no mask, but weights y h s s' a row of few tokens
+    shards          FSDP2 spreads weights, gradients and optimizer over the ranks; whole on each are, in the type g that
+                    computes: embedding and head of every model, which stay from their first use on; two layers, one
+                    that computes and one on its way; all of a policy that decodes. A gradient is there whole, of g and
+                    again of 4 bytes, before it is spread: of the embedding and the head, or of a layer
     logits          none; the hidden states that they are made of, and their gradient
     working memory  the larger of: a block of logits and what is made of a part of it (lit_rl.ops.linear_logprobs), all
                     logits in place of the block in a pass with few;
@@ -63,6 +67,12 @@ WHOLE = 5
 """Tensors of the size of whole logits, in float32, where no head is fused: scaled, their log-softmax, its
 exponentials, the gradients of two of them."""
 
+REWARD_MODELS = "reward models"
+"""The name of a run's reward models among what is only read."""
+
+_WHOLE = ("engine", REWARD_MODELS)
+"""Parts that every rank holds whole."""
+
 HOLES = 0.1
 """Share of the tensors that come and go which an allocator holds beside them and cannot use. What glibc holds beyond it
 is left free by `lit_rl.algorithms.preflight.room`."""
@@ -85,8 +95,13 @@ class Numbers:
     """Of the narrow copy of a weight that autocast makes."""
 
     @classmethod
-    def of(cls, precision: str, moments: int) -> Numbers:
-        """Of a `trainer.precision`, and an optimizer with so many bytes of state a parameter."""
+    def of(cls, precision: str, moments: int, *, shards: bool = False) -> Numbers:
+        """Of a `trainer.precision`, and an optimizer with so many bytes of state a parameter.
+
+        Under `bf16-true` FSDP2's shards are float32: they are the masters of what is gathered.
+        """
+        if precision == "bf16-true" and shards:
+            return cls(moments=moments, product=2)
         if precision in ("bf16-mixed", "16-mixed"):
             return cls(moments=moments, product=2, copies=5, cast=2)
         if precision in ("bf16-true", "16-true"):
@@ -195,6 +210,32 @@ class Buckets:
 
 
 @dataclass(frozen=True)
+class Gathered:
+    """Bytes that FSDP2 holds whole on every rank, beside the shards."""
+
+    root: int
+    """The policy's embedding and head: they stay whole from their first use on."""
+    layer: int
+    """A layer of it."""
+    whole: int
+    """All of it, as it decodes."""
+    others: int = 0
+    """Embeddings and heads of the models beside it."""
+    gradients: int = 0
+    """Of the unit that has most, before they are spread."""
+
+    @property
+    def learning(self) -> dict[str, int]:
+        """Parts of a step's memory: two layers, of which one is on its way."""
+        return {"gathered weights": self.root + self.others + 2 * self.layer, "whole gradients": self.gradients}
+
+    @property
+    def generating(self) -> dict[str, int]:
+        """Parts of a rollout's memory."""
+        return {"gathered weights": self.whole + self.others}
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a run needs, as a function of how it is cut.
 
@@ -208,7 +249,8 @@ class Memory:
         engine: Bytes of an engine that stays in memory while the policy learns.
         decoding: The tokens of a sequence, where this process generates with the policy's own weights.
         grouped_cache: Whether it holds a prompt's keys and values once a group.
-        spread_over: Ranks over which the policy's weights, gradients and optimizer state are spread.
+        spread_over: Ranks over which weights, gradients and optimizer state are spread.
+        gathered: What is whole all the same; None where the strategy is not FSDP2.
         block: Logits in a block of the fused head.
         part: Logits of a block that are worked on at a time.
         may_recompute: Whether the plan may choose gradient checkpointing.
@@ -226,6 +268,7 @@ class Memory:
     decoding: Lengths | None = None
     grouped_cache: bool = True
     spread_over: int = 1
+    gathered: Gathered | None = None
     block: int = 2**22
     part: int = 2**18
     may_recompute: bool = False
@@ -257,6 +300,9 @@ class Memory:
         held = self.held(steps_in_parts)
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
         generating = self._cache(self.decoding, decoded) if self.decoding else {}
+        if self.gathered is not None:
+            learning |= self.gathered.learning
+            generating |= self.gathered.generating if generating else {}
         generating = held | _with_holes(generating) if generating else {}
         return MemoryPlan(held | _with_holes(learning), generating, self._on_host(rows))
 
@@ -273,8 +319,7 @@ class Memory:
             **self.others,
             "engine": self.engine,
         }
-        whole = ("engine",)
-        return {name: size // (1 if name in whole else self.spread_over) for name, size in parts.items() if size}
+        return {name: size // (1 if name in _WHOLE else self.spread_over) for name, size in parts.items() if size}
 
     def _calls(self, network: Network, rows: int) -> list[Call]:
         """Calls of a network in the forward pass of a micro-batch."""
