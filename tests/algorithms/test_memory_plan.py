@@ -14,21 +14,34 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
-from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, SFT
+from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
 from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.preflight import memory as memory_module
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
-from lit_rl.algorithms.preflight.footprint import buckets, gathered, numbers_of, policy_network, stored_bytes
-from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
-from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
+from lit_rl.algorithms.preflight.footprint import (
+    buckets,
+    gathered,
+    numbers_of,
+    policy_network,
+    reference_bytes,
+    stored_bytes,
+)
+from lit_rl.algorithms.preflight.memory import Beside, Lengths, Memory, Network, Numbers
+from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room, whole_device
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError
+from lit_rl.examples import TokenBatch
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.shape import ModelShape
+from lit_rl.models.policy.shape import ModelShape, _counted
+from lit_rl.models.policy.shared_prefix import can_share
+from lit_rl.models.policy.text_forward import score_texts
+from lit_rl.models.reference.base import FrozenCopy, OnCPU
+from lit_rl.models.reference.moving import BEMA, EMA, Mixing
+from lit_rl.models.scoring.critic import SharedTrunk
 from lit_rl.ops import linear_logprobs as of_heads
 from lit_rl.ops import logprobs as of_logits
 from lit_rl.ops.linear_logprobs import Distribution
@@ -103,9 +116,15 @@ def _is_view(operation) -> bool:
 
 
 def kept_by_autograd(
-    model: torch.nn.Module, rows: Completions, *, shared: bool, precision: str, folded: bool = False
+    model: torch.nn.Module,
+    rows: Completions,
+    *,
+    shared: bool,
+    precision: str,
+    folded: bool = False,
+    texts: TokenBatch | None = None,
 ) -> int:
-    """Bytes that a forward pass keeps for its backward pass, parameters left out."""
+    """Bytes that a forward pass, and one of texts after it, keep for the backward pass, parameters left out."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, torch.Tensor] = {}
 
@@ -118,6 +137,8 @@ def kept_by_autograd(
     keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with keep, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
         score(model, rows, Sampling(), options=ForwardOptions(True, shared, False, folded))
+        if texts is not None:
+            score_texts(model, texts)
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
@@ -419,6 +440,92 @@ def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g
     assert plan.learning["whole gradients"] == (g + 4) * 350
     alone = replace(run, spread_over=1, gathered=None).plan(4, 4, steps_in_parts=True)
     assert "gathered weights" not in {**alone.learning, **alone.generating}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shares"),
+    [
+        (lambda: GRPO("tiny", len), True),
+        (lambda: GRPO("tiny", len, router_aux_loss_coef=0.1), False),
+        (lambda: GRPO(LanguageModel("tiny", lora=Lora(r=2)), len), True),
+        (lambda: GRPO(LanguageModel("tiny", lora=Lora(r=2, dropout=0.1)), len), False),
+        (lambda: GRPO(LanguageModel("tiny", shared_prompts=False), len), False),
+        (lambda: PPO("tiny", len, group_size=8), True),
+        (lambda: PPO("tiny", len, group_size=8, critic=SharedTrunk()), False),
+        (lambda: PPO("tiny", len, group_size=1), False),
+    ],
+    ids=["grpo", "router", "adapters", "dropout", "off", "ppo", "shared trunk", "no group"],
+)
+def test_prompts_are_planned_once_only_where_they_run_once(monkeypatch, algorithm, shares):
+    module = algorithm()
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    data = SimpleNamespace(longest_prompt=9)
+    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data, strategy=strategy))
+    assert module.lengths().shares == shares
+
+
+@pytest.mark.parametrize(
+    ("config", "shares", "drops_out"),
+    [
+        (CONFIG, True, False),
+        (GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100), True, True),
+        (MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64), False, False),
+    ],
+    ids=["qwen2", "gpt2", "mamba"],
+)
+def test_a_model_without_storage_tells_whether_prompts_can_be_shared(config, shares, drops_out):
+    model = AutoModelForCausalLM.from_config(config)
+    counted = _counted(type(config), config.to_json_string(use_diff=False))
+    assert (counted.shares, counted.drops_out) == (shares, drops_out)
+    assert can_share(model.train()) == (shares and not drops_out)
+    assert can_share(model.eval()) == shares
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(precision):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
+    texts = TokenBatch(torch.randint(0, 512, (3, 80)), *torch.ones(2, 3, 80, dtype=torch.bool))
+    rows = completions(2, 4, 64, 64)
+    kept = kept_by_autograd(model, rows, shared=False, precision=precision, texts=texts)
+    alone = kept_by_autograd(model, rows, shared=False, precision=precision)
+    numbers = Numbers.of(precision, 8)
+    plan = memory(
+        policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
+        numbers=numbers,
+        lengths=Lengths(64, 64, group=4),
+        beside=Beside(texts=6, rows=16, tokens=80),
+    ).plan(8, 8, steps_in_parts=False)
+    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+    assert kept > 1.1 * alone
+    assert Beside(texts=5, rows=32, tokens=80).of(8).rows == 2  # five texts over four micro-batches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", [FrozenCopy, EMA, lambda: Mixing(every=1), lambda: BEMA(every=1), lambda: EMA(device="cpu")],
+    ids=["copy", "ema", "mixing", "bema", "on the cpu"],
+)  # fmt: skip
+def test_averages_of_a_reference_are_planned_beside_it(make, dtype):
+    reference, model = make(), AutoModelForCausalLM.from_config(CONFIG).to(dtype)
+    numbers = Numbers.of("bf16-true" if dtype == torch.bfloat16 else "32-true", 8)
+    policy = policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused")
+    planned = reference_bytes(reference, LanguageModel("tiny"), policy, numbers)
+    module = reference.module(model)
+    if isinstance(module, OnCPU):
+        assert planned == 0
+        return
+    reference.update(model, module, 1)
+    kept = sum(tensor.nbytes for held in getattr(reference, "_kept", {}).values() for tensor in held.values())
+    assert planned == sum(weight.nbytes for weight in module.parameters()) + kept
+
+
+def test_an_engine_has_its_share_of_the_whole_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40, 80))
+    assert whole_device(torch.device("cuda", 0)) == 80
+    assert whole_device(torch.device("cuda", 0), gigabytes=2) == 2**31
+    assert whole_device(torch.device("cpu")) is None
 
 
 def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypatch):

@@ -36,9 +36,9 @@ from lit_rl.algorithms.preflight.footprint import (
     shape_of,
     stored_bytes,
 )
-from lit_rl.algorithms.preflight.memory import Buckets, Head, Lengths, Memory, Network, Numbers
+from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
-from lit_rl.algorithms.preflight.room import free_of, host_room, room
+from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
@@ -159,6 +159,10 @@ class PolicyModule(L.LightningModule):
         """A model that learns beside the policy."""
         return None
 
+    def beside(self) -> Beside | None:
+        """Texts that the policy learns from beside the rows of a step."""
+        return None
+
     def read_only(self) -> dict[str, int]:
         """Bytes of the weights of models that are only read, by name, beside those of a reference."""
         return {}
@@ -183,9 +187,10 @@ class PolicyModule(L.LightningModule):
             numbers,
             lengths,
             critic=critic,
+            beside=self.beside(),
             buckets=self._buckets(list(filter(None, (policy, critic))), numbers),
             others={"reference": reference, **self.read_only()},
-            engine=int(share * (self.room() or 0)),
+            engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,

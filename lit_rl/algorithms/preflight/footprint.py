@@ -13,6 +13,7 @@ from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network,
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear, ModelShape
 from lit_rl.models.reference.base import AdapterBase, Auto, Reference
+from lit_rl.models.reference.moving import Moving
 from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
 
@@ -39,6 +40,19 @@ def numbers_of(model: LanguageModel, precision: str, optimizer: Any, *, shards: 
     numbers = Numbers.of("bf16-true" if trained_narrow else precision, moments, shards=shards)
     halves = numbers.master and isinstance(optimizer, AdamWSplit)
     return replace(numbers, master=2) if halves else numbers
+
+
+def shares_prompts(model: LanguageModel) -> bool:
+    """Whether the prompt of a group may run once, as far as the model is concerned: its cache, and dropout."""
+    shape = shape_of(model)
+    if shape is None:
+        return False
+    drops = shape.drops_out and not model.disable_dropout
+    if model.lora is not None:
+        drops = drops or model.lora.dropout > 0
+    elif model.adapter is not None:
+        drops = drops or _saved_adapter(model).get("lora_dropout", 0) > 0
+    return shape.shares and not drops
 
 
 def frozen_bytes(model: LanguageModel) -> int:
@@ -82,20 +96,28 @@ def _adapter(model: LanguageModel) -> tuple[int, Any]:
     """Rank and targets of a fresh adapter, or of the one that is continued (16 on all layers, where it is not here)."""
     if model.lora is not None:
         return model.lora.r, model.lora.targets
-    file = Path(str(model.adapter)).expanduser() / "adapter_config.json"
-    saved = json.loads(file.read_text()) if file.is_file() else {}
+    saved = _saved_adapter(model)
     return saved.get("r", 16), saved.get("target_modules") or "all-linear"
 
 
+def _saved_adapter(model: LanguageModel) -> dict[str, Any]:
+    """The config of the adapter that is continued; empty where it is not here."""
+    file = Path(str(model.adapter)).expanduser() / "adapter_config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
 def reference_bytes(reference: Reference, model: LanguageModel, policy: Network, numbers: Numbers) -> int:
-    """Weights that a reference holds on the policy's device beside the policy."""
+    """Weights that a reference holds on the policy's device beside the policy, and averages beside those."""
     fresh = isinstance(reference, Auto) and model.lora is not None
     if fresh or isinstance(reference, AdapterBase) or getattr(reference, "device", None) == "cpu":
         return 0
     if isinstance(reference, OtherModel):
         other = getattr(reference, "model", None)
         return frozen_bytes(other) if isinstance(other, LanguageModel) else 0
-    return 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
+    held = 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
+    narrow = numbers.weight < 4 and not policy.adapters
+    averages = reference.kept_copies(narrow=narrow) if isinstance(reference, Moving) else 0
+    return held + 4 * averages * policy.trained
 
 
 def buckets(networks: Sequence[Network], numbers: Numbers, *, viewed: bool) -> Buckets:

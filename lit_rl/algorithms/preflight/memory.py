@@ -29,7 +29,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     logits in place of the block in a pass with few;
                     gradients of one layer's activations, 4 y m + 3 x d a token. And those of the head's weight, x v d.
                     A critic of its own runs after the policy's head and back before it: its activations are there
-                    beside the kept logits, and not beside the head's other blocks. Rows of like length run in several
+                    beside the kept logits, and not beside the head's other blocks; so are texts that are learned
+                    beside the rows. Rows of like length run in several
                     passes, of which each may keep its logits; they are counted as one
     allocator       a share of what comes and goes: holes between tensors
     cache           2 y k L a token: prompts once a group, completions to their longest. Beside it, under autocast, the
@@ -195,6 +196,25 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Texts that are learned beside the rows, and whose graph is alive with theirs.
+
+    Args:
+        texts: Of an optimizer step.
+        rows: That the same step learns from: as many of both as ranks have together.
+        tokens: Of a text, at most. All are scored.
+    """
+
+    texts: int
+    rows: int
+    tokens: int
+
+    def of(self, rows: int) -> Call:
+        """The call of the texts that go with so many rows."""
+        return Call(-(-self.texts * rows // self.rows), self.tokens, self.tokens)
+
+
+@dataclass(frozen=True)
 class Buckets:
     """The gradients that DDP sends between ranks, in tensors of its own."""
 
@@ -245,6 +265,7 @@ class Memory:
         lengths: Of its rows.
         critic: A model of its own beside the policy.
         others: Bytes of weights that are only read, by name: a reference, a reward model, a teacher.
+        beside: Texts that the policy learns from beside its rows.
         buckets: How DDP keeps the gradients that it sends; None without it.
         engine: Bytes of an engine that stays in memory while the policy learns.
         decoding: The tokens of a sequence, where this process generates with the policy's own weights.
@@ -263,6 +284,7 @@ class Memory:
     lengths: Lengths
     critic: Network | None = None
     others: Mapping[str, int] = field(default_factory=dict)
+    beside: Beside | None = None
     buckets: Buckets | None = None
     engine: int = 0
     decoding: Lengths | None = None
@@ -323,6 +345,10 @@ class Memory:
 
     def _calls(self, network: Network, rows: int) -> list[Call]:
         """Calls of a network in the forward pass of a micro-batch."""
+        texts = [self.beside.of(rows)] if self.beside is not None and network is self.policy else []
+        return self._calls_of_rows(network, rows) + texts
+
+    def _calls_of_rows(self, network: Network, rows: int) -> list[Call]:
         p, t, g = self.lengths.prompt, self.lengths.response, min(rows, self.lengths.group)
         shares = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
         prompts = -(-rows // g)
@@ -386,7 +412,8 @@ class Memory:
     def _logits(self, rows: int) -> int:
         if self.policy.head == "none":
             return 0
-        shape, targets = self.policy.shape, rows * self.lengths.texts * self.lengths.response
+        texts = self.beside.of(rows).tokens if self.beside is not None else 0
+        shape, targets = self.policy.shape, rows * self.lengths.texts * self.lengths.response + texts
         hidden = targets * shape.hidden * (self.numbers.product + 4)
         whole = targets * shape.vocabulary
         if self.policy.head == "logits":
@@ -403,7 +430,11 @@ class Memory:
             of_head, logits = self._of_head(tokens), self._kept_logits(tokens)
         of_layer = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
         if self.critic is not None:  # it runs after the policy's head, and back before it
-            of_head, of_layer = of_head - self._kept(self.critic, rows), of_layer + logits
+            of_head -= self._kept(self.critic, rows)
+        if self.beside is not None and head == "fused":  # these run after both
+            of_head = max(of_head, logits + self._of_head(self.beside.of(rows).tokens))
+        if self.critic is not None or self.beside is not None:
+            of_layer += logits
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
         return {"working memory": max(of_layer, of_head) + (4 * self.policy.shape.head if full else 0)}
 

@@ -49,6 +49,16 @@ def free_of(room: int, device: torch.device, *, gigabytes: float | None = None) 
     return int(room / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else room
 
 
+def whole_device(device: torch.device, *, gigabytes: float | None = None) -> int | None:
+    """Bytes of a GPU, whoever has them: what an engine's share is a share of. None where there is none.
+
+    With a size of memory by hand that size: the plan may be for a GPU that is not here.
+    """
+    if gigabytes is not None:
+        return int(gigabytes * GIB)
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+
+
 def host_room(processes: int = 1) -> int | None:
     """Bytes of main memory that each of the processes of a machine may fill from its GPU; None where nothing tells."""
     return room(torch.device("cpu"), processes=processes)
