@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from lit_rl.algorithms.preflight.footprint import (
     reference_bytes,
     stored_bytes,
 )
-from lit_rl.algorithms.preflight.memory import Beside, Lengths, Memory, Network, Numbers
+from lit_rl.algorithms.preflight.memory import Beside, Gathered, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room, whole_device
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError
@@ -231,7 +232,8 @@ def test_a_plan_has_the_tokens_that_a_step_scores(monkeypatch, algorithm, planne
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_eager_attention_is_planned_with_the_weights_of_all_pairs(precision):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager").train()
+    config = copy.deepcopy(CONFIG)  # which the model is told of by its config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, precision=precision)
     described = LanguageModel("tiny", attn_implementation="eager")
     numbers = Numbers.of(precision, 8)
@@ -526,6 +528,84 @@ def test_an_engine_has_its_share_of_the_whole_device(monkeypatch):
     assert whole_device(torch.device("cuda", 0)) == 80
     assert whole_device(torch.device("cuda", 0), gigabytes=2) == 2**31
     assert whole_device(torch.device("cpu")) is None
+
+
+ADAPTED = Network(SHAPE, 100, 4 * SHAPE.parameters + 400, adapters=8)
+NARROW = Numbers.of("bf16-true", 8)
+GATHERED = Gathered(0, 0, 0)
+SETTINGS = {
+    "model.lora.r",
+    "model.quantization",
+    "optimizer=adamw_split",
+    "optimizer=adamw_8bit",
+    "strategy=fsdp",
+    "trainer.precision=bf16-true and",
+    "trainer.precision=bf16-true (",
+    "trainer.precision=bf16-mixed",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "helps"),
+    [
+        (
+            {},
+            {
+                "model.lora.r",
+                "optimizer=adamw_split",
+                "optimizer=adamw_8bit",
+                "trainer.precision=bf16-true and",
+                "trainer.precision=bf16-true (",
+            },
+        ),
+        ({"numbers": NARROW}, {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit"}),
+        (
+            {"numbers": NARROW, "ranks": 2},
+            {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit", "strategy=fsdp"},
+        ),
+        ({"numbers": Numbers.of("bf16-true", 2)}, {"model.lora.r"}),
+        ({"spread_over": 2, "ranks": 2, "gathered": GATHERED}, {"model.lora.r", "trainer.precision=bf16-true ("}),
+        ({"spread_over": 2, "ranks": 2}, {"model.lora.r"}),
+        ({"policy": ADAPTED}, {"model.quantization", "trainer.precision=bf16-true ("}),
+        (
+            {"policy": ADAPTED, "numbers": Numbers.of("bf16-mixed", 8)},
+            {"model.quantization", "trainer.precision=bf16-true ("},
+        ),
+        (
+            {"policy": replace(ADAPTED, weight_bytes=2 * SHAPE.parameters + 400, narrow=True), "ranks": 2},
+            {"model.quantization", "strategy=fsdp"},
+        ),
+        ({"policy": replace(ADAPTED, weight_bytes=SHAPE.parameters, narrow=True), "ranks": 2}, set()),
+        (
+            {"policy": ADAPTED, "critic": Network(SHAPE, SHAPE.trunk, 4 * SHAPE.trunk, head="none")},
+            {"trainer.precision=bf16-true ("},
+        ),
+    ],
+    ids=[
+        "float32",
+        "bfloat16",
+        "two devices",
+        "split already",
+        "fsdp2",
+        "fsdp",
+        "adapters",
+        "adapters, autocast",
+        "narrow base",
+        "quantised already",
+        "a copy as critic",
+    ],
+)
+def test_where_weights_are_the_larger_share_what_makes_them_smaller_is_named(changes, helps):
+    with pytest.raises(ConfigError, match="Set one of") as refused:
+        chosen(Step(1, 1), memory(lengths=Lengths(1, 1), decoding=None, block=512, **changes), 2**10)
+    named = str(refused.value).partition("Set one of: ")[2]
+    assert {setting for setting in SETTINGS if setting in named} == helps
+
+
+def test_where_tokens_are_the_larger_share_weights_are_left_alone():
+    with pytest.raises(ConfigError, match=r"trainer.precision=bf16-mixed") as refused:
+        chosen(Step(1, 1), memory(lengths=Lengths(2000, 2000), decoding=None), 2**10)
+    assert "optimizer=" not in str(refused.value) and "bf16-true" not in str(refused.value)
 
 
 def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypatch):

@@ -194,6 +194,7 @@ class PolicyModule(L.LightningModule):
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,
+            ranks=trainer.world_size,
             gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
             block=block_numbers(device, NO_TRUNCATION),
             part=part_numbers(device),

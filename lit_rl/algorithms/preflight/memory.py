@@ -144,6 +144,11 @@ class Network:
     narrow: bool = False
     eager: bool = False
 
+    @property
+    def bytes_of_base(self) -> float:
+        """Of a weight under its adapters; all its weights are trained in float32 or bfloat16 where it has none."""
+        return (self.weight_bytes - (4 * self.trained if self.adapters else 0)) / self.shape.parameters
+
 
 @dataclass(frozen=True)
 class Lengths:
@@ -271,6 +276,7 @@ class Memory:
         decoding: The tokens of a sequence, where this process generates with the policy's own weights.
         grouped_cache: Whether it holds a prompt's keys and values once a group.
         spread_over: Ranks over which weights, gradients and optimizer state are spread.
+        ranks: Of the run, whether weights are spread over them or not.
         gathered: What is whole all the same; None where the strategy is not FSDP2.
         block: Logits in a block of the fused head.
         part: Logits of a block that are worked on at a time.
@@ -290,6 +296,7 @@ class Memory:
     decoding: Lengths | None = None
     grouped_cache: bool = True
     spread_over: int = 1
+    ranks: int = 1
     gathered: Gathered | None = None
     block: int = 2**22
     part: int = 2**18
