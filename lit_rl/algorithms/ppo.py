@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.schedules import After, Schedule
 from lit_rl.algorithms.preflight import estimators, footprint
-from lit_rl.algorithms.preflight.memory import Network, Numbers
+from lit_rl.algorithms.preflight.memory import Beside, Network, Numbers
 from lit_rl.algorithms.rollouts.micro_batches import without_gradient
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import arguments_for
@@ -36,7 +36,7 @@ from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.forward import TokenScores
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.text_forward import score_texts
-from lit_rl.models.scoring.critic import Critic, SeparateCritic
+from lit_rl.models.scoring.critic import Critic, SeparateCritic, SharedTrunk
 from lit_rl.models.scoring.reward_adapter import RewardAdapter
 from lit_rl.ops.advantages import whiten_tokens
 from lit_rl.ops.correction import auto_correction
@@ -243,6 +243,17 @@ class PPO(PolicyGradient):
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
         critic = {"critic": self.value_function.module(policy)}
         return critic if self.adapter is None else critic | {"reward_adapter": self.adapter.module(policy)}
+
+    @property
+    def shares_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A head on the policy's own trunk reads the hidden states of whole rows."""
+        return super().shares_prompts and not isinstance(self.value_function, SharedTrunk)
+
+    def beside(self) -> Beside | None:
+        if self.ptx is None or self.step is None:
+            return None
+        of_all_ranks = self.step.units * self.step.rows * self.world_size
+        return Beside(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
 
     def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
         return footprint.critic_network(self.value_function, policy, numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -14,20 +15,34 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
-from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, SFT
+from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
+from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.preflight import memory as memory_module
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
-from lit_rl.algorithms.preflight.footprint import policy_network
-from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers
-from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room
+from lit_rl.algorithms.preflight.footprint import (
+    buckets,
+    gathered,
+    numbers_of,
+    policy_network,
+    reference_bytes,
+    stored_bytes,
+)
+from lit_rl.algorithms.preflight.memory import Beside, Gathered, Lengths, Memory, Network, Numbers
+from lit_rl.algorithms.preflight.room import KEPT_FREE, available_memory, room, whole_device
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError
+from lit_rl.examples import TokenBatch
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
-from lit_rl.models.policy.shape import ModelShape
+from lit_rl.models.policy.shape import ModelShape, _counted
+from lit_rl.models.policy.shared_prefix import can_share
+from lit_rl.models.policy.text_forward import score_texts
+from lit_rl.models.reference.base import FrozenCopy, OnCPU
+from lit_rl.models.reference.moving import BEMA, EMA, Mixing
+from lit_rl.models.scoring.critic import SharedTrunk
 from lit_rl.ops import linear_logprobs as of_heads
 from lit_rl.ops import logprobs as of_logits
 from lit_rl.ops.linear_logprobs import Distribution
@@ -102,9 +117,15 @@ def _is_view(operation) -> bool:
 
 
 def kept_by_autograd(
-    model: torch.nn.Module, rows: Completions, *, shared: bool, precision: str, folded: bool = False
+    model: torch.nn.Module,
+    rows: Completions,
+    *,
+    shared: bool,
+    precision: str,
+    folded: bool = False,
+    texts: TokenBatch | None = None,
 ) -> int:
-    """Bytes that a forward pass keeps for its backward pass, parameters left out."""
+    """Bytes that a forward pass, and one of texts after it, keep for the backward pass, parameters left out."""
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, torch.Tensor] = {}
 
@@ -117,6 +138,8 @@ def kept_by_autograd(
     keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with keep, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
         score(model, rows, Sampling(), options=ForwardOptions(True, shared, False, folded))
+        if texts is not None:
+            score_texts(model, texts)
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
@@ -209,7 +232,8 @@ def test_a_plan_has_the_tokens_that_a_step_scores(monkeypatch, algorithm, planne
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_eager_attention_is_planned_with_the_weights_of_all_pairs(precision):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="eager").train()
+    config = copy.deepcopy(CONFIG)  # which the model is told of by its config
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     kept = kept_by_autograd(model, completions(2, 4, 64, 64), shared=False, precision=precision)
     described = LanguageModel("tiny", attn_implementation="eager")
     numbers = Numbers.of(precision, 8)
@@ -348,6 +372,250 @@ def test_the_room_is_bounded_by_the_container(tmp_path):
     (group / "memory.max").write_text(f"{5 * 2**20}\n")
     assert available_memory(tmp_path) == 5 * 2**20 - 1024
     assert room(torch.device("cpu"), gigabytes=2) == pytest.approx(2**31 * (1 - KEPT_FREE), abs=1)
+
+
+def test_the_buckets_of_ddp_stand_beside_gradients_that_are_not_in_them():
+    """By hand: 1000 weights that are trained, and adapters of 100 as the critic's."""
+    policy, critic = Network(SHAPE, 1000, 4000), Network(SHAPE, 100, 400, adapters=8, head="none")
+    wide, narrow = Numbers(), Numbers.of("bf16-true", 8)
+
+    def beside(numbers: Numbers, *, viewed: bool, steps_in_parts: bool) -> int:
+        held = buckets([policy, critic], numbers, viewed=viewed)
+        plan = memory(policy=policy, critic=critic, buckets=held, decoding=None).plan(
+            1, 1, steps_in_parts=steps_in_parts
+        )
+        return plan.learning.get("buckets", 0)
+
+    assert beside(wide, viewed=False, steps_in_parts=False) == beside(wide, viewed=True, steps_in_parts=True) == 4400
+    assert beside(wide, viewed=True, steps_in_parts=False) == 0
+    assert beside(narrow, viewed=True, steps_in_parts=False) == 2400
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_ddp_holds_gradients_twice_but_where_one_micro_batch_lies_in_its_buckets(view, tmp_path):
+    """Which the plan counts: told by the addresses of real gradients, over steps of one micro-batch and of two."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8), gradient_as_bucket_view=view)
+        parameters = list(model.parameters())
+
+        def storages() -> set[int]:
+            return {p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None}
+
+        for _ in range(3):
+            for parameter in parameters:
+                parameter.grad = None
+            with model.no_sync():
+                model(torch.ones(1, 8)).sum().backward()
+            assert len(storages()) == 2  # two tensors of their own, beside the bucket
+            model(torch.ones(1, 8)).sum().backward()
+            assert len(storages()) == (1 if view else 2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("precision", "g"), [("bf16-true", 2), ("32-true", 4), ("bf16-mixed", 4)])
+def test_fsdp2_spreads_float32_shards_and_holds_whole_what_computes(precision, g):
+    """By hand, over 4 ranks: 100 of 800 weights are the embedding, which is the head; 2 layers have 350 each."""
+    shape = replace(SHAPE, parameters=800, layers=2, hidden=10, vocabulary=10, tied=True)
+    described = LanguageModel("tiny")
+    numbers = numbers_of(described, precision, AdamW(), shards=True)
+    policy = policy_network(described, shape, numbers, "fused")
+    critic = Network(shape, 800, 3200, head="none")
+    run = memory(
+        policy=policy,
+        numbers=numbers,
+        critic=critic,
+        others={"reference": 3200, "reward models": 1000},
+        engine=500,
+        spread_over=4,
+        gathered=gathered(policy, numbers, critic, reference=True, stored=stored_bytes(described, numbers)),
+    )
+    plan = run.plan(4, 4, steps_in_parts=True)
+    for parts in (plan.learning, plan.generating):
+        assert (parts["weights"], parts["critic"], parts["reference"]) == (800, 800, 800)  # 4 bytes of 800, by 4
+        assert (parts["gradients"], parts["optimizer"]) == (4 * 1600 // 4, 8 * 1600 // 4)  # and no masters beside them
+        assert (parts["reward models"], parts["engine"]) == (1000, 500)  # whole on every rank
+    # Three embeddings, and a layer with the next one; while it decodes, all of the policy and two embeddings.
+    assert plan.learning["gathered weights"] == g * (3 * 100 + 2 * 350)
+    assert plan.generating["gathered weights"] == g * (800 + 2 * 100)
+    assert plan.learning["whole gradients"] == (g + 4) * 350
+    alone = replace(run, spread_over=1, gathered=None).plan(4, 4, steps_in_parts=True)
+    assert "gathered weights" not in {**alone.learning, **alone.generating}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "shares"),
+    [
+        (lambda: GRPO("tiny", len), True),
+        (lambda: GRPO("tiny", len, router_aux_loss_coef=0.1), False),
+        (lambda: GRPO(LanguageModel("tiny", lora=Lora(r=2)), len), True),
+        (lambda: GRPO(LanguageModel("tiny", lora=Lora(r=2, dropout=0.1)), len), False),
+        (lambda: GRPO(LanguageModel("tiny", shared_prompts=False), len), False),
+        (lambda: PPO("tiny", len, group_size=8), True),
+        (lambda: PPO("tiny", len, group_size=8, critic=SharedTrunk()), False),
+        (lambda: PPO("tiny", len, group_size=1), False),
+    ],
+    ids=["grpo", "router", "adapters", "dropout", "off", "ppo", "shared trunk", "no group"],
+)
+def test_prompts_are_planned_once_only_where_they_run_once(monkeypatch, algorithm, shares):
+    module = algorithm()
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    data = SimpleNamespace(longest_prompt=9)
+    monkeypatch.setattr(type(module), "trainer", SimpleNamespace(datamodule=data, strategy=strategy))
+    assert module.lengths().shares == shares
+
+
+@pytest.mark.parametrize(
+    ("config", "shares", "drops_out"),
+    [
+        (CONFIG, True, False),
+        (GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=100), True, True),
+        (MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=64), False, False),
+    ],
+    ids=["qwen2", "gpt2", "mamba"],
+)
+def test_a_model_without_storage_tells_whether_prompts_can_be_shared(config, shares, drops_out):
+    model = AutoModelForCausalLM.from_config(config)
+    counted = _counted(type(config), config.to_json_string(use_diff=False))
+    assert (counted.shares, counted.drops_out) == (shares, drops_out)
+    assert can_share(model.train()) == (shares and not drops_out)
+    assert can_share(model.eval()) == shares
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_texts_that_are_learned_beside_the_rows_are_planned_with_their_graph(precision):
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    model = AutoModelForCausalLM.from_config(CONFIG).train().to(dtype)
+    texts = TokenBatch(torch.randint(0, 512, (3, 80)), *torch.ones(2, 3, 80, dtype=torch.bool))
+    rows = completions(2, 4, 64, 64)
+    kept = kept_by_autograd(model, rows, shared=False, precision=precision, texts=texts)
+    alone = kept_by_autograd(model, rows, shared=False, precision=precision)
+    numbers = Numbers.of(precision, 8)
+    plan = memory(
+        policy=policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused"),
+        numbers=numbers,
+        lengths=Lengths(64, 64, group=4),
+        beside=Beside(texts=6, rows=16, tokens=80),
+    ).plan(8, 8, steps_in_parts=False)
+    assert plan.learning["activations"] == pytest.approx(kept, rel=0.07)
+    assert kept > 1.1 * alone
+    assert Beside(texts=5, rows=32, tokens=80).of(8).rows == 2  # five texts over four micro-batches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make", [FrozenCopy, EMA, lambda: Mixing(every=1), lambda: BEMA(every=1), lambda: EMA(device="cpu")],
+    ids=["copy", "ema", "mixing", "bema", "on the cpu"],
+)  # fmt: skip
+def test_averages_of_a_reference_are_planned_beside_it(make, dtype):
+    reference, model = make(), AutoModelForCausalLM.from_config(CONFIG).to(dtype)
+    numbers = Numbers.of("bf16-true" if dtype == torch.bfloat16 else "32-true", 8)
+    policy = policy_network(LanguageModel("tiny"), SHAPE, numbers, "fused")
+    planned = reference_bytes(reference, LanguageModel("tiny"), policy, numbers)
+    module = reference.module(model)
+    if isinstance(module, OnCPU):
+        assert planned == 0
+        return
+    reference.update(model, module, 1)
+    kept = sum(tensor.nbytes for held in getattr(reference, "_kept", {}).values() for tensor in held.values())
+    assert planned == sum(weight.nbytes for weight in module.parameters()) + kept
+
+
+def test_an_engine_has_its_share_of_the_whole_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40, 80))
+    assert whole_device(torch.device("cuda", 0)) == 80
+    assert whole_device(torch.device("cuda", 0), gigabytes=2) == 2**31
+    assert whole_device(torch.device("cpu")) is None
+
+
+ADAPTED = Network(SHAPE, 100, 4 * SHAPE.parameters + 400, adapters=8)
+NARROW = Numbers.of("bf16-true", 8)
+GATHERED = Gathered(0, 0, 0)
+SETTINGS = {
+    "model.lora.r",
+    "model.quantization",
+    "optimizer=adamw_split",
+    "optimizer=adamw_8bit",
+    "strategy=fsdp",
+    "trainer.precision=bf16-true and",
+    "trainer.precision=bf16-true (",
+    "trainer.precision=bf16-mixed",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "helps"),
+    [
+        (
+            {},
+            {
+                "model.lora.r",
+                "optimizer=adamw_split",
+                "optimizer=adamw_8bit",
+                "trainer.precision=bf16-true and",
+                "trainer.precision=bf16-true (",
+            },
+        ),
+        ({"numbers": NARROW}, {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit"}),
+        (
+            {"numbers": NARROW, "ranks": 2},
+            {"model.lora.r", "optimizer=adamw_split", "optimizer=adamw_8bit", "strategy=fsdp"},
+        ),
+        ({"numbers": Numbers.of("bf16-true", 2)}, {"model.lora.r"}),
+        ({"spread_over": 2, "ranks": 2, "gathered": GATHERED}, {"model.lora.r", "trainer.precision=bf16-true ("}),
+        ({"spread_over": 2, "ranks": 2}, {"model.lora.r"}),
+        ({"policy": ADAPTED}, {"model.quantization", "trainer.precision=bf16-true ("}),
+        (
+            {"policy": ADAPTED, "numbers": Numbers.of("bf16-mixed", 8)},
+            {"model.quantization", "trainer.precision=bf16-true ("},
+        ),
+        (
+            {"policy": replace(ADAPTED, weight_bytes=2 * SHAPE.parameters + 400, narrow=True), "ranks": 2},
+            {"model.quantization", "strategy=fsdp"},
+        ),
+        ({"policy": replace(ADAPTED, weight_bytes=SHAPE.parameters, narrow=True), "ranks": 2}, set()),
+        (
+            {"policy": ADAPTED, "critic": Network(SHAPE, SHAPE.trunk, 4 * SHAPE.trunk, head="none")},
+            {"trainer.precision=bf16-true ("},
+        ),
+    ],
+    ids=[
+        "float32",
+        "bfloat16",
+        "two devices",
+        "split already",
+        "fsdp2",
+        "fsdp",
+        "adapters",
+        "adapters, autocast",
+        "narrow base",
+        "quantised already",
+        "a copy as critic",
+    ],
+)
+def test_where_weights_are_the_larger_share_what_makes_them_smaller_is_named(changes, helps):
+    with pytest.raises(ConfigError, match="Set one of") as refused:
+        chosen(Step(1, 1), memory(lengths=Lengths(1, 1), decoding=None, block=512, **changes), 2**10)
+    named = str(refused.value).partition("Set one of: ")[2]
+    assert {setting for setting in SETTINGS if setting in named} == helps
+
+
+def test_where_tokens_are_the_larger_share_weights_are_left_alone():
+    with pytest.raises(ConfigError, match=r"trainer.precision=bf16-mixed") as refused:
+        chosen(Step(1, 1), memory(lengths=Lengths(2000, 2000), decoding=None), 2**10)
+    assert "optimizer=" not in str(refused.value) and "bf16-true" not in str(refused.value)
+
+
+def test_a_gpu_gives_out_what_no_tensor_is_in_and_what_the_plan_counts(monkeypatch):
+    """By hand: of 80, another process has 10; torch holds 30, a reward model 14 of them, the policy 6."""
+    of_device = {"mem_get_info": (40, 80), "memory_reserved": 30, "memory_allocated": 20}
+    for name, size in of_device.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size)
+    gpu = torch.device("cuda", 0)
+    assert room(gpu, planned=6) == int((80 - 10 - 14) * (1 - KEPT_FREE))
+    assert room(gpu) == int((80 - 10 - 14 - 6) * (1 - KEPT_FREE))
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, DPO])

@@ -248,6 +248,11 @@ class PolicyGradient(OnPolicyModule, ABC):
             metrics |= {"aux_loss": (scores.aux_loss.detach(), one)}
         return objective, metrics
 
+    @property
+    def shares_prompts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A router's loss is over the tokens of prompts, too, row by row."""
+        return self.router_aux_loss_coef == 0
+
     def token_scores(self, completions: Completions) -> TokenScores:
         return score(self.policy, completions, self.sampling, **self.score_terms)
 

@@ -6,7 +6,7 @@ Mechanics only: no advantage, no loss and no reward formula stands here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,10 +27,18 @@ from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import shards
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
-from lit_rl.algorithms.preflight.footprint import numbers_of, policy_network, reference_bytes, shape_of
-from lit_rl.algorithms.preflight.memory import Head, Lengths, Memory, Network, Numbers
+from lit_rl.algorithms.preflight.footprint import (
+    buckets,
+    gathered,
+    numbers_of,
+    policy_network,
+    reference_bytes,
+    shape_of,
+    stored_bytes,
+)
+from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
-from lit_rl.algorithms.preflight.room import free_of, host_room, room
+from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
@@ -153,6 +161,10 @@ class PolicyModule(L.LightningModule):
         """A model that learns beside the policy."""
         return None
 
+    def beside(self) -> Beside | None:
+        """Texts that the policy learns from beside the rows of a step."""
+        return None
+
     def read_only(self) -> dict[str, int]:
         """Bytes of the weights of models that are only read, by name, beside those of a reference."""
         return {}
@@ -163,9 +175,11 @@ class PolicyModule(L.LightningModule):
         shape, lengths = shape_of(self.model), self.lengths()
         if shape is None or lengths is None or isinstance(trainer.strategy, DeepSpeedStrategy):
             return None
-        numbers = numbers_of(self.model, str(trainer.precision), self.optimizer)
+        fsdp2 = isinstance(trainer.strategy, ModelParallelStrategy)
+        numbers = numbers_of(self.model, str(trainer.precision), self.optimizer, shards=fsdp2)
         head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
         policy = policy_network(self.model, shape, numbers, head)
+        critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
         device = trainer.strategy.root_device
@@ -174,12 +188,16 @@ class PolicyModule(L.LightningModule):
             policy,
             numbers,
             lengths,
-            critic=self.critic_network(policy, numbers),
+            critic=critic,
+            beside=self.beside(),
+            buckets=self._buckets(list(filter(None, (policy, critic))), numbers),
             others={"reference": reference, **self.read_only()},
-            engine=int(share * (self.room() or 0)),
+            engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
             grouped_cache=getattr(getattr(self, "generator", None), "grouped_cache", False),
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,
+            ranks=trainer.world_size,
+            gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
             block=block_numbers(device, NO_TRUNCATION),
             part=part_numbers(device),
             may_recompute=may_recompute,
@@ -188,12 +206,20 @@ class PolicyModule(L.LightningModule):
         )
         return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
 
+    def _buckets(self, networks: Sequence[Network], numbers: Numbers) -> Buckets | None:
+        """DDP's, where that is the strategy."""
+        strategy: Any = self.trainer.strategy
+        if not isinstance(strategy, DDPStrategy):
+            return None
+        return buckets(networks, numbers, viewed=bool(strategy._ddp_kwargs.get("gradient_as_bucket_view")))
+
     def room(self) -> int | None:
         """Bytes that a plan may give out on every rank, as they were before the policy was loaded; None if unknown."""
         if self._room is None:
             trainer: Any = self.trainer
             device = trainer.strategy.root_device
-            mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices)
+            loaded = sum(tensor.nbytes for tensor in (*self.parameters(), *self.buffers()) if tensor.device == device)
+            mine = room(device, gigabytes=self.memory_gb, processes=trainer.num_devices, planned=loaded)
             self._room = min(Ranks(device, trainer.global_rank, trainer.world_size).counts(mine or 0))
         return self._room or None
 

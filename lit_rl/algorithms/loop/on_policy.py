@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight import environments
+from lit_rl.algorithms.preflight import environments, footprint
 from lit_rl.algorithms.preflight.cut import Cut, Step
-from lit_rl.algorithms.preflight.memory import Lengths
+from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
@@ -120,6 +120,9 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     env: Interactive | None = None
     """The settings of what makes completions of more than one turn. None: a completion is one turn."""
+
+    shares_prompts = True
+    """Whether the objective can do with the prompt of a group run once: it reads nothing but response tokens."""
 
     needs_step = False
     """Whether a term of `loss` is defined over all tokens of an optimizer step."""
@@ -381,7 +384,8 @@ class OnPolicyModule(GeneratingModule, ABC):
     def lengths(self) -> Lengths:
         data: Any = self.trainer.datamodule  # pyright: ignore
         rows = max(1, self.group_size // self._slices_by_hand)  # what does not divide is refused with the batches
-        shares = self.forward_options.shared_prompts and rows > 1
+        shares = rows > 1 and self.shares_prompts and self.forward_options.shared_prompts
+        shares = shares and footprint.shares_prompts(self.model)
         device: Any = self.trainer.strategy.root_device
         # With a size of memory by hand the plan may be for a GPU, which does not.
         here = device.type == "cpu" and self.memory_gb is None
@@ -391,7 +395,7 @@ class OnPolicyModule(GeneratingModule, ABC):
 
     def read_only(self) -> dict[str, int]:
         # They are loaded by now: what is free on this machine is without them, what the user says is there is not.
-        return super().read_only() | ({"reward models": self.reward_functions.weight_bytes} if self.memory_gb else {})
+        return super().read_only() | ({REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {})
 
     def resume_cut(self, cut: Cut) -> None:
         super().resume_cut(cut)

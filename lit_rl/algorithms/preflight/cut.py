@@ -13,6 +13,13 @@ MOST_DECODED = 2**20
 """Sequences of a decode batch, and rows that are scored at once, where memory sets no bound."""
 
 
+_OF_WEIGHTS = ("weights", "gradients", "buckets", "optimizer", "critic", "reference", "gathered weights")
+"""Parts that are there whatever a row is."""
+
+_NARROW, _MOMENTS = 2, 8
+"""Bytes of a bfloat16 weight, and of AdamW's two moments."""
+
+
 @dataclass(frozen=True)
 class Step:
     """The part of an optimizer step that one rank learns from.
@@ -139,23 +146,44 @@ def too_large(plan: MemoryPlan, room: int, rows: str, memory: Memory, step: Step
 
 def remedies(parts: Mapping[str, int], memory: Memory, step: Step) -> Sequence[str]:
     """Settings that make a step smaller, the ones that help most first."""
-    found = []
-    of_weights = sum(parts.get(name, 0) for name in ("gradients", "optimizer", "reference"))
+    of_weights = sum(parts.get(name, 0) for name in _OF_WEIGHTS)
     of_tokens = sum(parts.get(name, 0) for name in ("activations", "working memory", "allocator"))
-    lora = "model.lora.r=16 (trains adapters)" if memory.policy.adapters == 0 else None
+    larger = of_weights > of_tokens
+    lora = [] if memory.policy.adapters else ["model.lora.r=16 (trains adapters)"]
     tokens = []
     if step.sliced_by_hand and step.rows % 2 == 0:
         tokens.append("algo.split_groups=2 or more (cuts a group, the same gradient)")
     if not memory.policy.checkpointing:
         tokens.append("model.gradient_checkpointing=true")
-    if memory.numbers.product == 4:
+    if memory.numbers.product == 4 and not larger:
         tokens.append("trainer.precision=bf16-mixed")
-    found = [*([lora] if lora else []), *tokens] if of_weights > of_tokens else [*tokens, *([lora] if lora else [])]
     return [
-        *found,
+        *([*lora, *smaller_weights(memory), *tokens] if larger else [*tokens, *lora]),
         "shorter texts (sampling.max_new_tokens, data.max_prompt_tokens, data.max_length)",
         "a smaller model",
     ]
+
+
+def smaller_weights(memory: Memory) -> Sequence[str]:
+    """Settings by which weights, and what is kept of each, take less, the ones that help most first."""
+    policy, critic, found = memory.policy, memory.critic, []
+    sharded = memory.spread_over > 1 or memory.gathered is not None
+    narrow = memory.numbers.weight == _NARROW or policy.narrow
+    quantised = bool(policy.adapters) and policy.bytes_of_base < _NARROW
+    copied = critic is not None and not critic.adapters  # of a quantised policy it could not be trained
+    if policy.adapters and not (quantised or sharded or copied):
+        found.append("model.quantization=nf4 (the frozen base in 4 bits)")
+    if not policy.adapters and memory.numbers.moments == _MOMENTS and not sharded:
+        also = "" if narrow else "trainer.precision=bf16-true and "
+        found.append(f"{also}optimizer=adamw_split (10 bytes a trained weight in place of {18 if narrow else 16})")
+        found.append("optimizer=adamw_8bit (moments in 2 bytes a weight in place of 8)")
+    if memory.ranks > 1 and not (quantised or sharded):
+        found.append(f"strategy=fsdp (spreads weights and what is kept of each over {memory.ranks} devices)")
+    takes_bf16 = memory.gathered is not None or not sharded
+    halves = memory.numbers.product == 4 or (policy.adapters and not sharded)
+    if not narrow and takes_bf16 and halves:
+        found.append("trainer.precision=bf16-true (bfloat16 for what computes, the frozen weights too)")
+    return found
 
 
 def _why(needs: Mapping[int, MemoryPlan], room: int, recompute: bool, offload: bool) -> str:

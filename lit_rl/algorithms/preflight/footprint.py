@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
-from lit_rl.algorithms.preflight.memory import Head, Network, Numbers
+from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear, ModelShape
 from lit_rl.models.reference.base import AdapterBase, Auto, Reference
+from lit_rl.models.reference.moving import Moving
 from lit_rl.models.reference.other_model import OtherModel
 from lit_rl.models.scoring.critic import AdapterCritic, Critic, SeparateCritic, SharedTrunk
 
@@ -29,15 +30,29 @@ def shape_of(model: LanguageModel) -> ModelShape | None:
         return None
 
 
-def numbers_of(model: LanguageModel, precision: str, optimizer: Any) -> Numbers:
-    """The types of a run. An optimizer of the user's is taken to keep two numbers a parameter."""
+def numbers_of(model: LanguageModel, precision: str, optimizer: Any, *, shards: bool = False) -> Numbers:
+    """The types of a run; `shards` where FSDP2 holds them. An optimizer of the user's is taken to keep two numbers a
+    parameter."""
     moments = 2 if isinstance(optimizer, AdamW8bit | AdamWSplit) else 8
     if isinstance(optimizer, ByPath) and optimizer.path.endswith(".SGD"):
         moments = 4 if optimizer.kwargs.get("momentum") else 0
     trained_narrow = model.dtype == "bfloat16" and model.lora is None and model.adapter is None
-    numbers = Numbers.of("bf16-true" if trained_narrow else precision, moments)
+    numbers = Numbers.of("bf16-true" if trained_narrow else precision, moments, shards=shards)
     halves = numbers.master and isinstance(optimizer, AdamWSplit)
     return replace(numbers, master=2) if halves else numbers
+
+
+def shares_prompts(model: LanguageModel) -> bool:
+    """Whether the prompt of a group may run once, as far as the model is concerned: its cache, and dropout."""
+    shape = shape_of(model)
+    if shape is None:
+        return False
+    drops = shape.drops_out and not model.disable_dropout
+    if model.lora is not None:
+        drops = drops or model.lora.dropout > 0
+    elif model.adapter is not None:
+        drops = drops or _saved_adapter(model).get("lora_dropout", 0) > 0
+    return shape.shares and not drops
 
 
 def frozen_bytes(model: LanguageModel) -> int:
@@ -58,7 +73,7 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
     rank, targets = _adapter(model)
     adapted = shape.adapted(targets)
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
-    base = int(_STORED[model.quantization or model.dtype] * shape.parameters)
+    base = int(stored_bytes(model, numbers) * shape.parameters)
     return Network(
         shape,
         trained,
@@ -73,7 +88,7 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
 
 def _widened(adapted: Iterable[Linear], numbers: Numbers) -> int:
     """Numbers that float32 adapters read a token where their layers read narrow ones, and no autocast narrows all."""
-    narrow = numbers.product < 4 and not numbers.cast
+    narrow = numbers.product < 4 and not numbers.cast and numbers.weight < 4  # FSDP2 gathers narrow adapters
     return sum(linear.inputs * linear.count for linear in adapted) if narrow else 0
 
 
@@ -81,20 +96,67 @@ def _adapter(model: LanguageModel) -> tuple[int, Any]:
     """Rank and targets of a fresh adapter, or of the one that is continued (16 on all layers, where it is not here)."""
     if model.lora is not None:
         return model.lora.r, model.lora.targets
-    file = Path(str(model.adapter)).expanduser() / "adapter_config.json"
-    saved = json.loads(file.read_text()) if file.is_file() else {}
+    saved = _saved_adapter(model)
     return saved.get("r", 16), saved.get("target_modules") or "all-linear"
 
 
+def _saved_adapter(model: LanguageModel) -> dict[str, Any]:
+    """The config of the adapter that is continued; empty where it is not here."""
+    file = Path(str(model.adapter)).expanduser() / "adapter_config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
 def reference_bytes(reference: Reference, model: LanguageModel, policy: Network, numbers: Numbers) -> int:
-    """Weights that a reference holds on the policy's device beside the policy."""
+    """Weights that a reference holds on the policy's device beside the policy, and averages beside those."""
     fresh = isinstance(reference, Auto) and model.lora is not None
     if fresh or isinstance(reference, AdapterBase) or getattr(reference, "device", None) == "cpu":
         return 0
     if isinstance(reference, OtherModel):
         other = getattr(reference, "model", None)
         return frozen_bytes(other) if isinstance(other, LanguageModel) else 0
-    return 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
+    held = 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
+    narrow = numbers.weight < 4 and not policy.adapters
+    averages = reference.kept_copies(narrow=narrow) if isinstance(reference, Moving) else 0
+    return held + 4 * averages * policy.trained
+
+
+def buckets(networks: Sequence[Network], numbers: Numbers, *, viewed: bool) -> Buckets:
+    """Of DDP's reducer, which sends numbers of the weights' type.
+
+    Args:
+        networks: What is trained.
+        numbers: The types of the run.
+        viewed: Whether the strategy sets `gradient_as_bucket_view`. Float32 gradients of narrow weights do not fit in:
+            they are sent without the reducer, which keeps its buckets all the same.
+    """
+    narrow = [network for network in networks if network.trained and not network.adapters and numbers.weight < 4]
+    size = sum(network.trained * (4 if network.adapters else numbers.weight) for network in networks)
+    return Buckets(size, viewed=viewed and not narrow)
+
+
+def gathered(policy: Network, numbers: Numbers, critic: Network | None, *, reference: bool, stored: float) -> Gathered:
+    """What FSDP2 holds whole: each layer is a unit, and embedding, last norm and head are one together.
+
+    Args:
+        policy: What is trained.
+        numbers: The types of the run.
+        critic: A model of its own beside it.
+        reference: Whether a reference with weights of its own stands beside it.
+        stored: Bytes of a weight of the policy's as it is stored, in which it is gathered but under `bf16-true`.
+    """
+    shape = policy.shape
+    wide = int(2 if numbers.product < 4 and not numbers.cast else stored)
+    root, embedding = shape.head * (1 if shape.tied else 2), shape.head
+    layer = (shape.parameters - root) // shape.layers
+    beside = root * reference + (embedding if critic is not None else 0)
+    trained = (policy.trained // shape.layers) if policy.adapters else max(root, layer)
+    return Gathered(wide * root, wide * layer, wide * shape.parameters, wide * beside, (wide + 4) * trained)
+
+
+def stored_bytes(model: LanguageModel, numbers: Numbers) -> float:
+    """Bytes of a weight as the policy stores it."""
+    adapts = model.lora is not None or model.adapter is not None
+    return _STORED[model.quantization or model.dtype] if adapts else numbers.weight
 
 
 def critic_network(critic: Critic, policy: Network, numbers: Numbers) -> Network | None:

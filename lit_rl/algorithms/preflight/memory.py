@@ -5,6 +5,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
 
     weights         w N                       N parameters; a frozen base, the reference and the critic likewise
     gradients       4 N', optimizer 8 N'      N' that are trained; AdamW's two moments (1711.05101) in float32
+    buckets         w N'                      DDP's, which hold what is sent between ranks, also where nothing is sent.
+                    With `gradient_as_bucket_view` the gradients of a step with one micro-batch lie in them
     activations     what the backward pass of a layer reads, a token:
                       2 (x d + x d)           input of each norm, and the normed input where its weight is trained
                       y d c                   output of each norm, c = 2; under autocast for each product anew, 5
@@ -18,12 +20,17 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     with `attn_implementation=eager` instead of the mask h s s' (4 + y) a row: the softmax in float32,
                     and narrow where y < 4. Folded attention (lit_rl.ops.folded_attention) repeats nothing and keeps
                     no mask, but weights y h s s' a row of few tokens
+    shards          FSDP2 spreads weights, gradients and optimizer over the ranks; whole on each are, in the type g that
+                    computes: embedding and head of every model, which stay from their first use on; two layers, one
+                    that computes and one on its way; all of a policy that decodes. A gradient is there whole, of g and
+                    again of 4 bytes, before it is spread: of the embedding and the head, or of a layer
     logits          none; the hidden states that they are made of, and their gradient
     working memory  the larger of: a block of logits and what is made of a part of it (lit_rl.ops.linear_logprobs), all
                     logits in place of the block in a pass with few;
                     gradients of one layer's activations, 4 y m + 3 x d a token. And those of the head's weight, x v d.
                     A critic of its own runs after the policy's head and back before it: its activations are there
-                    beside the kept logits, and not beside the head's other blocks. Rows of like length run in several
+                    beside the kept logits, and not beside the head's other blocks; so are texts that are learned
+                    beside the rows. Rows of like length run in several
                     passes, of which each may keep its logits; they are counted as one
     allocator       a share of what comes and goes: holes between tensors
     cache           2 y k L a token: prompts once a group, completions to their longest. Beside it, under autocast, the
@@ -61,6 +68,12 @@ WHOLE = 5
 """Tensors of the size of whole logits, in float32, where no head is fused: scaled, their log-softmax, its
 exponentials, the gradients of two of them."""
 
+REWARD_MODELS = "reward models"
+"""The name of a run's reward models among what is only read."""
+
+_WHOLE = ("engine", REWARD_MODELS)
+"""Parts that every rank holds whole."""
+
 HOLES = 0.1
 """Share of the tensors that come and go which an allocator holds beside them and cannot use. What glibc holds beyond it
 is left free by `lit_rl.algorithms.preflight.room`."""
@@ -83,8 +96,13 @@ class Numbers:
     """Of the narrow copy of a weight that autocast makes."""
 
     @classmethod
-    def of(cls, precision: str, moments: int) -> Numbers:
-        """Of a `trainer.precision`, and an optimizer with so many bytes of state a parameter."""
+    def of(cls, precision: str, moments: int, *, shards: bool = False) -> Numbers:
+        """Of a `trainer.precision`, and an optimizer with so many bytes of state a parameter.
+
+        Under `bf16-true` FSDP2's shards are float32: they are the masters of what is gathered.
+        """
+        if precision == "bf16-true" and shards:
+            return cls(moments=moments, product=2)
         if precision in ("bf16-mixed", "16-mixed"):
             return cls(moments=moments, product=2, copies=5, cast=2)
         if precision in ("bf16-true", "16-true"):
@@ -125,6 +143,11 @@ class Network:
     offloaded: bool = False
     narrow: bool = False
     eager: bool = False
+
+    @property
+    def bytes_of_base(self) -> float:
+        """Of a weight under its adapters; all its weights are trained in float32 or bfloat16 where it has none."""
+        return (self.weight_bytes - (4 * self.trained if self.adapters else 0)) / self.shape.parameters
 
 
 @dataclass(frozen=True)
@@ -178,6 +201,66 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Texts that are learned beside the rows, and whose graph is alive with theirs.
+
+    Args:
+        texts: Of an optimizer step.
+        rows: That the same step learns from: as many of both as ranks have together.
+        tokens: Of a text, at most. All are scored.
+    """
+
+    texts: int
+    rows: int
+    tokens: int
+
+    def of(self, rows: int) -> Call:
+        """The call of the texts that go with so many rows."""
+        return Call(-(-self.texts * rows // self.rows), self.tokens, self.tokens)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """The gradients that DDP sends between ranks, in tensors of its own."""
+
+    size: int
+    """Bytes."""
+    viewed: bool = False
+    """Whether they are the gradients themselves where a step has one micro-batch. Gradients that several sum up are
+    tensors of their own until the last."""
+
+    def beside_gradients(self, steps_in_parts: bool) -> int:
+        """Bytes that are there beside the gradients."""
+        return 0 if self.viewed and not steps_in_parts else self.size
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes that FSDP2 holds whole on every rank, beside the shards."""
+
+    root: int
+    """The policy's embedding and head: they stay whole from their first use on."""
+    layer: int
+    """A layer of it."""
+    whole: int
+    """All of it, as it decodes."""
+    others: int = 0
+    """Embeddings and heads of the models beside it."""
+    gradients: int = 0
+    """Of the unit that has most, before they are spread."""
+
+    @property
+    def learning(self) -> dict[str, int]:
+        """Parts of a step's memory: two layers, of which one is on its way."""
+        return {"gathered weights": self.root + self.others + 2 * self.layer, "whole gradients": self.gradients}
+
+    @property
+    def generating(self) -> dict[str, int]:
+        """Parts of a rollout's memory."""
+        return {"gathered weights": self.whole + self.others}
+
+
+@dataclass(frozen=True)
 class Memory:
     """What a run needs, as a function of how it is cut.
 
@@ -187,10 +270,14 @@ class Memory:
         lengths: Of its rows.
         critic: A model of its own beside the policy.
         others: Bytes of weights that are only read, by name: a reference, a reward model, a teacher.
+        beside: Texts that the policy learns from beside its rows.
+        buckets: How DDP keeps the gradients that it sends; None without it.
         engine: Bytes of an engine that stays in memory while the policy learns.
         decoding: The tokens of a sequence, where this process generates with the policy's own weights.
         grouped_cache: Whether it holds a prompt's keys and values once a group.
-        spread_over: Ranks over which the policy's weights, gradients and optimizer state are spread.
+        spread_over: Ranks over which weights, gradients and optimizer state are spread.
+        ranks: Of the run, whether weights are spread over them or not.
+        gathered: What is whole all the same; None where the strategy is not FSDP2.
         block: Logits in a block of the fused head.
         part: Logits of a block that are worked on at a time.
         may_recompute: Whether the plan may choose gradient checkpointing.
@@ -203,10 +290,14 @@ class Memory:
     lengths: Lengths
     critic: Network | None = None
     others: Mapping[str, int] = field(default_factory=dict)
+    beside: Beside | None = None
+    buckets: Buckets | None = None
     engine: int = 0
     decoding: Lengths | None = None
     grouped_cache: bool = True
     spread_over: int = 1
+    ranks: int = 1
+    gathered: Gathered | None = None
     block: int = 2**22
     part: int = 2**18
     may_recompute: bool = False
@@ -235,29 +326,36 @@ class Memory:
             decoded: Sequences that are decoded at once.
             steps_in_parts: Whether a step has several micro-batches, so that gradients are summed.
         """
-        held = self.held()
+        held = self.held(steps_in_parts)
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
         generating = self._cache(self.decoding, decoded) if self.decoding else {}
+        if self.gathered is not None:
+            learning |= self.gathered.learning
+            generating |= self.gathered.generating if generating else {}
         generating = held | _with_holes(generating) if generating else {}
         return MemoryPlan(held | _with_holes(learning), generating, self._on_host(rows))
 
-    def held(self) -> dict[str, int]:
+    def held(self, steps_in_parts: bool) -> dict[str, int]:
         """What is there whatever is computed."""
         networks = [self.policy] + ([self.critic] if self.critic else [])
         trained = sum(network.trained for network in networks)
         parts = {
             "weights": self.policy.weight_bytes,
             "gradients": self.numbers.gradient * trained,
+            "buckets": self.buckets.beside_gradients(steps_in_parts) if self.buckets else 0,
             "optimizer": (self.numbers.moments + self.numbers.master) * trained,
             "critic": self.critic.weight_bytes if self.critic else 0,
             **self.others,
             "engine": self.engine,
         }
-        whole = ("engine",)
-        return {name: size // (1 if name in whole else self.spread_over) for name, size in parts.items() if size}
+        return {name: size // (1 if name in _WHOLE else self.spread_over) for name, size in parts.items() if size}
 
     def _calls(self, network: Network, rows: int) -> list[Call]:
         """Calls of a network in the forward pass of a micro-batch."""
+        texts = [self.beside.of(rows)] if self.beside is not None and network is self.policy else []
+        return self._calls_of_rows(network, rows) + texts
+
+    def _calls_of_rows(self, network: Network, rows: int) -> list[Call]:
         p, t, g = self.lengths.prompt, self.lengths.response, min(rows, self.lengths.group)
         shares = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
         prompts = -(-rows // g)
@@ -321,7 +419,8 @@ class Memory:
     def _logits(self, rows: int) -> int:
         if self.policy.head == "none":
             return 0
-        shape, targets = self.policy.shape, rows * self.lengths.texts * self.lengths.response
+        texts = self.beside.of(rows).tokens if self.beside is not None else 0
+        shape, targets = self.policy.shape, rows * self.lengths.texts * self.lengths.response + texts
         hidden = targets * shape.hidden * (self.numbers.product + 4)
         whole = targets * shape.vocabulary
         if self.policy.head == "logits":
@@ -338,7 +437,11 @@ class Memory:
             of_head, logits = self._of_head(tokens), self._kept_logits(tokens)
         of_layer = max(self._gradients(network, rows) for network in filter(None, (self.policy, self.critic)))
         if self.critic is not None:  # it runs after the policy's head, and back before it
-            of_head, of_layer = of_head - self._kept(self.critic, rows), of_layer + logits
+            of_head -= self._kept(self.critic, rows)
+        if self.beside is not None and head == "fused":  # these run after both
+            of_head = max(of_head, logits + self._of_head(self.beside.of(rows).tokens))
+        if self.critic is not None or self.beside is not None:
+            of_layer += logits
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
         return {"working memory": max(of_layer, of_head) + (4 * self.policy.shape.head if full else 0)}
 

@@ -22,19 +22,21 @@ _CGROUPS = (
 """Files with the limit and the use of a container, of both versions of control groups."""
 
 
-def room(device: torch.device, *, gigabytes: float | None = None, processes: int = 1) -> int | None:
+def room(device: torch.device, *, gigabytes: float | None = None, processes: int = 1, planned: int = 0) -> int | None:
     """Bytes that a plan may give out; None where nothing tells them.
 
     Args:
         device: Where the policy is.
         gigabytes: What the user says, in GiB, in place of what is free now.
         processes: How many share a CPU's memory. Each has a GPU of its own.
+        planned: Bytes of tensors that are on the GPU already, and in the plan as well.
     """
     if gigabytes is not None:
         return room_of(gigabytes)
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return int(free * (1 - KEPT_FREE))
+        # What torch holds and no tensor is in can be given out; tensors of a reward model stay where they are.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((torch.cuda.mem_get_info(device)[0] + unused + planned) * (1 - KEPT_FREE))
     available = available_memory() if device.type == "cpu" else None
     return None if available is None else int(available * (1 - KEPT_FREE_ON_A_CPU) / processes)
 
@@ -45,6 +47,16 @@ def free_of(room: int, device: torch.device, *, gigabytes: float | None = None) 
     On a CPU that is all that is free: the C library may hold as much again as was planned, and seldom does.
     """
     return int(room / (1 - KEPT_FREE_ON_A_CPU)) if device.type == "cpu" and gigabytes is None else room
+
+
+def whole_device(device: torch.device, *, gigabytes: float | None = None) -> int | None:
+    """Bytes of a GPU, whoever has them: what an engine's share is a share of. None where there is none.
+
+    With a size of memory by hand that size: the plan may be for a GPU that is not here.
+    """
+    if gigabytes is not None:
+        return int(gigabytes * GIB)
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
 def host_room(processes: int = 1) -> int | None:

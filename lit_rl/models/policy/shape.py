@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -43,6 +43,10 @@ class ModelShape:
     """Whether the head's weight is the embedding's."""
     recomputes: bool
     """Whether transformers can compute its activations a second time, in the backward pass."""
+    shares: bool
+    """Whether the prompt of a group may run once: where its cache of keys and values gives the same numbers."""
+    drops_out: bool
+    """Whether its config says a probability of dropout above 0."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelShape:
@@ -53,9 +57,9 @@ class ModelShape:
         experts = getattr(text, "num_experts_per_tok", None)
         inner = getattr(text, "moe_intermediate_size", None) if experts else None
         plain = getattr(text, "intermediate_size", None) or 4 * hidden
-        parameters, linears, recomputes = _counted(type(config), config.to_json_string(use_diff=False))
+        counted = _counted(type(config), config.to_json_string(use_diff=False))
         return cls(
-            parameters=parameters,
+            parameters=counted.parameters,
             layers=text.num_hidden_layers,
             hidden=hidden,
             heads=heads,
@@ -63,9 +67,11 @@ class ModelShape:
             kv_width=(getattr(text, "num_key_value_heads", None) or heads) * width,
             inner=(inner or plain) * (experts or 1),
             vocabulary=text.vocab_size,
-            linears=linears,
+            linears=counted.linears,
             tied=bool(getattr(text, "tie_word_embeddings", False)),
-            recomputes=recomputes,
+            recomputes=counted.recomputes,
+            shares=counted.shares,
+            drops_out=counted.drops_out,
         )
 
     @property
@@ -91,15 +97,28 @@ class ModelShape:
         return tuple(linear for linear in self.linears if linear.name in {name.rpartition(".")[2] for name in names})
 
 
+class _Counted(NamedTuple):
+    """What a model without storage tells of itself."""
+
+    parameters: int
+    linears: tuple[Linear, ...]
+    recomputes: bool
+    shares: bool
+    drops_out: bool
+
+
 @cache
-def _counted(kind: type, text: str) -> tuple[int, tuple[Linear, ...], bool]:
-    """Parameters and linear layers of the model that a config describes, and whether it recomputes activations."""
+def _counted(kind: type, text: str) -> _Counted:
+    """What the model that a config describes tells."""
     import json
 
     import torch
     from torch import nn
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
+
+    from lit_rl.models.policy.loading import drops_out
+    from lit_rl.models.policy.shared_prefix import can_share
 
     config: Any = kind.from_dict(json.loads(text))  # type: ignore[attr-defined]
     with torch.device("meta"):
@@ -112,4 +131,6 @@ def _counted(kind: type, text: str) -> tuple[int, tuple[Linear, ...], bool]:
             inputs, outputs = part.weight.shape if isinstance(part, Conv1D) else part.weight.shape[::-1]
             found[(name.rpartition(".")[2], int(inputs), int(outputs))] += 1
     linears = tuple(Linear(*key, count=count) for key, count in sorted(found.items()))
-    return sum(p.numel() for p in model.parameters()), linears, model.supports_gradient_checkpointing
+    parameters = sum(p.numel() for p in model.parameters())
+    recomputes = model.supports_gradient_checkpointing
+    return _Counted(parameters, linears, recomputes, can_share(model.eval()), drops_out(model))

@@ -45,6 +45,10 @@ class Moving(Copy, ABC):
     def move(self, name: str, theirs: Tensor, ours: Tensor, step: int) -> None:
         """Move one parameter of ours towards the policy's of that name, after ``step`` optimizer steps."""
 
+    def kept_copies(self, *, narrow: bool) -> int:
+        """Float32 copies of what is trained that are kept beside the module, where the weights are narrower or not."""
+        return int(narrow)
+
     def due(self, step: int) -> bool:
         """Whether the policy of this step is looked at."""
         return True
@@ -196,6 +200,9 @@ class BEMA(Moving):
         in_range("reference.burn_in", burn_in, low=0)
         self.ema_power, self.bias_power, self.lag, self.multiplier = ema_power, bias_power, lag, multiplier
         self.every, self.burn_in = every, burn_in
+
+    def kept_copies(self, *, narrow: bool) -> int:
+        return 2
 
     def due(self, step: int) -> bool:
         return step >= self.burn_in and (step - self.burn_in) % self.every == 0
