@@ -442,8 +442,19 @@ class Memory:
             of_head = max(of_head, logits + self._of_head(self.beside.of(rows).tokens))
         if self.critic is not None or self.beside is not None:
             of_layer += logits
+        most = max(of_layer, of_head, self._waiting(rows) if steps_in_parts else 0)
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
-        return {"working memory": max(of_layer, of_head) + (4 * self.policy.shape.head if full else 0)}
+        return {"working memory": most + (4 * self.policy.shape.head if full else 0)}
+
+    def _waiting(self, rows: int) -> int:
+        """Gradients of a micro-batch's later calls, beyond the activations that they were made of.
+
+        Autograd sums what all calls of a graph give to a weight, and adds that to the sum of earlier micro-batches when
+        the first call, whose turn is the last, is through: until then there is a second set of gradients.
+        """
+        _, *later = self._calls(self.policy, rows)
+        through = sum(self._of_call(self.policy, call) for call in later)
+        return max(0, self.numbers.gradient * self.policy.trained - through) if later else 0
 
     def _gradients(self, network: Network, rows: int) -> int:
         """Of the activations of a layer, on their way."""
