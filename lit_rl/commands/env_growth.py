@@ -6,6 +6,7 @@ import ctypes
 import gc
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -63,10 +64,14 @@ def _held() -> dict[str, float]:
     process = Path("/proc/self")
     if process.is_dir():  # Linux
         held["open files"] = len(os.listdir(process / "fd"))
-        pages = int((process / "statm").read_text().split()[1])
-        held["KiB of memory"] = pages * os.sysconf("SC_PAGE_SIZE") / 1024
+        held["KiB of memory"] = _kept_kib((process / "status").read_text())
         held["child processes"] = sum(len(_children(task).split()) for task in (process / "task").iterdir())
     return held
+
+
+def _kept_kib(status: str) -> float:
+    """Of memory that is the process's own. Pages of files (libraries) come and go as the system likes."""
+    return float(sum(map(int, re.findall(r"^(?:RssAnon|RssShmem|VmSwap):\s+(\d+) kB", status, re.M))))
 
 
 def _give_back() -> None:

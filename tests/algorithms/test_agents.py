@@ -141,6 +141,16 @@ def test_a_tool_is_learned(tmp_path: Path) -> None:
     assert before < 0.3 and after > before + 0.15, seen
 
 
+@pytest.mark.all
+def test_sums_of_a_generator_are_learned(tmp_path: Path) -> None:
+    """By the shipped experiment, which has no turns and imitates nothing; exact answers are paid."""
+    pytest.importorskip("reasoning_gym")
+    tree, rewarded = tree_of("experiment=chain_sum"), Rewarded()
+    trainer_of(tmp_path, 70, callbacks=[rewarded]).fit(build(tree["algo"]), build(tree["data"]))
+    before, after = sum(rewarded.seen[:5]) / 5, sum(rewarded.seen[-10:]) / 10
+    assert before < 0.1 and after > 0.18, (before, after)
+
+
 @pytest.mark.parametrize("method", quick(list(METHODS), {"ppo"}))
 def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     module = module_of(METHODS[method])
