@@ -223,7 +223,7 @@ class ScriptedInteraction:
 
     factory = SimpleNamespace(seed="group", converses=True)
     settings = factory
-    journal, waited = None, 0.0
+    journal, waited, _rewriting = None, 0.0, None
     draw = Interaction.draw
 
     def begin(
