@@ -100,7 +100,7 @@ def test_two_answers_to_one_question_are_refused():
 
 def test_the_settings_of_a_warning_are_enough():
     module = made(micro_batch_size=4, generator=NativeGenerator(batch_size=2))
-    module.memory_gb = 0.012
+    module.memory_gb = 0.0125
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not fit")
         short_trainer().fit(module, datamodule=prompts())
