@@ -60,6 +60,7 @@ class ChatReading:
                 eos_ids=sorted(self.eos_ids),
                 kinds=(kind,),
                 tools=request.tools,
+                calls_are_text=self.parser == "regex",
                 chat_template_kwargs=self.template_kwargs,
             )
         return self._frames[key].encode(messages, closed=closed)

@@ -12,10 +12,11 @@ import asyncio
 import json
 import secrets
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
 from typing import Any, Generic, TypeVar
@@ -155,11 +156,18 @@ class ChatEndpoint(Generic[Result]):
         while self._live and len(self._waiting) < len(self._live):
             self._came.clear()
             try:
-                await asyncio.wait_for(self._came.wait(), self._patience if self._waiting else None)
+                await asyncio.wait_for(self._came.wait(), self._left())
             except TimeoutError:
                 return
             if self._broken is not None:
                 raise self._broken
+
+    def _left(self) -> float | None:
+        """Seconds until the first who waits has waited for long enough; None where nobody waits."""
+        if not self._waiting:
+            return None
+        first = min(each.since for each in self._waiting.values())
+        return max(0.0, first + self._patience - time.monotonic())
 
     def _answer(self) -> None:
         """Ask the policy for a turn of all who wait, those that may be as long together."""
@@ -205,6 +213,7 @@ class _Waiting:
     ids: list[int]
     room: int
     future: Future[ChatTurn]
+    since: float = field(default_factory=time.monotonic)
 
 
 class _Server:

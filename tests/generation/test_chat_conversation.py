@@ -97,6 +97,20 @@ def test_calls_of_tools_are_those_that_the_policy_wrote_and_their_answers_stand_
                          {"role": "tool", "tool_call_id": "other", "content": "3"}, tools=True))  # fmt: skip
 
 
+def test_calls_that_are_text_need_no_template_that_renders_calls() -> None:
+    plain: Any = AutoTokenizer.from_pretrained(TINY)
+    plain.chat_template = TEMPLATE.replace("{% for c in m.tool_calls or [] %}", "{% for c in [] %}")
+    reading = ChatReading(
+        plain, functools.partial(encode_prompt, plain), {}, frozenset([plain.eos_token_id]), parser="regex"
+    )
+    talk = ChatConversation(reading, 400)
+    talk.ask(request(tools=True))
+    said = say(talk, "add()")
+    (call,) = said["tool_calls"]
+    ids, _ = talk.ask(request(said, {"role": "tool", "tool_call_id": call["id"], "content": "7"}, tools=True))
+    assert plain.decode(ids).endswith("add()<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n")
+
+
 def test_what_is_no_call_is_text() -> None:
     talk = conversation()
     talk.ask(request(tools=True))

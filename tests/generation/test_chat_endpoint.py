@@ -150,6 +150,26 @@ def test_those_who_wait_for_each_other_are_answered(policy: nn.Module) -> None:
     same(draw(policy, by(two_at_a_time, patience=0.05)), draw(policy, by(one_turn)))
 
 
+def test_who_waits_is_answered_though_others_ask_for_what_is_refused(policy: nn.Module) -> None:
+    answered = asyncio.Event()
+
+    async def nags(row: int, url: str) -> None:
+        prompt = ASKED[row // GROUP]
+        first = said(await ask(url, prompt))
+        if row == 0:
+            said(await ask(url, [*prompt, first, AGAIN]))
+            answered.set()
+            return
+        for _ in range(200):
+            if answered.is_set():
+                return
+            assert (await ask(url, [{"role": "user", "content": "another"}]))["status"] == 400
+            await asyncio.sleep(0.02)
+
+    draw(policy, by(nags, patience=0.2), max_tokens=200)
+    assert answered.is_set()
+
+
 def test_agents_that_block_a_thread_each_do_not_wait_for_threads(policy: nn.Module) -> None:
     async def blocks(row: int, url: str) -> None:
         await ask(url, ASKED[row // 20])
