@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lit_rl.environments.base import Environment
 from lit_rl.environments.frames import Kind
-from lit_rl.environments.parser_choice import PARSERS
+from lit_rl.environments.parser_choice import check_parser
 from lit_rl.environments.parsers import Parser
 from lit_rl.environments.pool import Pool
 from lit_rl.environments.source import Interactive
@@ -95,12 +95,7 @@ class EnvironmentFactory(Interactive, ABC):
         memory_mb: int | None = None,
         journal: bool | str = False,
     ) -> None:
-        one_of("env.parser", parser, ("auto", *PARSERS))
-        if parser != "regex" and call_pattern is not None:
-            raise ConfigError(
-                f"env.parser={parser} and env.call_pattern={call_pattern!r}: a pattern is read by env.parser=regex, "
-                "and by nothing else."
-            )
+        check_parser(parser, call_pattern, "env.")
         in_range("env.max_turns", max_turns, low=1)
         in_range("env.max_tokens", max_tokens, low=1)
         in_range("env.max_observation_tokens", max_observation_tokens, low=1)

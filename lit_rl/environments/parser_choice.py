@@ -21,7 +21,7 @@ from lit_rl.environments.parsers import (
 )
 from lit_rl.environments.tagged_parsers import Glm4Parser, MuseGlimmerParser, Qwen35Parser
 from lit_rl.environments.tools import ToolCall
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, one_of
 
 Schemas = Sequence[Mapping[str, Any]]
 
@@ -69,6 +69,25 @@ _PROBE_SCHEMA = {
         },
     },
 }
+
+
+def check_parser(name: str, pattern: str | None, prefix: str = "") -> None:
+    """Whether there is such a parser, and whether it reads a pattern where one is given.
+
+    Args:
+        name: One of `PARSERS`, or ``auto``.
+        pattern: Of ``regex``, or None.
+        prefix: What stands before the names of the two settings, such as ``env.``.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    one_of(f"{prefix}parser", name, ("auto", *PARSERS))
+    if name != "regex" and pattern is not None:
+        raise ConfigError(
+            f"{prefix}parser={name} and {prefix}call_pattern={pattern!r}: a pattern is read by {prefix}parser=regex, "
+            "and by nothing else."
+        )
 
 
 def parser_for(name: str, tokenizer: Any, schemas: Schemas, pattern: str | None) -> Parser:

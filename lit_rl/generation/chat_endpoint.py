@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
+from lit_rl.environments.parser_choice import check_parser
 from lit_rl.errors import GenerationError, in_range
 from lit_rl.generation.chat_conversation import ChatConversation, ChatReading
 from lit_rl.generation.chat_requests import MODEL, ChatRequest, ChatTurn, RequestRefused, read_request
@@ -57,13 +58,14 @@ class ChatEndpoint(Generic[Result]):
         patience: Seconds that those who wait for the policy wait for others to ask too.
 
     Raises:
-        ConfigError: `patience` is below 0.
+        ConfigError: `patience` is below 0, or there is no such parser.
     """
 
     def __init__(
         self, trainer: RolloutHandle, *, parser: str = "auto", call_pattern: str | None = None, patience: float = 1.0
     ) -> None:
         in_range("patience", patience, low=0)
+        check_parser(parser, call_pattern)
         eos_ids = frozenset(trainer.eos_ids)
         self._reading = ChatReading(
             trainer.tokenizer, trainer.encode, trainer.template_kwargs, eos_ids, parser, call_pattern

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
+from lit_rl.environments.parser_choice import check_parser
 from lit_rl.errors import ConfigError, GenerationError, in_range
 from lit_rl.generation.chat_endpoint import ChatEndpoint
 from lit_rl.generation.chat_requests import MODEL
@@ -34,7 +35,7 @@ class VerifiersHarness:
         patience: See `ChatEndpoint`.
 
     Raises:
-        ConfigError: `max_failed` or `patience` is out of range.
+        ConfigError: `max_failed` or `patience` is out of range, or there is no such parser.
     """
 
     columns = (SCORES,)
@@ -51,6 +52,7 @@ class VerifiersHarness:
     ) -> None:
         in_range("max_failed", max_failed, low=0, high=1)
         in_range("patience", patience, low=0)
+        check_parser(parser, call_pattern)
         self.env = {"agent": ON_THIS_MACHINE} if env is None else dict(env)
         self.max_failed = max_failed
         self._endpoint = partial(ChatEndpoint[Any], parser=parser, call_pattern=call_pattern, patience=patience)

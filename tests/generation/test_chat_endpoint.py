@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from lit_rl.environments.frames import ChatFrames
-from lit_rl.errors import DataError, GenerationError, LitRLError
-from lit_rl.generation import ChatEndpoint, RolloutFunction
+from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
+from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness
 from lit_rl.generation.chat_endpoint import Agent
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.native import NativeGenerator
@@ -262,6 +262,20 @@ def test_an_agent_is_told_what_it_may_not_ask(policy: nn.Module) -> None:
     words = [answer.get("error", {}).get("message", "") for answer in answers]
     assert "n cannot be asked" in words[0] and "one turn of a completion at a time" in words[3]
     assert "begins or rewrites another" in words[5]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"parser": "hermess"}, "parser='hermess'.*hermes"),
+        ({"parser": "hermes", "call_pattern": "x"}, "parser=hermes and call_pattern='x': a pattern is read by"),
+    ],
+)
+def test_a_parser_that_is_none_is_refused_before_anything_is_drawn(settings: dict[str, Any], words: str) -> None:
+    handle: Any = None  # nothing is asked of it
+    for made in (lambda: ChatEndpoint(handle, **settings), lambda: VerifiersHarness(**settings)):
+        with pytest.raises(ConfigError, match=words):
+            made()
 
 
 def test_a_short_turn_is_short_and_the_room_is_kept(policy: nn.Module) -> None:
