@@ -102,7 +102,7 @@ def read_request(body: bytes) -> ChatRequest:
         raise RequestRefused(f"max_tokens={limits} is no number of tokens")
     return ChatRequest(
         messages=[_message(each) for each in asked["messages"]],
-        tools=[_tool(each) for each in asked.get("tools") or ()],
+        tools=[_tool(each) for each in _listed("tools", asked.get("tools"))],
         max_new_tokens=min(limits, default=None),
         stream=bool(asked.get("stream")),
     )
@@ -124,11 +124,24 @@ def _message(given: Any) -> Message:
         raise RequestRefused(f"{excerpt(repr(given))} is no message")
     message: Message = {"role": "system" if given["role"] == "developer" else given["role"]}
     message["content"] = _text(given.get("content"))
-    if calls := given.get("tool_calls"):
-        message["tool_calls"] = calls
+    if calls := _listed("tool_calls", given.get("tool_calls")):
+        message["tool_calls"] = [_checked_call(each) for each in calls]
     if given["role"] == "tool":
         message["tool_call_id"] = str(given.get("tool_call_id") or "")
     return message
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    if given is not None and not isinstance(given, list):
+        raise RequestRefused(f"{name}={excerpt(repr(given))} is no list")
+    return given or []
+
+
+def _checked_call(given: Any) -> Any:
+    function = given.get("function") if isinstance(given, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestRefused(f"{excerpt(repr(given))} is no call of a function: that has function.name")
+    return given
 
 
 def _text(content: Any) -> str:

@@ -161,6 +161,9 @@ def test_without_room_there_is_no_turn() -> None:
         ('{"messages": [{"role": "wizard", "content": "a"}]}', "is no message"),
         ('{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', "no number of tokens"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "web"}]}', "no function"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": 3}', "tools=3 is no list"),
+        ('{"messages": [{"role": "assistant", "tool_calls": "x"}]}', "tool_calls='x' is no list"),
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}', "is no call of a function"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(body: str, words: str) -> None:
