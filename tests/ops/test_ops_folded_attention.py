@@ -49,6 +49,23 @@ def test_it_is_plain_attention_over_repeated_keys(monkeypatch, t, block, holes):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
+def test_in_bfloat16_narrow_heads_of_several_prompts_are_near_sdpa():
+    exact = tensors(40)
+    narrow = [part.detach().bfloat16().requires_grad_() for part in exact]
+    wide = [part.detach().double().requires_grad_() for part in narrow]
+    weights = torch.randn(B, K * R, 40, E).bfloat16()
+
+    def found(out, inputs):
+        return [out, *torch.autograd.grad(out, inputs, weights.to(out.dtype))]
+
+    wanted = found(plain(*wide, None), wide)
+    theirs = found(plain(*narrow, None), narrow)
+    ours = found(folded_attention(*narrow, GROUPS, scaling=0.3), narrow)
+    for truth, their, our in zip(wanted, theirs, ours):
+        errors = [float((part - truth).detach().abs().mean()) for part in (our, their)]
+        assert errors[0] <= 4 * errors[1], errors
+
+
 @pytest.mark.parametrize("block", [2**19, 2**14], ids=["one block", "many blocks"])
 def test_in_bfloat16_it_is_about_as_exact_as_sdpa(monkeypatch, block):
     """Heads are as wide as models have them, and scores so large that rounded ones would be off by much."""
