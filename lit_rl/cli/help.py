@@ -13,9 +13,11 @@ _KEYS = """\
   model.lora.r=16          train LoRA adapters of that rank
   data.path=FILE           your prompts (with data=jsonl); data.prompt_key=COLUMN
   reward.fn=FILE.py:NAME   your reward (with reward=function)
-  algo.group_size=8        completions a prompt, of each of  data.prompts_per_rollout=32  prompts
+  algo.group_size=8        completions a prompt
+  data.prompts_per_rollout=32
   optimizer.lr=1e-6        learning rate
-  trainer.max_steps=100    optimizer steps, with completions of at most  sampling.max_new_tokens=512  tokens
+  sampling.max_new_tokens=512
+  trainer.max_steps=100    optimizer steps
   run_dir=DIR              where everything goes; with ckpt_path=last it is resumed"""
 
 _EXAMPLES = """\
@@ -51,7 +53,7 @@ def page() -> str:
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
         + "\n".join(rows + _row(", ".join(alone), ["default"]))
         + "\n\nGroups inside a group:\n"
-        + textwrap.fill(" · ".join(parts), 118, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        + textwrap.fill(" · ".join(parts), 119, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         + "\n\nKeys that matter:\n"
         + _KEYS
         + "\nEvery key: python train.py --cfg job. Examples:\n"
@@ -70,5 +72,5 @@ def _row(group: str, choices: list[str]) -> list[str]:
         return []
     head = f"  {group:<{_NAMES}} "
     return textwrap.wrap(
-        ", ".join(choices), 118, initial_indent=head, subsequent_indent=" " * (3 + _NAMES), break_on_hyphens=False
+        ", ".join(choices), 119, initial_indent=head, subsequent_indent=" " * (3 + _NAMES), break_on_hyphens=False
     )

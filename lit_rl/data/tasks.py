@@ -8,6 +8,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from lit_rl.errors import ConfigError, in_range
@@ -27,7 +28,7 @@ class Task(Protocol):
         ...
 
 
-class _HoldsOut(ABC):
+class HoldsOut(ABC):
     """Rows of which the first `val_rows` are held out."""
 
     val_rows: int
@@ -44,7 +45,7 @@ class _HoldsOut(ABC):
     def _rows(self) -> list[dict[str, Any]]: ...
 
 
-class Addition(_HoldsOut):
+class Addition(HoldsOut):
     """Sums of two whole numbers: `{"prompt": "17+25=", "answer": "42"}`.
 
     Every ordered pair of operands is a row of exactly one of the two sets. The held-out pairs depend only on the
@@ -127,7 +128,7 @@ class AdditionSteps(Addition):
         return rows
 
 
-class Largest(_HoldsOut):
+class Largest(HoldsOut):
     """Which of a few numbers is the largest, as one message of a chat, for models that follow instructions:
 
     `{"prompt": [{"role": "user", "content": "Which is the largest number: 7, 64, 12, 31? Reply with just the
@@ -221,7 +222,8 @@ class Repeated:
         return [{"prompt": self.prompt}] * self.val_rows
 
 
-class ReasoningGym(_HoldsOut):
+@dataclass(eq=False)
+class ReasoningGym(HoldsOut):
     """Problems of a generator of reasoning-gym (2505.24760), as one message of a chat:
 
     `{"prompt": [{"role": "user", "content": "State the final answer to ...: 4 + 3 ="}], "answer": "7", ...}`
@@ -242,25 +244,23 @@ class ReasoningGym(_HoldsOut):
         ConfigError: the generator has no such name or setting, or makes too few different problems.
     """
 
-    def __init__(
-        self,
-        name: str,
-        settings: Mapping[str, Any] | None = None,
-        instruction: str = "",
-        train_rows: int = 2000,
-        val_rows: int = 200,
-        seed: int = 0,
-    ) -> None:
-        in_range("data.task.train_rows", train_rows, low=1)
-        in_range("data.task.val_rows", val_rows, low=0)
-        self.name, self.settings, self.instruction = name, dict(settings or {}), instruction
-        self.train_rows, self.val_rows, self.seed = train_rows, val_rows, seed
+    name: str
+    settings: Mapping[str, Any] | None = None
+    instruction: str = ""
+    train_rows: int = 2000
+    val_rows: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        in_range("data.task.train_rows", self.train_rows, low=1)
+        in_range("data.task.val_rows", self.val_rows, low=0)
+        self.settings = dict(self.settings or {})
 
     def _rows(self) -> list[dict[str, Any]]:
         wanted, found = self.train_rows + self.val_rows, dict[str, dict[str, Any]]()
         tries = 2 * wanted + 100
         for index in range(tries):
-            problem = Problem(self.name, self.settings, self.seed, tries, index)
+            problem = Problem(self.name, self.settings or {}, self.seed, tries, index)
             entry = problem.entry()
             found.setdefault(entry["question"], self._row(problem, entry))
             if len(found) == wanted:
@@ -272,54 +272,47 @@ class ReasoningGym(_HoldsOut):
         )
 
     def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
-        question = f"{entry['question']}\n{self.instruction}" if self.instruction else entry["question"]
-        return {"prompt": [{"role": "user", "content": question}], "answer": entry["answer"], COLUMN: problem.text}
+        return {"prompt": self._prompt(entry["question"]), "answer": entry["answer"], COLUMN: problem.text}
+
+    def _prompt(self, question: str) -> str | list[dict[str, str]]:
+        return [{"role": "user", "content": f"{question}\n{self.instruction}" if self.instruction else question}]
 
 
+@dataclass(eq=False)
 class ReasoningGymPlain(ReasoningGym):
     """The same problems as plain text, for models that know no chat: `{"prompt": "4+3=", "answer": "7", ...}`
 
     Args:
         name: Of the generator, such as "chain_sum".
-        shown: What of a question is shown, as a regular expression: its matches, one behind the other. `[-+=0-9]` makes
-            "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". As it comes, everything is.
-        settings: See `ReasoningGym`, as the rest.
-        instruction: Added to what is shown.
+        settings: As `ReasoningGym` takes them, as the rest.
+        instruction: What is added behind what is shown.
         train_rows: Rows to learn from.
         val_rows: Held-out rows.
         seed: Seed of the problems.
+        shown: What of a question is shown, as a regular expression: its matches, one behind the other. `[-+=0-9]` makes
+            "4+3=" of "State the final answer to the following arithmetic problem: 4 + 3 =". As it comes, everything is.
 
     Raises:
         BackendError: reasoning-gym is not installed.
         ConfigError: as for `ReasoningGym`; or `shown` is no regular expression, or matches nothing in a question.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shown: str = r"(?s:.+)",
-        settings: Mapping[str, Any] | None = None,
-        instruction: str = "",
-        train_rows: int = 2000,
-        val_rows: int = 200,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(name, settings, instruction, train_rows, val_rows, seed)
-        try:
-            self.shown = re.compile(shown)
-        except re.error as error:
-            raise ConfigError(f"data.task.shown={shown!r} is no regular expression: {error}.") from error
+    shown: str = r"(?s:.+)"
 
-    def _row(self, problem: Problem, entry: dict[str, Any]) -> dict[str, Any]:
-        row = super()._row(problem, entry)
-        question = row["prompt"][0]["content"]
-        prompt = "".join(match.group() for match in self.shown.finditer(question))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        try:
+            re.compile(self.shown)
+        except re.error as error:
+            raise ConfigError(f"data.task.shown={self.shown!r} is no regular expression: {error}.") from error
+
+    def _prompt(self, question: str) -> str:
+        prompt = "".join(match.group() for match in re.finditer(self.shown, question))
         if not prompt:
             raise ConfigError(
-                f"data.task.shown={self.shown.pattern!r} matches nothing in a question of {self.name!r}: "
-                f"{question!r:.200}"
+                f"data.task.shown={self.shown!r} matches nothing in a question of {self.name!r}: {question!r:.200}"
             )
-        return {**row, "prompt": prompt}
+        return prompt + self.instruction
 
 
 class ReasoningGymText(ReasoningGym):

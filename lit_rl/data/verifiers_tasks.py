@@ -7,11 +7,12 @@ import json
 import random
 from typing import Any
 
+from lit_rl.data.tasks import HoldsOut
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.tasksets import COLUMN, TaskSet, prompt_of, written
 
 
-class VerifiersTasks:
+class VerifiersTasks(HoldsOut):
     """Tasks of a task set of verifiers, as chats:
 
     `{"prompt": [{"role": "user", "content": "Say the third letter of tree."}], "answer": "e", "verifiers": "..."}`
@@ -46,14 +47,6 @@ class VerifiersTasks:
         self.taskset = TaskSet.of(id, settings or {})
         self.train_rows, self.val_rows, self.seed = train_rows, val_rows, seed
         self._loaded: list[dict[str, Any]] | None = None
-
-    def train(self) -> list[dict[str, Any]]:
-        """The rows that are not held out."""
-        return self._rows()[self.val_rows :]
-
-    def val(self) -> list[dict[str, Any]]:
-        """The `val_rows` held-out rows."""
-        return self._rows()[: self.val_rows]
 
     def _rows(self) -> list[dict[str, Any]]:
         if self._loaded is None:

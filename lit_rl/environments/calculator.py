@@ -9,6 +9,12 @@ from lit_rl.errors import ConfigError, in_range
 
 LOWEST = 2
 
+TOLD = (
+    "To multiply two numbers, write multiply(a, b) and nothing else, and you will be told the product. "
+    "Then reply with just that number."
+)
+"""How a policy is told of the tool where its chat template does not."""
+
 
 def mul(a: int, b: int) -> str:
     """Multiply two whole numbers.
@@ -78,13 +84,13 @@ class ProductQuestions(Products):
     They are for models whose chat template tells nothing of tools.
 
     Args:
-        instruction: The words.
-        max_operand: As `Products` takes it, as the rest.
+        max_operand: As `Products` takes it.
         val_rows: How many products are held out.
         seed: Of the draw.
+        instruction: The words.
     """
 
-    def __init__(self, instruction: str, max_operand: int = 99, val_rows: int = 200, seed: int = 0) -> None:
+    def __init__(self, max_operand: int = 99, val_rows: int = 200, seed: int = 0, instruction: str = TOLD) -> None:
         super().__init__(max_operand, val_rows, seed)
         self.instruction = instruction
 
@@ -99,10 +105,10 @@ class QuestionDemonstrations(ProductQuestions):
     the question, and `multiply(17, 25)` as `completion`; the question, that call and the tool's answer, and `425`.
 
     Args:
-        instruction: As `ProductQuestions` takes it, as the rest.
-        max_operand: Largest operand.
+        max_operand: As `ProductQuestions` takes it, as the rest.
         val_rows: The products that it holds out are in no demonstration.
         seed: Of the draw.
+        instruction: The words.
     """
 
     def train(self) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
-from lit_rl.environments.frames import Frames
+from lit_rl.environments.frames import ChatFrames, Frames
 from lit_rl.environments.remembered import FailedBefore, told_of
 from lit_rl.environments.runner import GRACE, Begun, Late, Runner, Task
 from lit_rl.episodes import End, Episode
@@ -150,9 +150,9 @@ class Conversations(Responder):
         return self._factory.max_tokens
 
     @property
-    def frames(self) -> list[Frames]:
-        """What renders the answers of each row."""
-        return [row.frames for row in self._rows]
+    def chat_frames(self) -> list[ChatFrames]:
+        """What renders the answers of each row; empty where prompts are plain text."""
+        return [row.frames for row in self._rows if isinstance(row.frames, ChatFrames)]
 
     # ------------------------------------------------------------------ before and after
 

@@ -43,13 +43,6 @@ class Frames(ABC):
                 is closed here.
         """
 
-    def history(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a whole conversation as it is rendered anew, up to the policy's next turn.
-
-        No episode is made of these: see `encode`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no chat template")
-
 
 class TextFrames(Frames):
     """For prompts that are plain text: the text of the messages, as it stands. Control tokens in it are literal text.
@@ -113,7 +106,9 @@ class ChatFrames(Frames):
         return ids[ends[self._ends[kind, count] or 0] + closed :]
 
     def history(self, messages: Sequence[Message]) -> list[int]:
-        """See `Frames.history`. Calls and their answers get the ids that `encode` gives them.
+        """Token ids of a whole conversation as it is rendered anew, up to the policy's next turn.
+
+        No episode is made of these: see `encode`. Calls and their answers get the ids that it gives them.
 
         Raises:
             Exception: of any class: the chat template refuses the conversation.

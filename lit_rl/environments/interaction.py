@@ -71,7 +71,7 @@ class Interaction(EpisodeSource):
         self._reading = Reading(self._text, self._thought, self._written, self._shortened, frozenset(eos_ids))
         self._control, self._on_channels = control_tokens(tokenizer), speaks_on_channels(tokenizer)
         self._runner, self._told = Runner(), set[str]()
-        self._rewriting = TemplateRewriting(tokenizer) if chat else None
+        self._rewriting = TemplateRewriting(tokenizer)
 
     @property
     def settings(self) -> EnvironmentFactory:
@@ -139,13 +139,14 @@ class Interaction(EpisodeSource):
             completions = request.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
             drawn = replace(completions, episodes=conversations.episodes())
             rollout = request.batch.rollout
-            if self._rewriting is not None and rollout >= 0 and rollout % EVERY == 0:  # validations are below 0
-                self._rewriting.look(drawn, conversations.frames)
+            due = rollout >= 0 and rollout % EVERY == 0  # validations are below 0
+            if due and (frames := conversations.chat_frames):
+                self._rewriting.look(drawn, frames)
         self.waited += conversations.waited
         return drawn
 
-    def metrics(self) -> Mapping[str, tuple[float, float]]:
-        return {} if self._rewriting is None else self._rewriting.taken()
+    def pop_metrics(self) -> Mapping[str, tuple[float, float]]:
+        return self._rewriting.pop_metrics()
 
     def begin(
         self,

@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.checks import excerpt
-from lit_rl.environments.frames import Frames, template_name
+from lit_rl.environments.frames import ChatFrames, template_name
 from lit_rl.episodes import Episode
 from lit_rl.rollout import Completions, Message
 
@@ -47,8 +47,8 @@ class TemplateRewriting:
         self._tokenizer, self._warned = tokenizer, False
         self._counted: tuple[int, int] | None = None
 
-    def look(self, completions: Completions, frames: Sequence[Frames]) -> None:
-        """At the episodes of some completions, but for those that failed; the counts are of all since `taken`.
+    def look(self, completions: Completions, frames: Sequence[ChatFrames]) -> None:
+        """At the episodes of some completions, but for those that failed; the counts are of all since `pop_metrics`.
 
         Args:
             completions: With their episodes.
@@ -65,12 +65,12 @@ class TemplateRewriting:
             self._warned = True
             self._warn(words, len(differ), len(looked_at))
 
-    def taken(self) -> dict[str, tuple[float, float]]:
+    def pop_metrics(self) -> dict[str, tuple[float, float]]:
         """The metric, as numerator and denominator, which is given out once; empty where nothing was looked at."""
         counted, self._counted = self._counted, None
         return {} if counted is None else {"template/rewritten": counted}
 
-    def _compared(self, held: list[int], episode: Episode, frames: Frames) -> str | None:
+    def _compared(self, held: list[int], episode: Episode, frames: ChatFrames) -> str | None:
         """What the template would do to an episode; empty where that is other tokens of the same text, and None where
         it does nothing."""
         if episode.turns == 1:

@@ -100,7 +100,7 @@ class EpisodeSource(ABC):
     def draw(self, request: EpisodeRequest) -> Completions:
         """The completions of a batch."""
 
-    def metrics(self) -> Mapping[str, tuple[float, float]]:
+    def pop_metrics(self) -> Mapping[str, tuple[float, float]]:
         """What a training logs of the episodes that were drawn since this was asked last, beside what each of them
         says itself: numerators and denominators by name."""
         return {}

@@ -13,9 +13,7 @@ HERE = Path(__file__).parent
 MISSING = [name for name in ("verifiers", "openenv") if importlib.util.find_spec(name) is None]
 sys.path.append(str(HERE.parent / "docs"))  # what reads the pages of docs/, and runs what they say
 
-from doc_runs import left_as_found  # noqa: E402
-
-from lit_rl import cli  # noqa: E402
+from doc_runs import alone, running  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,19 +27,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, and the current one."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    return tmp_path
+    return alone(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def train(cwd: Path) -> Callable[..., int]:
     """`train(*arguments)` is `lit-rl *arguments` in `cwd`; returns the exit code."""
-
-    def run(*arguments: str) -> int:
-        with left_as_found():
-            sys.argv = ["lit-rl"]
-            return cli.run(list(arguments))
-
-    return run
+    return running("lit-rl")

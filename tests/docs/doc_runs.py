@@ -7,10 +7,14 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import pytest
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch.utilities.seed import isolate_rng
+
+from lit_rl import cli
 
 SMALL = ["trainer.max_steps=1", "eval.limit=4", "sampling.max_new_tokens=6", "callbacks.samples.print=0"]
 """One optimizer step, validated on four prompts."""
@@ -33,3 +37,22 @@ def left_as_found() -> Iterator[None]:
         os.environ.update(environment)
         root.handlers[:], root.level = handlers, level
         GlobalHydra.instance().clear()
+
+
+def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty folder the current one, without a hub."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return folder
+
+
+def running(program: str) -> Callable[..., int]:
+    """`running("train.py")(*arguments)` is `python train.py *arguments` in this process; returns the exit code."""
+
+    def run(*arguments: str) -> int:
+        with left_as_found():
+            sys.argv = [program]
+            return cli.run(list(arguments))
+
+    return run

@@ -46,7 +46,7 @@ def test_every_product_is_a_row_of_one_of_the_two_sets() -> None:
 
 def test_questions_are_the_same_products_in_a_chat() -> None:
     settings: dict[str, Any] = {"max_operand": 12, "val_rows": 20, "seed": 3}
-    questions, products = ProductQuestions("Use multiply(a, b).", **settings), Products(**settings)
+    questions, products = ProductQuestions(**settings, instruction="Use multiply(a, b)."), Products(**settings)
     for rows, plain in ((questions.train(), products.train()), (questions.val(), products.val())):
         for row, product in zip(rows, plain, strict=True):
             a, b = product["prompt"].removesuffix("=").split("*")

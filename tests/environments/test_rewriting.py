@@ -61,7 +61,7 @@ def looked_at(
         warnings.simplefilter("always")
         drawn(interaction, tokenizer, batch, said, 200)
     told = [str(each.message) for each in caught if "would not give back" in str(each.message)]
-    return dict(interaction.metrics()), told
+    return dict(interaction.pop_metrics()), told
 
 
 THOUGHTFUL = [["<think>\nsay it\n</think>\n\n3", "7"], ["<think>\nor this one\n</think>\n\n5", "7"]]

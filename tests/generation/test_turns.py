@@ -223,14 +223,14 @@ class ScriptedInteraction:
 
     factory = SimpleNamespace(seed="group", converses=True)
     settings = factory
-    journal, waited, _rewriting = None, 0.0, None
+    journal, waited = None, 0.0
     draw = Interaction.draw
 
     def begin(
         self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int, journal: Any
     ) -> tuple[list[list[int]], Any]:
         class Closing(Scripted):
-            waited = 0.0
+            waited, chat_frames = 0.0, ()
 
             def episodes(self) -> tuple[str, ...]:
                 return ("as it went",)

@@ -72,7 +72,7 @@ def test_it_calls_a_tool_through_its_own_template(train, tmp_path):
     """Whose tokens are those of the whole conversation, though that was never rendered; and both experiments run."""
     tokenizer, tools = LanguageModel(NAME).tokenizer, FunctionTools([multiply], parser="regex", max_turns=2)
     interaction = Interaction(tools, tokenizer, eos_ids=(tokenizer.eos_token_id,), chat=True, template_kwargs={})
-    chat = QuestionDemonstrations("Use multiply(a, b).", max_operand=30, val_rows=0).train()[1]["prompt"]
+    chat = QuestionDemonstrations(max_operand=30, val_rows=0).train()[1]["prompt"]
     asked = PromptBatch([chat[:1]], [[1]], {}, [0], [0])
     prompt_ids, conversations = interaction.begin(asked, [0], max_new_tokens=24)
     said = [*tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

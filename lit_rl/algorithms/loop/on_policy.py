@@ -425,7 +425,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             raise ConfigError("The module was not set up: call trainer.fit(module, datamodule=RolloutDataModule(...)).")
         self.scored, visible = self.shown(scored, rollout)
         self.rollout, replacing = self.replaced(rollout)
-        self._records.add(self.source.proof(self.device) | self._of_episodes() | metrics | replacing)
+        self._records.add(self.source.proof(self.device) | self._episode_metrics() | metrics | replacing)
         self._records.open(
             self.scored,
             visible,
@@ -440,11 +440,11 @@ class OnPolicyModule(GeneratingModule, ABC):
             rows = torch.tensor(float(len(teaching)), device=teaching.device)
             self._records.add({"frac_rows_skipped": (rows - teaching.sum(), rows)})
 
-    def _of_episodes(self) -> Metrics:
+    def _episode_metrics(self) -> Metrics:
         def number(value: float) -> Tensor:
             return torch.tensor(float(value), device=self.device)
 
-        found = {} if self.interaction is None else self.interaction.metrics()
+        found = {} if self.interaction is None else self.interaction.pop_metrics()
         return {name: (number(above), number(below)) for name, (above, below) in found.items()}
 
     def _micro_batch(self, batch: PromptBatch, ahead: int = 0) -> Rollout:

@@ -13,7 +13,7 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.episodes import Episode
 from lit_rl.errors import GenerationError, RewardError
 from lit_rl.ops.step import Highest, Metrics
-from lit_rl.rewards.functions.contract import Part
+from lit_rl.rewards.functions.contract import Part, of_a_turn
 from lit_rl.rewards.sums.weighted import Scores
 
 
@@ -85,7 +85,7 @@ def check_spans(scores: Scores, episodes: Sequence[Episode]) -> None:
 
 
 def _of_characters(parts: Sequence[Part]) -> bool:
-    return any(len(part) == len(("start", "end", "value")) for part in parts)
+    return not all(map(of_a_turn, parts))
 
 
 def _has_messages(episode: Episode) -> bool:

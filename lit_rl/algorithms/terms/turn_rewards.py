@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.signatures import unwrapped
 from lit_rl.ops.returns import process_supervised
-from lit_rl.rewards.functions.contract import Part
+from lit_rl.rewards.functions.contract import of_a_turn
 
 
 class TurnRewards:
@@ -31,7 +31,7 @@ class TurnRewards:
         """At the rewards of a rollout, as they are about to be credited."""
         if not self._normalises_steps or self._warned or scored.completions.turn is None:
             return
-        if any(map(_are_of_turns, scored.scores.span_rewards or ())):
+        if any(of_a_turn(part) for parts in scored.scores.span_rewards or () for part in parts):
             self._warned = True
             rank_zero_warn(
                 "algo/advantage=process_supervised compares the reward of a turn with the mean over all turns of its "
@@ -39,7 +39,3 @@ class TurnRewards:
                 "0, however many turns there were. Take algo/advantage=centered_turns, which compares what was earned "
                 "from a turn on with that of the group's other turns of its number, or centered_return_to_go."
             )
-
-
-def _are_of_turns(parts: Sequence[Part]) -> bool:
-    return any(len(part) == len(("turn", "value")) for part in parts)

@@ -30,6 +30,12 @@ TurnReward = tuple[int, float]
 Part = Span | TurnReward
 """Of a reward: where in a completion it was earned."""
 
+
+def of_a_turn(part: Part) -> bool:
+    """Whether a part is of a turn; else it is of a span of characters."""
+    return len(part) != len(_SPAN)
+
+
 ARGUMENTS = ("prompts", "completions", "completion_ids", *SERVICES)
 """What a reward function may name besides the columns of the data."""
 
@@ -204,7 +210,7 @@ def _number(name: str, index: int, value: Any, completion: Completion) -> float:
 
 
 def _part(name: str, index: int, part: Any, completion: Completion) -> Part:
-    if len(part) == len(_SPAN):
+    if not of_a_turn(part):
         return _span(name, index, part, completion)
     turn, value = part
     if not isinstance(turn, int) or turn < 0:
