@@ -54,7 +54,7 @@ def process_of(factory: MCPTools) -> int:
     return json.loads(call(factory, "whoami").text)["pid"]
 
 
-def gone(process: int, seconds: float = 5.0) -> bool:
+def gone(process: int, seconds: float = 30.0) -> bool:
     end = time.monotonic() + seconds
     while runs(process) and time.monotonic() < end:
         time.sleep(0.02)
