@@ -9,6 +9,7 @@ stderr. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,8 +40,9 @@ def main(arguments: Sequence[str]) -> None:
     else:
         code = server.returncode
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        sys.stderr.write(f"The server process ended by itself: {how}.\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # who would read it is gone: then it ended as its stdin did
+            sys.stderr.write(f"The server process ended by itself: {how}.\n")
+            sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)
 
 

@@ -151,6 +151,26 @@ def test_sums_of_a_generator_are_learned(tmp_path: Path) -> None:
     assert before < 0.1 and after > 0.18, (before, after)
 
 
+def test_an_episode_of_one_turn_is_a_completion(tmp_path: Path) -> None:
+    """With an environment that ends it there and without one: the same tokens, and the same weights to the bit."""
+
+    def evens(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+        return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
+
+    kept = []
+    for env in (None, guessing(max_turns=1)):
+        method = partial(GRPO, LanguageModel("tiny"), evens, sampling=SAMPLED, group_size=4)
+        module = method() if env is None else method(env=env)
+        trainer = trainer_of(tmp_path, 2)
+        trainer.fit(module, prompts())
+        assert trainer.callback_metrics["train/grad_norm"] > 0
+        kept.append((module.scored.completions, list(module.policy.parameters())))
+    (plain, weights), (episodes, others) = kept
+    assert torch.equal(plain.response_ids, episodes.response_ids)
+    assert torch.equal(plain.response_mask, episodes.response_mask)
+    assert all(torch.equal(mine, its) for mine, its in zip(weights, others, strict=True))
+
+
 @pytest.mark.parametrize("method", quick(list(METHODS), {"ppo"}))
 def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     module = module_of(METHODS[method])

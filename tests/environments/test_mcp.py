@@ -21,6 +21,7 @@ from mcp import Client
 from talks import Talk, asked, chats, one, texts
 from tiers import quick
 
+from lit_rl import supervisor
 from lit_rl.algorithms import GRPO
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Repeated
@@ -237,6 +238,25 @@ def test_no_process_outlives_the_run(how: str) -> None:
         run.kill()
     assert run.wait(30) == (-signal.SIGKILL if how == "killed" else 0)
     assert all(map(gone, processes))
+
+
+def test_a_group_ends_although_nobody_reads_what_its_supervisor_says() -> None:
+    """A run that was killed: its server ends as its stdin does, and the supervisor may see that first."""
+    leaves = "import mcp_tools; print(mcp_tools.child(), flush=True)"
+    reader, stderr = os.pipe()
+    watched = subprocess.Popen(
+        [sys.executable, supervisor.__file__, str(os.getpid()), "1", sys.executable, "-c", leaves],
+        cwd=Path(SERVER).parent,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
+        text=True,
+    )
+    os.close(reader)
+    os.close(stderr)
+    assert watched.stdout is not None
+    assert gone(int(watched.stdout.readline()))
+    assert watched.wait(LIMIT) == -signal.SIGKILL
 
 
 @pytest.mark.all
