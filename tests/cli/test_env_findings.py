@@ -130,7 +130,7 @@ LEFT = [
     ("Files", "open files +1"),
     pytest.param("Threads", "threads +1", marks=pytest.mark.all),
     pytest.param("Memory", "Python objects +1", marks=pytest.mark.all),
-    pytest.param("Buffers", "KiB of memory +", marks=pytest.mark.all),  # how many: the test below, in a fresh process
+    pytest.param("Buffers", "KiB of memory +", marks=pytest.mark.all),  # how many: the test above, in a fresh process
 ]
 
 
