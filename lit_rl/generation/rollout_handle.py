@@ -104,8 +104,8 @@ class RolloutHandle:
         rooms = [given] * count if isinstance(given, int) else list(given)
         if len(rooms) != count:
             raise GenerationError(
-                f"trainer.generate was given {count} texts and {len(rooms)} max_new_tokens: give one number, or one for "
-                "each text."
+                f"trainer.generate was given {count} texts and {len(rooms)} max_new_tokens: give one number, or one "
+                "for each text."
             )
         for room in set(rooms):
             in_range("max_new_tokens", room, low=1)
