@@ -113,10 +113,18 @@ class ChatFrames(Frames):
         Raises:
             Exception: of any class: the chat template refuses the conversation.
         """
-        tools = self._skeletons.get("tool")
-        said = [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
         settings = {"tokenize": False, "add_generation_prompt": True, **self._settings}
-        return self._ids(str(self._tokenizer.apply_chat_template(said, **settings)))
+        return self._ids(str(self._tokenizer.apply_chat_template(self.with_calls(messages), **settings)))
+
+    def with_calls(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages of a conversation as the chat template wants their calls: the arguments as a mapping or as JSON
+        text, and an id for each call and each answer that has none.
+
+        Args:
+            messages: With the arguments of calls as mappings. The template was tried with answers of tools.
+        """
+        tools = self._skeletons.get("tool")
+        return [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
 
     def _renders(self, kind: Kind, count: int) -> bool:
         """Whether the template renders so many answers to one turn. Some know of one call a turn."""
@@ -225,6 +233,29 @@ def template_name(tokenizer: Any) -> str:
     """What messages call the chat template by."""
     model = getattr(tokenizer, "name_or_path", "")
     return f"chat template of {model}" if model else "chat template"
+
+
+def check_tools_are_told(
+    tokenizer: Any, tools: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any]
+) -> None:
+    """Whether the chat template tells the policy of the tools.
+
+    Args:
+        tokenizer: Of the policy, with its chat template.
+        tools: Their schemas.
+        chat_template_kwargs: What prompts are rendered with, the tools among them.
+
+    Raises:
+        ConfigError: the name of one is not in what it renders.
+    """
+    asked = [{"role": "user", "content": "a"}]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **chat_template_kwargs)
+    names = [tool["function"]["name"] for tool in tools]
+    if missing := [name for name in names if name not in str(text)]:
+        raise ConfigError(
+            f"The {template_name(tokenizer)} does not tell the policy of the tools: {', '.join(missing)} is "
+            "not in what it renders. Give one that does with model.chat_template=FILE, or take another model."
+        )
 
 
 def _probes(kind: Kind, count: int) -> list[Message]:

@@ -15,7 +15,7 @@ from lit_rl.environments.base import Environment, Opening
 from lit_rl.environments.channels import said_and_thought, speaks_on_channels
 from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
-from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, literal_ids, template_name
+from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, check_tools_are_told, literal_ids
 from lit_rl.environments.journal import EpisodeJournal, Journal
 from lit_rl.environments.parser_choice import parser_for
 from lit_rl.environments.parsers import Parser, RegexParser
@@ -23,7 +23,7 @@ from lit_rl.environments.remembered import RememberedEnvironment
 from lit_rl.environments.rewriting import EVERY, TemplateRewriting
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource
-from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.errors import GenerationError
 from lit_rl.rollout import Completions, Message, Prompt, PromptBatch
 
 _SEED_BITS = 31
@@ -293,18 +293,8 @@ class Interaction(EpisodeSource):
         if tools is not None:
             settings["tools"] = tools
             if not isinstance(parser, RegexParser):  # of a form of call that no template knows, prompts tell
-                self._check_tools_are_told(tools, settings)
+                check_tools_are_told(self._tokenizer, tools, settings)
         return _Ready(kind, frames, parser, settings)
-
-    def _check_tools_are_told(self, tools: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> None:
-        asked = [{"role": "user", "content": "a"}]
-        text = self._tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **settings)
-        names = [tool["function"]["name"] for tool in tools]
-        if missing := [name for name in names if name not in str(text)]:
-            raise ConfigError(
-                f"The {template_name(self._tokenizer)} does not tell the policy of the tools: {', '.join(missing)} is "
-                "not in what it renders. Give one that does with model.chat_template=FILE, or take another model."
-            )
 
     def _text(self, ids: Sequence[int]) -> str:
         if self._on_channels:

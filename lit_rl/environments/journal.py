@@ -72,8 +72,8 @@ class Journal:
         return lambda *name: EpisodeJournal(self, (number, *name))
 
     def saved(self, rollout: int) -> None:
-        """A checkpoint that holds this rollout is about to be written; the one before it is complete, so what it holds
-        is asked for no more."""
+        """A checkpoint that holds this rollout is about to be written. Remove the replies of the rollouts that the
+        checkpoint before it holds: that one is complete, so a resumed run begins behind them."""
         for path in self._folder.glob("rollout_*.rank_*.jsonl"):
             number = path.name.removeprefix("rollout_").partition(".")[0]
             if number.isdigit() and int(number) <= self._saved:

@@ -37,6 +37,8 @@ class EpisodeRequest:
     """How to draw; ``max_new_tokens`` are those of a turn."""
     row_keys: Sequence[int]
     """One a completion, any integers: what is random in it is drawn from its own."""
+    context: float = 0
+    """Tokens that a text and what is written behind it may have together, as far as the generator can tell; else 0."""
 
 
 class Interactive:

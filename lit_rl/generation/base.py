@@ -94,6 +94,12 @@ class Generator(ABC):
         """
 
     @property
+    def context(self) -> float:
+        """Tokens that a prompt and its response may have together, once synced; 0: it cannot tell. Responses that may
+        have fewer tokens than others are drawn with these, and cut, as far as they fit in here."""
+        return 0
+
+    @property
     def share_of_device(self) -> float:
         """Share of the device's memory that an engine holds while the policy learns, in [0, 1)."""
         return 0.0
@@ -192,6 +198,10 @@ class InProcessGenerator(Generator):
         Where `batch_size` is None it is ``bound``, which a memory plan may set: samples do not depend on it.
         """
         return self.bound if self.batch_size is None else self.batch_size
+
+    @property
+    def context(self) -> float:
+        return 0 if self._policy is None else context_length(self._policy) or math.inf
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_policy": None}

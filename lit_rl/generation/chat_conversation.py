@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lit_rl.data.checks import excerpt
-from lit_rl.environments.frames import ChatFrames, Frames, Kind
+from lit_rl.environments.channels import said_and_thought, speaks_on_channels
+from lit_rl.environments.frames import ChatFrames, Kind, check_tools_are_told
 from lit_rl.environments.parser_choice import parser_for
-from lit_rl.environments.parsers import BadCall, Parser, ToolCall
+from lit_rl.environments.parsers import UNREADABLE, BadCall, Parser, RegexParser, ToolCall
 from lit_rl.generation.chat_requests import ChatRequest, ChatTurn, RequestRefused
 from lit_rl.rollout import Message
 
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 """An id as Mistral's templates demand it."""
+
+THOUGHTS = ("reasoning_content", "reasoning")
+"""What a message's thoughts are called: by DeepSeek, SGLang and older vLLM, and by vLLM today."""
 
 
 @dataclass
@@ -43,51 +48,71 @@ class ChatReading:
     eos_ids: frozenset[int]
     parser: str = "auto"
     call_pattern: str | None = None
-    _frames: dict[tuple[str, Kind], Frames] = field(default_factory=dict)
+    _frames: dict[tuple[str, Kind, bool], ChatFrames] = field(default_factory=dict)
     _parsers: dict[str, Parser] = field(default_factory=dict)
 
     def prompt(self, request: ChatRequest) -> list[int]:
-        """Of a first request."""
-        return self.encode(request.messages, chat_template_kwargs={**self.template_kwargs, **self._tools(request)})
+        """Of a first request.
+
+        Raises:
+            RequestRefused: the arguments of a call in it are no JSON object, or an answer of a tool is to no call.
+            ConfigError: the chat template does not tell the policy of the tools, or nothing says how calls are written.
+        """
+        settings, messages = dict(self.template_kwargs), request.messages
+        if request.tools:
+            settings["tools"] = request.tools
+            if not isinstance(self._parser(request), RegexParser):  # of a call that no template knows, prompts tell
+                check_tools_are_told(self.tokenizer, request.tools, settings)
+        if any("tool_calls" in message for message in messages):
+            messages = self._framed("tool", request, calls_are_text=False).with_calls([*_examples(messages)])
+        return self.encode(messages, chat_template_kwargs=settings)
 
     def answers(self, messages: Sequence[Message], request: ChatRequest, *, closed: bool) -> list[int]:
         """What stands between a turn and the next, of the messages that answer it."""
         kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
-        key = json.dumps(request.tools, sort_keys=True), kind
+        return self._framed(kind, request, calls_are_text=self.parser == "regex").encode(messages, closed=closed)
+
+    def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
+        """A turn of the policy as an agent reads it; calls without an id are given one by their number."""
+        written = str(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
+        message: Message = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        if self._on_channels:
+            message["content"], thought = said_and_thought(written)
+            message |= dict.fromkeys(THOUGHTS, thought) if thought else {}
+        parsed = self._parser(request).parse(written) if request.tools else None
+        if parsed is None or not parsed.calls:
+            return message
+        message["content"] = parsed.content + "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
+        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
+        told = [_call(call, number + place) for place, call in enumerate(calls)]
+        return message | {"tool_calls": told} if told else message
+
+    def closed(self, ids: Sequence[int]) -> bool:
+        """Whether a turn ended with a token that ends turns."""
+        return bool(ids) and ids[-1] in self.eos_ids
+
+    @cached_property
+    def _on_channels(self) -> bool:
+        return speaks_on_channels(self.tokenizer)
+
+    def _parser(self, request: ChatRequest) -> Parser:
+        key = json.dumps(request.tools, sort_keys=True)
+        if key not in self._parsers:
+            self._parsers[key] = parser_for(self.parser, self.tokenizer, request.tools, self.call_pattern)
+        return self._parsers[key]
+
+    def _framed(self, kind: Kind, request: ChatRequest, *, calls_are_text: bool) -> ChatFrames:
+        key = json.dumps(request.tools, sort_keys=True), kind, calls_are_text
         if key not in self._frames:
             self._frames[key] = ChatFrames(
                 self.tokenizer,
                 eos_ids=sorted(self.eos_ids),
                 kinds=(kind,),
                 tools=request.tools,
-                calls_are_text=self.parser == "regex",
+                calls_are_text=calls_are_text,
                 chat_template_kwargs=self.template_kwargs,
             )
-        return self._frames[key].encode(messages, closed=closed)
-
-    def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
-        """A turn of the policy as an agent reads it; calls without an id are given one by their number."""
-        if not request.tools:
-            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-        key = json.dumps(request.tools, sort_keys=True)
-        if key not in self._parsers:
-            self._parsers[key] = parser_for(self.parser, self.tokenizer, request.tools, self.call_pattern)
-        parsed = self._parsers[key].parse(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
-        unread = "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
-        calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
-        if not calls:
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
-            return {"role": "assistant", "content": parsed.content + unread if unread else text}
-        written = [_call(call, number + place) for place, call in enumerate(calls)]
-        return {"role": "assistant", "content": parsed.content + unread, "tool_calls": written}
-
-    def closed(self, ids: Sequence[int]) -> bool:
-        """Whether a turn ended with a token that ends turns."""
-        return bool(ids) and ids[-1] in self.eos_ids
-
-    @staticmethod
-    def _tools(request: ChatRequest) -> dict[str, Any]:
-        return {"tools": request.tools} if request.tools else {}
+        return self._frames[key]
 
 
 @dataclass
@@ -111,7 +136,15 @@ class ChatConversation:
     turns: int = 0
     _said: list[Message] = field(default_factory=list)
     _asked: tuple[ChatRequest, list[int]] | None = None
+    _answered: tuple[ChatRequest, ChatTurn] | None = None
+    _told: frozenset[str] = frozenset()
+    """The names of the tools that the prompt tells of."""
     _last: list[int] = field(default_factory=list)
+
+    def answered(self, request: ChatRequest) -> ChatTurn | None:
+        """What this very request was answered, if it was the last one: a client sends it again where it has lost the
+        answer."""
+        return self._answered[1] if self._answered is not None and self._answered[0] == request else None
 
     def ask(self, request: ChatRequest) -> tuple[list[int], int]:
         """The tokens that the policy goes on from, and how many it may write at most.
@@ -125,7 +158,7 @@ class ChatConversation:
         if self.turns:
             between = self._between(request)
         else:
-            self.prompt_ids = self.reading.prompt(request)
+            self.prompt_ids, self._told = self.reading.prompt(request), _names(request)
         room = self.max_tokens - len(self.completion_ids) - len(between or ())
         if room < 1:
             self.ended = False
@@ -134,7 +167,7 @@ class ChatConversation:
                 f"{self.max_tokens} tokens.",
                 code="context_length_exceeded",
             )
-        self._asked = request, between or []
+        self._asked, self._answered = (request, between or []), None
         return [*self.prompt_ids, *self.completion_ids, *(between or ())], room
 
     def answer(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> ChatTurn:
@@ -149,7 +182,8 @@ class ChatConversation:
         self._said = [*request.messages, message]
         self._last, self.ended, self.turns = list(ids), ended, self.turns + 1
         finish = "tool_calls" if message.get("tool_calls") else "stop" if ended else "length"
-        return ChatTurn(message, finish, prompt, len(ids))
+        self._answered = request, ChatTurn(message, finish, prompt, len(ids))
+        return self._answered[1]
 
     def write(self, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> None:
         """A completion of one turn that nobody has asked for."""
@@ -170,14 +204,58 @@ class ChatConversation:
                 f"behind a turn of the policy come messages of tools, or of the user; here {sorted(roles) or 'nothing'}"
                 " came"
             )
+        if self.reading.parser != "regex" and (untold := _names(request) - self._told):
+            raise RequestRefused(
+                f"the policy is told of tools by the first request of a conversation, and {', '.join(sorted(untold))} "
+                "was not in it"
+            )
         names = {call["id"]: call["function"]["name"] for call in self._said[-1].get("tool_calls") or ()}
         messages = [_answer(message, names) for message in new]
         return self.reading.answers(messages, request, closed=self.reading.closed(self._last))
 
 
+def _names(request: ChatRequest) -> frozenset[str]:
+    return frozenset(tool["function"]["name"] for tool in request.tools)
+
+
 def _call(call: ToolCall, number: int) -> Message:
     function = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
-    return {"id": call.id or f"call{number:05d}", "type": "function", "function": function}
+    return {"id": call.id or _call_id(number), "type": "function", "function": function}
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"
+
+
+def _examples(messages: Sequence[Message]) -> Iterator[Message]:
+    """The messages of a prompt as templates know them: the arguments of calls as mappings, the answers of tools with
+    the tool's name, and ids that no template takes as numbers."""
+    names, ids = dict[str, str](), dict[str, str]()
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            name, id = call["function"]["name"], str(call.get("id"))
+            names[id], ids[id] = name, id if _ID.fullmatch(id) else _call_id(len(ids))
+            function = {"name": name, "arguments": _arguments(call)}
+            calls.append({"id": ids[id], "type": "function", "function": function})
+        if message["role"] == "tool":
+            yield _answer(message, names) | {"tool_call_id": ids[message["tool_call_id"]]}
+        else:
+            yield message | {"tool_calls": calls} if calls else message
+
+
+def _arguments(call: Message) -> Mapping[str, Any]:
+    """Those of a call, which OpenAI's API sends as JSON text."""
+    written = call["function"].get("arguments")
+    try:
+        read = json.loads(written or "{}") if isinstance(written, str | None) else written
+    except UNREADABLE:
+        read = None
+    if not isinstance(read, dict):
+        raise RequestRefused(
+            f"the arguments of a call of {call['function']['name']} are {excerpt(repr(written))}, and no JSON object"
+        )
+    return read
 
 
 def _answer(message: Message, names: Mapping[str, str]) -> Message:

@@ -18,7 +18,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import groupby
 from typing import Any, Generic, TypeVar
 
 from lit_rl.environments.parser_choice import check_parser
@@ -43,7 +42,7 @@ class Played(Generic[Result]):
     """What agents did with a rollout's completions."""
 
     results: list[Result | Exception]
-    """What each agent returned, or raised."""
+    """What each agent returned, or raised; a `TimeoutError` of one whose time was over."""
     rollout: dict[str, list[Any]]
     """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` and ``ended``."""
 
@@ -56,21 +55,32 @@ class ChatEndpoint(Generic[Result]):
         parser: Reads calls of tools where a request names tools: a name as of `env.parser`.
         call_pattern: Of `parser=regex`.
         patience: Seconds that those who wait for the policy wait for others to ask too.
+        agent_timeout: Seconds that an agent may take from when it is called, generation included; None is no limit. It
+            is looked at while the agent awaits something: no turn is cut. One that is late is cancelled, and the others
+            go on.
 
     Raises:
-        ConfigError: `patience` is below 0, or there is no such parser.
+        ConfigError: a number is out of range, or there is no such parser.
     """
 
     def __init__(
-        self, trainer: RolloutHandle, *, parser: str = "auto", call_pattern: str | None = None, patience: float = 1.0
+        self,
+        trainer: RolloutHandle,
+        *,
+        parser: str = "auto",
+        call_pattern: str | None = None,
+        patience: float = 1.0,
+        agent_timeout: float | None = None,
     ) -> None:
         in_range("patience", patience, low=0)
+        if agent_timeout is not None:
+            in_range("agent_timeout", agent_timeout, low=0, open_low=True)
         check_parser(parser, call_pattern)
         eos_ids = frozenset(trainer.eos_ids)
         self._reading = ChatReading(
             trainer.tokenizer, trainer.encode, trainer.template_kwargs, eos_ids, parser, call_pattern
         )
-        self._trainer, self._patience = trainer, patience
+        self._trainer, self._patience, self._agent_timeout = trainer, patience, agent_timeout
         self._conversations = [ChatConversation(self._reading, trainer.max_tokens) for _ in range(trainer.count)]
         self._live: set[int] = set()
         self._waiting: dict[int, _Waiting] = {}
@@ -139,10 +149,17 @@ class ChatEndpoint(Generic[Result]):
                         self._leave(row)
 
     async def _write(self, agent: Agent[Result], row: int, url: str) -> Result | Exception:
+        limit = asyncio.timeout(self._agent_timeout)
         try:
-            return await agent(row, url)
+            async with limit:
+                return await agent(row, url)
         except Exception as error:  # an agent is a program of anybody's
-            return error
+            if not limit.expired():
+                return error
+            self._conversations[row].ended = False
+            late = TimeoutError(f"the agent took longer than agent_timeout={self._agent_timeout:g} s")
+            late.__cause__ = error
+            return late
         finally:
             self._live.discard(row)
             self._leave(row)
@@ -151,7 +168,8 @@ class ChatEndpoint(Generic[Result]):
     def _leave(self, row: int) -> None:
         """Nobody answers what was asked last: whoever waits for it hears that it is over."""
         if waiting := self._waiting.pop(row, None):
-            waiting.future.cancel()
+            for future in waiting.futures:
+                future.cancel()
 
     async def _until_asked(self) -> None:
         """Until all agents wait for the policy, or some of them have waited for long enough."""
@@ -172,16 +190,18 @@ class ChatEndpoint(Generic[Result]):
         return max(0.0, first + self._patience - time.monotonic())
 
     def _answer(self) -> None:
-        """Ask the policy for a turn of all who wait, those that may be as long together."""
-        waiting = sorted(self._waiting.items(), key=lambda each: (-each[1].room, each[0]))
-        for room, part in groupby(waiting, key=lambda each: each[1].room):
-            asked = list(part)
-            rows = [row for row, _ in asked]
-            with no_loop():  # engines may run one
-                out = self._trainer.generate([each.ids for _, each in asked], rows=rows, max_new_tokens=room)
-            for (row, each), ids, logprobs, ended in zip(asked, out["completion_ids"], out["logprobs"], out["ended"]):
-                each.future.set_result(self._conversations[row].answer(ids, logprobs, ended=ended))
-                del self._waiting[row]
+        """Ask the policy for a turn of all who wait."""
+        rows = sorted(self._waiting)
+        asked = [self._waiting[row] for row in rows]
+        with no_loop():  # engines may run one
+            out = self._trainer.generate(
+                [each.ids for each in asked], rows=rows, max_new_tokens=[each.room for each in asked]
+            )
+        for row, each, ids, logprobs, ended in zip(rows, asked, out["completion_ids"], out["logprobs"], out["ended"]):
+            turn = self._conversations[row].answer(ids, logprobs, ended=ended)
+            for future in each.futures:
+                future.set_result(turn)
+            del self._waiting[row]
 
     # ------------------------------------------------------------------ requests, on threads of their own
 
@@ -192,16 +212,18 @@ class ChatEndpoint(Generic[Result]):
         try:
             return future.result()
         except CancelledError:
-            raise RequestRefused("the rollout is over", status=409) from None
+            raise RequestRefused("the agent's time or the rollout is over", status=409) from None
 
     def _asked(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> None:
         if row not in self._live:
             future.cancel()
             return
+        if self._asked_before(row, request, future):
+            return
         try:
             ids, room = self._conversations[row].ask(request)
             most = self._trainer.sampling.max_new_tokens
-            self._waiting[row] = _Waiting(ids, min(most, room, request.max_new_tokens or most), future)
+            self._waiting[row] = _Waiting(request, ids, min(most, room, request.max_new_tokens or most), [future])
         except RequestRefused as refused:
             future.set_exception(refused)
         except Exception as error:  # the policy cannot be asked so: a chat template, a parser
@@ -209,12 +231,24 @@ class ChatEndpoint(Generic[Result]):
             self._broken = error
         self._came.set()
 
+    def _asked_before(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> bool:
+        """Whether a client sends its last request once more, as it does where the answer was lost or is late. It gets
+        the answer to that one."""
+        if turn := self._conversations[row].answered(request):
+            future.set_result(turn)
+        elif (waiting := self._waiting.get(row)) and waiting.request == request:
+            waiting.futures.append(future)
+        else:
+            return False
+        return True
+
 
 @dataclass(frozen=True)
 class _Waiting:
+    request: ChatRequest
     ids: list[int]
     room: int
-    future: Future[ChatTurn]
+    futures: list[Future[ChatTurn]]
     since: float = field(default_factory=time.monotonic)
 
 

@@ -87,7 +87,8 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     if interaction is None:
         return partial(generator.generate, replace(asked, over=over), sampling)
     agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
-    wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, row_keys(keys, group_size).tolist())
+    of_rows = row_keys(keys, group_size).tolist()
+    wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, of_rows, generator.context)
     device = next((parameter.device for parameter in policy.parameters()), torch.device("cpu"))
 
     def draw() -> Completions:

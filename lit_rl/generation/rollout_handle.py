@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ class RolloutHandle:
     ) -> None:
         self._generate, self._asked, self._keys = request.generate, request.prompts, request.row_keys
         self._thread, self._calls = threading.get_ident(), [0] * len(request.row_keys)
+        self._context = request.context
         self.seconds = 0.0
         """That `generate` has taken so far."""
         self.sampling = request.sampling
@@ -64,7 +65,7 @@ class RolloutHandle:
         prompt_ids: Sequence[Sequence[int]],
         *,
         rows: Sequence[int] | None = None,
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
     ) -> dict[str, list[Any]]:
         """Let the policy go on with texts. A sample depends on its completion and on how often that went on so far, and
         on no other text; with vLLM, a first one that is asked for without the others is another than with them.
@@ -72,7 +73,9 @@ class RolloutHandle:
         Args:
             prompt_ids: The tokens of each text.
             rows: Which completion each is for. None: there is one for every completion, in order.
-            max_new_tokens: None is `sampling.max_new_tokens`.
+            max_new_tokens: Of each, or one number for each text. None is `sampling.max_new_tokens`. What may be shorter
+                than others is drawn with them and cut, as long as no text leaves the model's context; the tokens are
+                those that it would have got alone.
 
         Returns:
             ``prompt_ids``, ``completion_ids`` and ``logprobs``, as a rollout function returns them, and ``ended``:
@@ -85,24 +88,65 @@ class RolloutHandle:
         self._check(prompt_ids, numbers)
         if not numbers:
             return {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "ended")}
-        sampling = self.sampling
-        if max_new_tokens is not None:
-            in_range("max_new_tokens", max_new_tokens, low=1)
-            least = min(sampling.min_new_tokens, max_new_tokens)
-            sampling = replace(sampling, max_new_tokens=max_new_tokens, min_new_tokens=least)
+        texts, rooms = [list(ids) for ids in prompt_ids], self._rooms(max_new_tokens, len(numbers))
+        drawn: dict[int, tuple[list[int], list[float], bool]] = {}
+        for together in self._together(texts, rooms):
+            most = max(rooms[place] for place in together)
+            parts = self._drawn([texts[place] for place in together], [numbers[place] for place in together], most)
+            drawn |= {place: _cut(*part, rooms[place]) for place, part in zip(together, parts)}
+        completions = [drawn[place] for place in range(len(texts))]
+        columns = dict(zip(("completion_ids", "logprobs", "ended"), map(list, zip(*completions))))
+        return {"prompt_ids": texts, **columns}
+
+    def _rooms(self, max_new_tokens: int | Sequence[int] | None, count: int) -> list[int]:
+        """Tokens that each of so many texts may go on for."""
+        given = self.sampling.max_new_tokens if max_new_tokens is None else max_new_tokens
+        rooms = [given] * count if isinstance(given, int) else list(given)
+        if len(rooms) != count:
+            raise GenerationError(
+                f"trainer.generate was given {count} texts and {len(rooms)} max_new_tokens: give one number, or one "
+                "for each text."
+            )
+        for room in set(rooms):
+            in_range("max_new_tokens", room, low=1)
+        return rooms
+
+    def _together(self, texts: Sequence[list[int]], rooms: Sequence[int]) -> Iterator[list[int]]:
+        """The places of those that are drawn in one call, as long as the longest of them may be: no text leaves the
+        context, and `min_new_tokens` holds an EOS back to the same token."""
+        left = list(range(len(texts)))
+        while left:
+            most = max(rooms[place] for place in left)
+            now = [
+                place
+                for place in left
+                if rooms[place] == most
+                or (self._least(rooms[place]) == self._least(most) and len(texts[place]) + most <= self._context)
+            ]
+            yield now
+            left = [place for place in left if place not in now]
+
+    def _least(self, room: int) -> int:
+        return min(self.sampling.min_new_tokens, room)
+
+    def _drawn(
+        self, texts: Sequence[list[int]], rows: Sequence[int], room: int
+    ) -> list[tuple[list[int], list[float], bool]]:
+        """Tokens and log-probs of what the generator goes on with, and whether each came to its end."""
+        sampling = replace(self.sampling, max_new_tokens=room, min_new_tokens=self._least(room))
         begun = time.perf_counter()
         with beside():  # ranks call it as often as they like: none waits for another
-            out = self._generate(self._prompts([list(ids) for ids in prompt_ids], numbers), sampling)
+            out = self._generate(self._prompts(texts, rows), sampling)
         self.seconds += time.perf_counter() - begun
-        for row in numbers:
+        for row in rows:
             self._calls[row] += 1
         within = [mask.nonzero()[:, 0] for mask in out.response_mask]
-        return {
-            "prompt_ids": [list(ids) for ids in prompt_ids],
-            "completion_ids": [ids[there].tolist() for ids, there in zip(out.response_ids, within)],
-            "logprobs": [values[there].tolist() for values, there in zip(out.sampler_logprobs, within)],
-            "ended": out.ended.tolist(),
-        }
+        return [
+            (ids[there].tolist(), logprobs[there].tolist(), ended)
+            for ids, logprobs, ended, there in zip(
+                out.response_ids, out.sampler_logprobs, out.ended.tolist(), within, strict=True
+            )
+        ]
 
     def _check(self, prompt_ids: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         if threading.get_ident() != self._thread:
@@ -115,7 +159,7 @@ class RolloutHandle:
                 f"There are {len(self._keys)}, each at most once in a call: say with rows=[...] which they are for."
             )
 
-    def _prompts(self, prompt_ids: list[list[int]], rows: Sequence[int]) -> Prompts:
+    def _prompts(self, prompt_ids: Sequence[list[int]], rows: Sequence[int]) -> Prompts:
         """What the generator is asked: whole groups at their first turn as it would be without a rollout function."""
         group, asked = self._asked.group_size, self._asked
         firsts = prompt_ids[::group]
@@ -129,3 +173,8 @@ class RolloutHandle:
             for row in rows
         ]
         return replace(asked, token_ids=prompt_ids, keys=keys, group_size=1)
+
+
+def _cut(ids: list[int], logprobs: list[float], ended: bool, room: int) -> tuple[list[int], list[float], bool]:
+    """As it would have been with so much room: what is longer has not come to its end there."""
+    return ids[:room], logprobs[:room], ended and len(ids) <= room

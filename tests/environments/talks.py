@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from test_frames import tokenizer_of
+from chat_templates import tokenizer_of
 from transformers import AutoTokenizer
 
 from lit_rl.environments.factory import EnvironmentFactory

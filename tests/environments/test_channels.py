@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import pytest
+from chat_templates import names, tokenizer_of
 from hypothesis import given
 from hypothesis import strategies as st
 from talks import chats, one
 from test_custom import double
-from test_frames import names, tokenizer_of
 
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.channels import said_and_thought, speaks_on_channels

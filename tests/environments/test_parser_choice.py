@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from chat_templates import names, tokenizer_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_frames import frames_of, names, tokenizer_of
+from test_frames import frames_of
 from trl.chat_template_utils import supports_tool_calling
 
 from lit_rl.environments.literal_parsers import Gemma4Parser, Lfm2Parser

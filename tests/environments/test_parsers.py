@@ -6,9 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from chat_templates import tokenizer_of
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_frames import TOOL, tokenizer_of
+from test_frames import TOOL
 
 from lit_rl.environments.parsers import (
     BadCall,

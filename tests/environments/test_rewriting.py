@@ -8,10 +8,10 @@ import warnings
 from typing import Any
 
 import pytest
+from chat_templates import tokenizer_of
 from said_turns import drawn
 from talks import asked, chats, texts
 from test_custom import double
-from test_frames import tokenizer_of
 
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.interaction import Interaction

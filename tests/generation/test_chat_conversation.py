@@ -67,6 +67,17 @@ def test_turns_stand_behind_each_other_with_what_answered_them_between() -> None
     assert [value for value, ours in zip(talk.logprobs, talk.written) if not ours] == [0.0] * (len(ids) - asked - 4)
 
 
+def test_the_last_request_has_its_answer_until_something_newer_is_asked() -> None:
+    talk, first = conversation(), request()
+    assert talk.answered(first) is None
+    talk.ask(first)
+    said = say(talk, "2")
+    again = talk.answered(request())
+    assert again is not None and again.message == said and talk.answered(request(max_tokens=3)) is None
+    talk.ask(request(said, {"role": "user", "content": "sure?"}))
+    assert talk.answered(first) is None, "a newer one waits"
+
+
 def test_a_turn_that_was_cut_is_closed_before_it_is_answered() -> None:
     talk = conversation()
     talk.ask(request())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from torch import nn
 from lit_rl.environments.frames import ChatFrames
 from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness
-from lit_rl.generation.chat_endpoint import Agent
+from lit_rl.generation.chat_endpoint import Agent, Played
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
@@ -55,6 +57,14 @@ def draw(policy: nn.Module, function: Callable[..., Any], group: int = GROUP, **
 def by(agent: Agent[Any], **settings: Any) -> Callable[..., Any]:
     """The rollout function in which this agent writes every completion."""
     return lambda prompts, trainer: ChatEndpoint(trainer, **settings).play(agent).rollout
+
+
+def sound(played: Played[Any]) -> dict[str, list[Any]]:
+    """The rollout, where no agent raised: what one asserts would else be a result among others."""
+    for result in played.results:
+        if isinstance(result, Exception):
+            raise result
+    return played.rollout
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[int, bytes]:
@@ -248,7 +258,7 @@ def test_an_agent_is_told_what_it_may_not_ask(policy: nn.Module) -> None:
             answers.append(await ask(url, prompt, n=2))
             answers.append(await ask(url.replace(url.split("/")[3], "guess"), prompt))
             answers.append(await ask(url.replace("/0/v1", "/77/v1"), prompt))
-            both = [asyncio.ensure_future(ask(url, prompt)) for _ in range(2)]
+            both = [asyncio.ensure_future(ask(url, prompt, max_tokens=most)) for most in (6, 7)]
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             told.set()
             answers.extend(sorted(await asyncio.gather(*both), key=lambda each: -each["status"]))
@@ -286,6 +296,122 @@ def test_a_short_turn_is_short_and_the_room_is_kept(policy: nn.Module) -> None:
 
     drawn = draw(policy, by(short), max_tokens=60)
     assert drawn.attended is not None and drawn.attended.sum(1).max() <= 60
+
+
+def test_rows_that_have_less_room_left_are_drawn_with_the_others(policy: nn.Module) -> None:
+    """Near the limit of tokens every completion has room of its own."""
+    calls: list[Any] = []
+
+    def counted(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        generate = trainer._generate
+
+        def generated(asked: Any, sampling: Sampling) -> Completions:
+            calls.append((len(asked) * asked.group_size, sampling.max_new_tokens))
+            return generate(asked, sampling)
+
+        trainer._generate = generated
+        return sound(ChatEndpoint(trainer, patience=60.0).play(uneven))
+
+    rooms: dict[int, int] = {}
+
+    async def uneven(row: int, url: str) -> None:
+        prompt = ASKED[row // GROUP]
+        first = said(await ask(url, prompt))
+        answer = await ask(url, [*prompt, first, {"role": "user", "content": "again" + "!" * row}])
+        rooms[row] = answer["usage"]["completion_tokens"]
+
+    limit = max(draw(policy, by(two_turns)).attended.sum(1)) + GROUP  # type: ignore[union-attr]
+    drawn = draw(policy, counted, max_tokens=int(limit))
+    assert [rows for rows, _ in calls] == [len(drawn)] * 2, "one call a turn"
+    assert len(set(rooms.values())) > 1 and drawn.attended is not None and drawn.attended.sum(1).max() <= limit
+
+
+def test_a_request_that_is_sent_again_is_answered_again_and_nothing_is_drawn(policy: nn.Module) -> None:
+    """A client that lost the answer, or waits no longer for it, knows no better."""
+
+    def lost(url: str, messages: Sequence[dict[str, Any]]) -> None:
+        """Ask, and hang up before the answer is there."""
+        there = urllib.parse.urlsplit(url)
+        line = http.client.HTTPConnection(str(there.hostname), there.port)
+        line.request("POST", f"{there.path}/chat/completions", json.dumps({"messages": list(messages)}))
+        line.close()
+
+    async def twice(row: int, url: str) -> None:
+        prompt = ASKED[row // GROUP]
+        if row % 2:
+            await asyncio.to_thread(lost, url, prompt)
+        else:
+            await asyncio.sleep(0.3)  # the others' first request waits for this one, and so does their second
+        first = await ask(url, prompt)
+        assert await ask(url, prompt) == first
+        told = [*prompt, said(first), AGAIN]
+        second = await ask(url, told)
+        assert (await ask(url, prompt))["status"] == 400, "something newer was asked"
+        assert await ask(url, told) == second
+        assert (await ask(url, told, max_tokens=2))["status"] == 400, "another request"
+
+    drawn = draw(policy, lambda prompts, trainer: sound(ChatEndpoint(trainer).play(twice)))
+    same(drawn, draw(policy, by(two_turns)))
+
+
+def test_an_agent_whose_time_is_over_is_cut_and_the_others_go_on(policy: nn.Module) -> None:
+    played: list[Any] = []
+    left: list[int] = []
+
+    async def hangs(row: int, url: str) -> str:
+        text = await one_turn(row, url)
+        if row in (1, 5):
+            try:
+                await asyncio.sleep(60)
+            finally:
+                left.append(row)
+        said(await ask(url, [*ASKED[row // GROUP], {"role": "assistant", "content": text}, AGAIN]))
+        return text
+
+    def function(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        played.append(ChatEndpoint(trainer, agent_timeout=2.0, patience=0.2).play(hangs))
+        return played[0].rollout
+
+    drawn, whole, short = draw(policy, function), draw(policy, by(two_turns)), draw(policy, by(one_turn))
+    assert sorted(left) == [1, 5] and drawn.turn is not None
+    for row, result in enumerate(played[0].results):
+        late = row in (1, 5)
+        assert isinstance(result, TimeoutError if late else str), result
+        other = short if late else whole
+        mine, others = (each.response_ids[row][each.response_mask[row]] for each in (drawn, other))
+        assert torch.equal(mine, others)
+        assert bool(drawn.ended[row]) == (not late and bool(whole.ended[row]))
+    assert str(played[0].results[1]) == "the agent took longer than agent_timeout=2 s"
+
+
+def test_an_agent_that_is_late_before_its_first_turn_ends_the_run_or_is_answered_once(policy: nn.Module) -> None:
+    async def never(row: int, url: str) -> None:
+        await asyncio.sleep(60)
+
+    with pytest.raises(GenerationError, match="never had a turn .*TimeoutError.* agent_timeout=0.2 s"):
+        draw(policy, by(never, agent_timeout=0.2))
+
+    def kept(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        return ChatEndpoint(trainer, agent_timeout=0.2).play(never, instead=prompts).rollout
+
+    same(draw(policy, kept), draw(policy, by(one_turn)))
+
+
+@pytest.mark.parametrize("settings", [{"agent_timeout": 0.0}, {"patience": -1.0}])
+def test_limits_of_time_that_are_none_are_refused(settings: dict[str, Any]) -> None:
+    handle: Any = None  # nothing is asked of it
+    with pytest.raises(ConfigError, match=next(iter(settings))):
+        ChatEndpoint(handle, **settings)
+
+
+def test_a_template_that_tells_of_no_tools_ends_the_rollout(policy: nn.Module) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    async def calls(row: int, url: str) -> None:
+        await ask(url, ASKED[row // GROUP], tools=[tool])
+
+    with pytest.raises(ConfigError, match="does not tell the policy of the tools: add"):
+        draw(policy, by(calls, parser="hermes"))
 
 
 def test_a_template_that_cannot_render_ends_the_rollout(policy: nn.Module) -> None:

@@ -47,13 +47,8 @@ def test_a_generator_of_two_verbs_has_every_member_of_those_that_are_shipped() -
     shipped = NativeGenerator, HFGenerator, HFContinuousGenerator, EngineGenerator, VLLMGenerator, VLLMServerGenerator
     assert all(issubclass(one, Generator) for one in shipped)
     least: Any = TwoVerbs()
-    assert (least.exact, least.lag, least.reports_kept_mass, least.gap, dict(least.seconds)) == (
-        True,
-        0,
-        False,
-        None,
-        {},
-    )
+    members = (least.exact, least.lag, least.reports_kept_mass, least.context, least.gap, dict(least.seconds))
+    assert members == (True, 0, False, 0, None, {})
     for optional in (lambda: least.prepare(None), lambda: least.check(Sampling(), 5), least.rest, least.close):
         assert optional() is None
     least.seconds = {"sync": 1.0}  # an instance may have its own, and no other sees it

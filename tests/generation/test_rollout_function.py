@@ -20,7 +20,7 @@ from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import Vocabulary, as_reward_input, request
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
-from lit_rl.rollout import Completions, PromptBatch, Sampling
+from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 
 PROMPTS = [spell([3, 4]), spell([11, 6, 7])]
 SAMPLED = Sampling(max_new_tokens=6)
@@ -55,11 +55,12 @@ def draw(
     policy: nn.Module, function: Callable[..., Any] | None, group_size: int = 3, seed: int = 0, **settings: Any
 ) -> Completions:
     columns, sampling = settings.pop("data", {}), settings.pop("sampling", SAMPLED)
+    generator = settings.pop("generator", None) or NativeGenerator()
     source = None
     if function is not None:
         source = RolloutCalls(RolloutFunction(function, **settings), Tokenizer(), {}, LONGEST)
     return request(
-        NativeGenerator(),
+        generator,
         policy,
         batch(**columns),
         sampling=sampling,
@@ -137,6 +138,87 @@ def test_samples_depend_on_the_completion_and_its_turn_alone(policy: nn.Module) 
     assert torch.equal(together.response_ids, alone.response_ids)
     torch.testing.assert_close(together.sampler_logprobs, alone.sampler_logprobs, atol=1e-4, rtol=0)
     assert not torch.equal(together.response_ids, draw(policy, turns, group_size=6, seed=1).response_ids)
+
+
+class Counting(NativeGenerator):
+    """Keeps how long the responses of each call may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        self.asked.append(sampling.max_new_tokens)
+        return super().generate(prompts, sampling)
+
+
+class OfUnknownContext(Counting):
+    context = 0  # type: ignore[assignment]
+
+
+def second_turns(
+    policy: nn.Module, rooms: Sequence[int], *, alone: bool = False, texts: Sequence[list[int]] = (), **settings: Any
+) -> tuple[dict[str, list[Any]], list[int]]:
+    """Turns that may be so long, asked for together or each by itself; and how long each call of the generator was."""
+    out: dict[str, list[Any]] = {}
+
+    def function(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        first = single(prompts, trainer)
+        behind = texts or [a + b for a, b in zip(first["prompt_ids"], first["completion_ids"])]
+        parts = [
+            trainer.generate([behind[row] for row in rows], rows=rows, max_new_tokens=[rooms[row] for row in rows])
+            for rows in ([[row] for row in range(len(rooms))] if alone else [list(range(len(rooms)))])
+        ]
+        out.update({name: [each for part in parts for each in part[name]] for name in parts[0]})
+        return first
+
+    generator = settings.pop("generator", Counting)()
+    draw(policy, function, group_size=len(rooms) // len(PROMPTS), generator=generator, **settings)
+    return out, generator.asked[1:]
+
+
+def alike(ours: dict[str, list[Any]], theirs: dict[str, list[Any]]) -> None:
+    assert ours["completion_ids"] == theirs["completion_ids"] and ours["ended"] == theirs["ended"]
+    for mine, other in zip(ours["logprobs"], theirs["logprobs"]):
+        assert mine == pytest.approx(other, abs=1e-4)
+
+
+ROOMS = [6, 1, 3, 2, 5, 4, 1, 6, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "calls"),
+    [
+        (SAMPLED, [6]),
+        (Sampling(max_new_tokens=6, stop=("f5", "1n", "a")), [6]),
+        (Sampling(max_new_tokens=6, min_new_tokens=3), [6, 2, 1]),
+    ],
+    ids=["", "stop", "min_new_tokens"],
+)
+def test_what_may_be_shorter_is_drawn_with_the_others_and_is_as_it_would_be_alone(
+    policy: nn.Module, sampling: Sampling, calls: list[int]
+) -> None:
+    """Tokens, log-probs and ends. Before `min_new_tokens` no EOS is drawn: who has less room is drawn apart."""
+    together, asked = second_turns(policy, ROOMS, sampling=sampling)
+    alone, each = second_turns(policy, ROOMS, alone=True, sampling=sampling)
+    alike(together, alone)
+    assert asked == calls and each == ROOMS
+    assert all(len(ids) <= room for ids, room in zip(together["completion_ids"], ROOMS))
+    drawn = zip(together["completion_ids"], ROOMS, alone["ended"])
+    cut = [len(ids) == room and not ended for ids, room, ended in drawn]
+    assert any(cut) and (any(alone["ended"]) or sampling.min_new_tokens)
+
+
+def test_no_text_is_drawn_beyond_the_context_of_the_model() -> None:
+    """GPT-2 has a table of 64 positions, and looking beyond it is an error."""
+    policy, rooms = build("gpt2").eval(), [6, 1, 3, 2]
+    texts = [[2 + (7 * row + j) % 30 for j in range(64 - room)] for row, room in enumerate(rooms)]
+    together, asked = second_turns(policy, rooms, texts=texts)
+    assert asked == [6, 3, 2, 1]
+    alike(together, second_turns(policy, rooms, texts=texts, alone=True)[0])
+    shorter = [ids[:40] for ids in texts]
+    assert second_turns(policy, rooms, texts=shorter)[1] == [6]
+    assert second_turns(policy, rooms, texts=shorter, generator=OfUnknownContext)[1] == [6, 3, 2, 1]
 
 
 def test_first_turns_are_those_that_were_asked_for_together(policy: nn.Module) -> None:

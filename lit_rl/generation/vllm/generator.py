@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch import nn
 
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.generation import ranks
-from lit_rl.generation.base import Gap, Generator, check_request
+from lit_rl.generation.base import Gap, Generator, check_request, context_length
 from lit_rl.generation.over import tell_group
 from lit_rl.generation.ranks import together
 from lit_rl.generation.vllm.conversing import Conversing
@@ -234,6 +235,12 @@ class EngineGenerator(Generator):
             return together(lambda: work.completions(device))
         answers = [group * prompts.group_size for group in work.answers] if sampling.greedy else work.answers
         return together(lambda: completions_of(prompts, answers, version=version, device=device))
+
+    @property
+    def context(self) -> float:
+        if self.facts is None or self._policy is None:
+            return 0
+        return min(self.facts.max_model_len, context_length(self._policy) or math.inf)
 
     def check(self, sampling: Sampling, longest: int) -> None:
         """Refuse what the engine would refuse, as far as it is known before there is one.
