@@ -173,7 +173,7 @@ class Prompts:
     """Text to token ids, without special tokens around it. Needed only where ``Sampling.bad_words`` is set."""
     responder: Responder | None = None
     """What answers each turn of a row. None: a row is over with its first turn."""
-    over: Callable[[int, list[int]], None] | None = None
+    on_finished: Callable[[int, list[int]], None] | None = None
     """Wants to hear of responses of one turn while others are still written: called with the row and its tokens, EOS
     included, in the thread that called ``generate``. A generator tells it of each row once, or not at all."""
 

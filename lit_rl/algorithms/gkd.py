@@ -128,8 +128,8 @@ class GKD(OfflinePolicyModule):
         longest = super().longest_text()
         return max(longest, self._longest_prompt() + self.sampling.max_new_tokens) if self.rewrites else longest
 
-    def most_scored(self) -> int:
-        scored = super().most_scored()
+    def most_scored_tokens(self) -> int:
+        scored = super().most_scored_tokens()
         return max(scored, self.sampling.max_new_tokens) if self.rewrites else scored
 
     def _longest_prompt(self) -> int:

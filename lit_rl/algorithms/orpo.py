@@ -48,7 +48,7 @@ class ORPO(OfflinePolicyModule):
         in_range("algo.beta", beta, low=0, open_low=True)
         self.beta = beta
 
-    def most_scored(self) -> int:
+    def most_scored_tokens(self) -> int:
         return self.longest_text()  # the likelihood of a chosen text is that of its prompt, too
 
     def loss(self, batch: PairBatch, whole: WholeStep | None = None) -> tuple[Tensor, Metrics]:

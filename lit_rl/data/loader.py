@@ -19,10 +19,10 @@ Batch = TypeVar("Batch")
 class SlottedLoader(ABC, Generic[Batch]):
     """Yields this rank's part of every step of an order, in `slots` batches.
 
-    Rank r of w takes the r-th of w equal slices of a step's rows, so the steps do not depend on w. An iteration is one
-    epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state taken at any batch
-    resumes with the batch that would have come next; one taken at an epoch's last batch, with the next epoch, because
-    Lightning then starts a new epoch.
+    Every rank takes an equal part of a step's rows, so the steps do not depend on how many there are. An iteration is
+    one epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state taken at any
+    batch resumes with the batch that would have come next; one taken at an epoch's last batch, with the next epoch,
+    because Lightning then starts a new epoch.
 
     Args:
         fingerprint: Of the rows.
@@ -38,6 +38,9 @@ class SlottedLoader(ABC, Generic[Batch]):
 
     size_key = "data.prompts_per_rollout"
     """Name of the setting that says how many rows a step has."""
+
+    cut_keys = "trainer.accumulate_grad_batches"
+    """Names of the settings that say which row of a step is in which of its batches."""
 
     def __init__(
         self,
@@ -122,8 +125,8 @@ class SlottedLoader(ABC, Generic[Batch]):
         if state["fingerprint"] != self.fingerprint and not self.allow_changed:
             raise DataError(
                 "The data is not the checkpoint's: the rows, their order (data.seed, data.shuffle, weights, "
-                f"{self.size_key}) or the micro-batches of a step changed, so the run cannot go on exactly. Restore "
-                "them, or accept it with data.allow_changed=true."
+                f"{self.size_key}) or the micro-batches of a step ({self.cut_keys}) changed, so the run cannot go on "
+                "exactly. Restore them, or accept it with data.allow_changed=true."
             )
         self._position, self._epoch, self._continues = state["position"], state["epoch"], True
         if self._position >= self._last:

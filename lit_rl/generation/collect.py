@@ -54,7 +54,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     version: int,
     seed: int,
     interaction: EpisodeSource | None = None,
-    over: Callable[[int, list[int]], None] | None = None,
+    on_finished: Callable[[int, list[int]], None] | None = None,
 ) -> Callable[[], Completions]:
     """Give the generator the weights of the policy; calling what is returned draws completions of every prompt.
 
@@ -71,7 +71,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         version: The policy's, for the completions to say which it was.
         seed: Of the samples.
         interaction: Makes completions of more than one turn. None: each is over with its first.
-        over: Is told of completions of one turn as they are over: see `Prompts.over`.
+        on_finished: Is told of completions of one turn as they are finished: see `Prompts.on_finished`.
 
     Raises:
         ConfigError: the generator cannot hold conversations.
@@ -85,7 +85,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     ]
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
     if interaction is None:
-        return partial(generator.generate, replace(asked, over=over), sampling)
+        return partial(generator.generate, replace(asked, on_finished=on_finished), sampling)
     agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
     of_rows = row_keys(keys, group_size).tolist()
     wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, of_rows, generator.context)

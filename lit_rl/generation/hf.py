@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
-from lit_rl.generation.over import tell_batch
+from lit_rl.generation.finished import tell_batch
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.generation.turn_by_turn import TurnByTurn
 from lit_rl.rollout import Prompts, Sampling
@@ -46,7 +46,7 @@ class HFGenerator(InProcessGenerator):
             return
         for batch in decode_batches(prompts, self.rows_a_batch, device):
             decoded = decode(batch, prompts, sampling)
-            tell_batch(prompts.over, batch.rows, decoded)
+            tell_batch(prompts.on_finished, batch.rows, decoded)
             yield batch.rows, decoded
 
     def _decode_batch(self, policy: nn.Module, batch: DecodeBatch, prompts: Prompts, sampling: Sampling) -> Decoded:

@@ -108,7 +108,7 @@ class LeanModel:
 
     def _piece(self, module: nn.Module) -> Piece:
         """What the module computes, past the module where that is known."""
-        return _past(module)
+        return _operation_of(module)
 
 
 class _Layer:
@@ -136,7 +136,8 @@ class _Layer:
         return self._down(self._act(self._gate(x)) * self._up(x))
 
 
-def _past(module: nn.Module) -> Piece:
+def _operation_of(module: nn.Module) -> Piece:
+    """The operation of a module that is known; the module itself of others."""
     if _is_norm(module):
         weight: Any = module.weight
         shape, eps = tuple(weight.shape), float(module.variance_epsilon)  # type: ignore[arg-type]

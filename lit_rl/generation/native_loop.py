@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_rl.generation.batches import DecodeBatch, Decoded, Waiting
 from lit_rl.generation.decoding import DecodingSteps
-from lit_rl.generation.over import OverRows
+from lit_rl.generation.finished import FinishedRows
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.transforms import TokenSampler
 from lit_rl.rollout import Prompts, Sampling
@@ -64,7 +64,8 @@ class DecodeLoop:
         self._talk = (
             None if prompts.responder is None else _Talk(prompts.responder, prompts, self._responses, self._sampler)
         )
-        self._over = None if prompts.over is None else OverRows(prompts.over, self._responses)
+        told = prompts.on_finished
+        self._finished = None if told is None else FinishedRows(told, self._responses)
 
     def run(self) -> Decoded:
         """The responses of all rows. Logits that are not finite end it early: what was drawn of them says so."""
@@ -114,8 +115,8 @@ class DecodeLoop:
         left = int(running.sum())
         if self._talk and left < len(rows):
             self._talk.tell(rows, running)
-        if self._over and left < len(rows):
-            self._over.tell(rows, running)
+        if self._finished and left < len(rows):
+            self._finished.tell(rows, running)
         if left <= _COMPACT_BELOW * len(rows) or self._steps.full:
             self._broken = not bool(drawn.logprobs.isfinite().all())
             return self._drop(running, drawn.tokens)

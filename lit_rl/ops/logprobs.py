@@ -26,25 +26,31 @@ _TRUNCATED_SHARE = 4
 """A block is this much smaller under truncation, which needs a handful of tensors of its size: a sort, its order."""
 
 
-def gather_logprobs(
+def score_tokens(
     logits: Float[Tensor, "b t v"],
     ids: Int[Tensor, "b t"],
     *,
     temperature: float = 1.0,
     truncation: Truncation = NO_TRUNCATION,
-) -> Float32[Tensor, "b t"]:
-    """``log softmax_S(logits / temperature)`` at ``ids``, computed in float32. S is the vocabulary, or see above.
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"] | None]:
+    """``log softmax_S(logits / temperature)`` at ``ids``, computed in float32, and the entropy in nats of the same
+    distribution, where it is asked for. S is the vocabulary, or see above.
 
-    ``d logprob / d logits_j = (1[j = id] - softmax_S(logits / temperature)_j) / temperature`` in S, 0 elsewhere. The
-    value has the same bits with and without gradient, so the first ratio of a policy to itself is exactly 1.
+    ``d logprob / d logits_j = (1[j = id] - p_j) / temperature`` and, where it has a gradient,
+    ``d H / d logits_j = -p_j (log p_j + H) / temperature`` with ``p = softmax_S(logits / temperature)``, 0 outside S.
+    The values have the same bits with and without gradients, so the first ratio of a policy to itself is exactly 1.
 
     Args:
         logits: Of the positions that predict ``ids``: the caller has shifted them by one.
         ids: In ``[0, v)``, at padding too.
         temperature: Above 0. Greedy decoding (0) has no log-probabilities to score.
         truncation: What the tokens were drawn with.
+        entropy: Whether to compute it.
+        entropy_gradient: Whether it takes part in the backward pass. Only where it is computed.
     """
-    return _Scores.apply(logits, ids, _Terms(temperature, truncation))[0]
+    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy, entropy_gradient))
 
 
 def logprobs_and_entropy(
@@ -54,35 +60,8 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     truncation: Truncation = NO_TRUNCATION,
 ) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"]]:
-    """:func:`gather_logprobs`, and the entropy in nats of the same distribution, which has no gradient."""
+    """The two of `score_tokens`; the entropy has no gradient."""
     return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy=True))
-
-
-def logprobs_and_entropy_with_gradient(
-    logits: Float[Tensor, "b t v"],
-    ids: Int[Tensor, "b t"],
-    *,
-    temperature: float = 1.0,
-    truncation: Truncation = NO_TRUNCATION,
-) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"]]:
-    """:func:`logprobs_and_entropy` with the same bits, and a gradient for the entropy too.
-
-    ``d H / d logits_j = -p_j (log p_j + H) / temperature`` with ``p = softmax_S(logits / temperature)``, 0 outside S.
-    """
-    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy=True, entropy_gradient=True))
-
-
-def score_tokens(
-    logits: Float[Tensor, "b t v"],
-    ids: Int[Tensor, "b t"],
-    *,
-    temperature: float,
-    truncation: Truncation,
-    entropy: bool,
-    entropy_gradient: bool,
-) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"] | None]:
-    """One of the three functions above: the same log-probs, and the entropy where it is asked for."""
-    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy, entropy_gradient))
 
 
 @dataclass(frozen=True)

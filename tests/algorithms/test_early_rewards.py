@@ -33,7 +33,7 @@ class Watched(NativeGenerator):
         self.called, self.events, self.lengths = called, events, list[int]()
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
-        tell = prompts.over
+        tell = prompts.on_finished
 
         def over(row: int, token_ids: list[int]) -> None:
             assert tell is not None
@@ -42,7 +42,7 @@ class Watched(NativeGenerator):
             self.events.append("over")
             self.lengths.append(len(token_ids))
 
-        return super().generate(dataclasses.replace(prompts, over=over if tell else None), sampling)
+        return super().generate(dataclasses.replace(prompts, on_finished=over if tell else None), sampling)
 
 
 def module_of(reward: Any, **settings: Any) -> GRPO:

@@ -201,6 +201,25 @@ def test_a_run_logs_it_and_lowers_it(mixture: str, tmp_path: Path) -> None:
     assert len(seen) == 8 and seen[-1] < seen[0] - 0.01
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_micro_batches_are_cut_by_length_only_where_no_loss_is_of_a_micro_batch(
+    mixture: str, weight: float, tmp_path: Path
+) -> None:
+    module, seen = RewardModeling(mixture, router_aux_loss_coef=weight), []
+
+    class Watch(L.Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(batch.rows)
+
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=1, accumulate_grad_batches=2, default_root_dir=tmp_path, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, callbacks=[Watch()],
+    )  # fmt: skip
+    rows = [{"prompt": "1+1=", "chosen": "2" * length, "rejected": "3"} for length in (2, 9, 3, 8)]
+    trainer.fit(module, datamodule=PreferenceDataModule(rows=rows, batch_size=4, shuffle=False, val_fraction=0.0))
+    assert seen == ([[0, 1], [2, 3]] if weight else [[1, 3], [0, 2]])
+
+
 @pytest.mark.parametrize("make", [RewardModeling, ProcessRewardModeling])
 def test_a_weight_below_0_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"algo\.router_aux_loss_coef=-0.1"):

@@ -105,29 +105,54 @@ def test_a_mismatched_completion_answers_another_prompt():
     world_size=st.sampled_from([1, 2]),
     rows=st.integers(8, 40),
     seed=st.integers(0, 5),
+    by_length=st.booleans(),
 )
-def test_a_step_holds_the_same_rows_however_it_is_cut(accumulate, world_size, rows, seed):
+def test_a_step_holds_the_same_rows_however_it_is_cut(accumulate, world_size, rows, seed, by_length):
     data = verdicts(rows)
     order = RolloutOrder((rows,), 8, seed=seed)
     whole = [batch.rows for batch in ExampleLoader(data, order)]
-    ranks = [
-        list(ExampleLoader(data, order, accumulate=accumulate, rank=rank, world_size=world_size))
-        for rank in range(world_size)
-    ]
+    cut = {"accumulate": accumulate, "world_size": world_size, "group_by_length": by_length}
+    ranks = [list(ExampleLoader(data, order, rank=rank, **cut)) for rank in range(world_size)]
     for step, expected in enumerate(whole):
         micro = [b for rank in ranks for b in rank[step * accumulate : (step + 1) * accumulate]]
-        assert [row for batch in micro for row in batch.rows] == expected
+        found = [row for batch in micro for row in batch.rows]
+        assert sorted(found) == sorted(expected) and (by_length or found == expected)
+        assert {len(batch) for batch in micro} == {8 // accumulate // world_size}
         assert {(b.totals.rows, b.totals.tokens, b.totals.shares) for b in micro} == {(8, 24, accumulate * world_size)}
-        shifted = [expected[-1], *expected[:-1]]
+        shifted = dict(zip(expected, [expected[-1], *expected[:-1]], strict=True))
         mismatched = [int(ids[3]) for b in micro for ids in b.mismatched.input_ids]
-        assert mismatched == shifted
+        assert mismatched == [shifted[row] for row in found]
         assert [len(b.whole) for b in micro] == ([accumulate] + [0] * (accumulate - 1)) * world_size * (
             accumulate > 1
         ) or accumulate == 1
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rows_of_like_length_share_a_micro_batch(world_size):
+    """Row i of `pairs` is i + 3 tokens long, so the micro-batches of a step are its rows from the longest down."""
+    data, order = pairs(24), RolloutOrder((24,), 8, seed=3)
+    cut = {"accumulate": 4 // world_size, "world_size": world_size}
+    ranks = [list(ExampleLoader(data, order, rank=rank, **cut)) for rank in range(world_size)]
+    steps = [batch.rows for batch in ExampleLoader(data, order)]
+    for step, expected in enumerate(steps):
+        slots = [
+            [set(rank[step * cut["accumulate"] + slot].rows) for rank in ranks] for slot in range(cut["accumulate"])
+        ]
+        falling = sorted(expected, reverse=True)
+        for slot, of_ranks in enumerate(slots):
+            together = falling[slot * 2 * world_size : (slot + 1) * 2 * world_size]
+            assert of_ranks == [set(together[rank::world_size]) for rank in range(world_size)]
+    assert [sorted(rows) for rows in steps] != [rows for rows in steps]  # uncut, a step has the order that was drawn
+
+
+def test_a_packed_row_is_as_long_as_its_texts_together():
+    data = ExampleSet("texts", [], PAD, packs=[[text([1], [2, 3]), text([1], [2])], [text([1], [2, 3, 4])]])
+    assert [data.length(0), data.length(1), data.longest] == [5, 4, 5]
+    assert pairs(3).length(2) == 5
+
+
 def test_every_position_resumes_with_the_batch_that_would_have_come():
-    data = verdicts(20)
+    data = pairs(20)
     run = loader(data, accumulate=2)
     seen, states = [], []
     for _ in range(3):
@@ -148,6 +173,10 @@ def test_a_state_of_other_data_or_of_another_cut_is_refused():
         loader(verdicts(21), accumulate=2).load_state_dict(state)
     with pytest.raises(DataError, match="micro-batches"):
         loader(verdicts(20), accumulate=4).load_state_dict(state)
+    with pytest.raises(DataError, match=r"data\.group_by_length"):
+        loader(verdicts(20), accumulate=2, group_by_length=False).load_state_dict(state)
+    # A step of one micro-batch is the same either way.
+    loader(verdicts(20), group_by_length=False).load_state_dict(loader(verdicts(20)).state_dict())
     loader(verdicts(21), accumulate=2, allow_changed=True).load_state_dict(state)
 
 

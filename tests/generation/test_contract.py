@@ -131,7 +131,7 @@ def test_layout(engine: Any, qwen: nn.Module, group_size: int) -> None:
 
 def test_a_row_that_is_over_is_told_as_it_is_returned_once_or_not_at_all(engine: Any, qwen: nn.Module) -> None:
     told: list[tuple[int, list[int]]] = []
-    asked = dataclasses.replace(ask(group_size=3), over=lambda row, ids: told.append((row, ids)))
+    asked = dataclasses.replace(ask(group_size=3), on_finished=lambda row, ids: told.append((row, ids)))
     out = run(engine, qwen, asked, SAMPLED)
     same(out, run(engine, qwen, ask(group_size=3), SAMPLED))
     assert sorted(told) == ([] if isinstance(engine, HFContinuousGenerator) else list(enumerate(responses(out))))

@@ -89,7 +89,7 @@ def test_completions_are_told_as_their_group_is_done(temperature: float) -> None
     told: list[tuple[int, list[int]]] = []
     generator: EngineGenerator = VLLMServerGenerator(urls=["http://127.0.0.1:1"])
     generator.facts, generator._policy = FACTS, torch.nn.Linear(1, 1)
-    asked = replace(PROMPTS, over=lambda row, ids: told.append((row, ids)))
+    asked = replace(PROMPTS, on_finished=lambda row, ids: told.append((row, ids)))
     work = generator._work(asked, Sampling(temperature=temperature, max_new_tokens=4))
     for number, request in reversed(work.requests(wait=True)):
         work.done(number, [Answer([5 + number, 6 + i], [-1.0] * 2, True) for i in range(request.completions)])

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import token_logprobs
+from lit_rl.models.policy.forward import response_logprobs
+from lit_rl.rollout import Sampling
 
 KINDS = ("full", "fresh", "continued")
 """All weights are trained, a fresh LoRA, a LoRA that was trained before."""
@@ -37,14 +38,14 @@ def train_a_little(policy: nn.Module, seed: int = 2, by: float = 0.2) -> None:
 
 def score(policy: Any, reference: Any, module: Any, completions: Any) -> Tensor:
     with torch.no_grad(), reference.scoring(policy, module) as scorer:
-        return token_logprobs(scorer, completions, temperature=1.0)[0]
+        return response_logprobs(scorer, completions, Sampling())
 
 
 def logprobs(policy: Any, completions: Any) -> Tensor:
     """Of the policy itself, its mode as it was."""
     was_training = policy.training
     with torch.no_grad():
-        found = token_logprobs(policy.eval(), completions, temperature=1.0)[0]
+        found = response_logprobs(policy.eval(), completions, Sampling())
     policy.train(was_training)
     return found
 

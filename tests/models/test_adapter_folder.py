@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from plain_scores import token_logits
 from safetensors.torch import load_file
 from shipping_cases import LORAS, QV, UNTIED, assert_unchanged, described, learn, state_of
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.export.shipping import adapter_only, write_adapter
-from lit_rl.models.policy.forward import token_logits
 
 SHIPPED = ("lora", "rslora", "patterns")
 

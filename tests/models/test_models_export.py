@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 from peft import PeftModel
+from plain_scores import token_logits
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -18,7 +19,6 @@ from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.export.policy import export_policy, verify
 from lit_rl.models.export.policy import model_card as make_card
-from lit_rl.models.policy.forward import token_logits
 from lit_rl.models.policy.sharding import full_state_dict
 
 CARD = make_card({"base_model": "me/base", "algorithm": "grpo"})

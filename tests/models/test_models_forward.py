@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from plain_scores import token_logits
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import score, token_logits, token_logprobs
+from lit_rl.models.policy.forward import response_logprobs, score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.transforms import Truncation
@@ -28,7 +29,8 @@ def test_padding_changes_no_logprob_and_no_entropy(make_model, make_completions,
         lora = Lora(r=2, targets=["c_attn"])
     policy = LanguageModel(str(make_model(kind)), lora=lora).load().eval()
     padded = make_completions(PROMPTS, RESPONSES, left=3, right=2)
-    logprobs, entropy = token_logprobs(policy, padded, temperature=0.7)
+    scores = score(policy, padded, Sampling(temperature=0.7), entropy=True)
+    logprobs, entropy = scores.logprobs, scores.entropy
     assert logprobs.shape == entropy.shape == (3, 6)
     assert torch.isfinite(logprobs).all()
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES)):
@@ -47,10 +49,10 @@ def test_padding_changes_no_gradient(make_model, make_completions, kind):
     gradients = []
     for left, right in ((0, 0), (4, 3)):
         completions = make_completions(PROMPTS, RESPONSES, left=left, right=right)
-        logprobs, entropy = token_logprobs(policy, completions, temperature=1.0)
-        assert not entropy.requires_grad
+        scores = score(policy, completions, Sampling(), entropy=True)
+        assert not scores.entropy.requires_grad
         policy.zero_grad()
-        logprobs[completions.response_mask].sum().backward()
+        scores.logprobs[completions.response_mask].sum().backward()
         gradients.append([p.grad.clone() for p in policy.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 0
     for one, other in zip(*gradients):
@@ -64,7 +66,7 @@ def test_trimmed_columns_change_nothing(make_model, make_completions):
     assert narrow.prompt_ids.shape[1] == wide.prompt_ids.shape[1] - 3
     kept = narrow.response_ids.shape[1]
     assert kept == wide.response_ids.shape[1] - 2
-    wanted, got = token_logits(policy, wide)[:, :kept], token_logits(policy, narrow)
+    wanted, got = (response_logprobs(policy, given, Sampling())[:, :kept] for given in (wide, narrow))
     mask = narrow.response_mask
     torch.testing.assert_close(got[mask], wanted[mask], rtol=1e-5, atol=1e-5)
 
@@ -74,17 +76,21 @@ def test_tokens_that_the_policy_did_not_write_are_read_where_they_are_attended(m
     completions = make_completions([[5, 6]], [[1, 2, 3, 4]])
     sampled = torch.tensor([[True, False, True, True]])
     attended = dataclasses.replace(completions, response_mask=sampled, attended=torch.ones(1, 4, dtype=torch.bool))
-    assert torch.equal(token_logits(policy, attended), token_logits(policy, completions))
+    sampling = Sampling()
+    found, whole = (response_logprobs(policy, given, sampling) for given in (attended, completions))
+    torch.testing.assert_close(found[sampled], whole[sampled], rtol=1e-6, atol=1e-6)
     skipped = dataclasses.replace(completions, response_mask=sampled)
     wanted = policy(input_ids=torch.tensor([[5, 6, 1, 3, 4]])).logits[0, -2]
-    torch.testing.assert_close(token_logits(policy, skipped)[0, 3], wanted, rtol=1e-5, atol=1e-5)
+    found = response_logprobs(policy, skipped, sampling)[0, 3]
+    torch.testing.assert_close(found, wanted.log_softmax(-1)[4], rtol=1e-5, atol=1e-5)
 
 
 def test_the_head_never_sees_the_prompt(make_model, make_completions):
     policy = LanguageModel(str(make_model())).load()
     seen = []
     policy.get_output_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
-    token_logits(policy, make_completions([[5] * 50], [[1, 2, 3]]))
+    completions, options = make_completions([[5] * 50], [[1, 2, 3]]), ForwardOptions(fused_head=False)
+    response_logprobs(policy, completions, Sampling(), options)
     assert seen == [4]
 
 
@@ -96,7 +102,7 @@ def test_extra_inputs_of_the_rows_reach_the_model(make_completions):
 
     spy = Spy()
     completions = dataclasses.replace(make_completions([[5]], [[1, 2, 3]]), model_inputs={"pixels": torch.ones(1, 2)})
-    token_logits(spy, completions)
+    response_logprobs(spy, completions, Sampling(), ForwardOptions(fused_head=False))
     assert torch.equal(spy.seen["pixels"], torch.ones(1, 2))
 
 

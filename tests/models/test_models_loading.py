@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_scores import token_logits
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +23,6 @@ from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy import checkpointing
 from lit_rl.models.policy.checkpointing import OnTheHost, set_checkpointing
-from lit_rl.models.policy.forward import token_logits
 from lit_rl.models.policy.loading import Float32Head
 from lit_rl.models.policy.tokenizer import load_tokenizer
 

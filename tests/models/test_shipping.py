@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_scores import token_logits
 from safetensors.torch import load_file
 from shipping_cases import CHANGES, LORAS, UNTIED, assert_unchanged, described, learn, state_of
 from torch import nn
@@ -24,7 +25,6 @@ from lit_rl.errors import ConfigError, NumericError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.export.policy import export_policy
 from lit_rl.models.export.shipping import adapter_only, base_weights, fingerprint, weight_shapes, whole_weights
-from lit_rl.models.policy.forward import token_logits
 from lit_rl.models.policy.sharding import full_state_dict, shard, unsharded
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from token_scores import logprobs_and_entropy_with_gradient
 
 from lit_rl.ops import linear_logprobs as module
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
-from lit_rl.ops.logprobs import logprobs_and_entropy_with_gradient
 from lit_rl.ops.token_stats import token_stats
 from lit_rl.ops.transforms import Truncation
 

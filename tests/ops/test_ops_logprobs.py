@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from token_scores import gather_logprobs, logprobs_and_entropy_with_gradient
 from transformers.generation import logits_process as peer
 
 from lit_rl.ops import logprobs as module
-from lit_rl.ops.logprobs import gather_logprobs, logprobs_and_entropy, logprobs_and_entropy_with_gradient
+from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
 
 CUT = Truncation(top_k=7, top_p=0.9, min_p=0.02)

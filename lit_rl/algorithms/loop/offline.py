@@ -19,7 +19,7 @@ from lit_rl.algorithms.evaluation.statistics import Averages
 from lit_rl.algorithms.evaluation.validation import prefixed
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight.cut import Cut, Step, most_scored
+from lit_rl.algorithms.preflight.cut import Cut, Step, rows_scored_at_once
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
 from lit_rl.algorithms.records import OfflineRecords
@@ -139,7 +139,7 @@ class OfflineModule(PolicyModule, ABC):
             self.fit_scoring()
 
     def lengths(self) -> Lengths:
-        longest, scored = self.longest_text(), self.most_scored()
+        longest, scored = self.longest_text(), self.most_scored_tokens()
         return Lengths(longest - scored, scored, texts=2 if self.learns_from == "pairs" else 1)
 
     @property
@@ -154,14 +154,14 @@ class OfflineModule(PolicyModule, ABC):
         memory, room = self.memory(), self.room()
         if memory is not None and room is not None:
             unlearned = replace(memory.numbers, gradient=0, moments=0, master=0)
-            self._scored = most_scored(replace(memory, numbers=unlearned), room)
+            self._scored = rows_scored_at_once(replace(memory, numbers=unlearned), room)
 
     def longest_text(self) -> int:
         """Tokens of the longest text that a step reads."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.longest_text
 
-    def most_scored(self) -> int:
+    def most_scored_tokens(self) -> int:
         """Tokens of a text whose log-probs a step computes, at most. Without a fused head rows have one width."""
         data: Any = self.trainer.datamodule  # pyright: ignore
         return data.most_learned if self.model.forward_options.fused_head else self.longest_text()

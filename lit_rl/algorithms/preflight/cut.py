@@ -103,7 +103,7 @@ def chosen(step: Step, memory: Memory, room: int) -> Cut:
             if decoded and _fits(needs[count], sum(needs[count].learning.values()), room, sizes):
                 recompute = sizes is not memory
                 offload = recompute and sizes.policy.offloaded
-                why, scored = _why(needs, room, recompute, offload), max(rows, most_scored(sizes, room))
+                why, scored = _why(needs, room, recompute, offload), max(rows, rows_scored_at_once(sizes, room))
                 return Cut(count, decoded, why, recompute, offload, scored)
     last = max(cuts)
     rows = f"{cuts[last]} row{'s' if cuts[last] > 1 else ''}"
@@ -123,7 +123,7 @@ def most_decoded(memory: Memory, room: int) -> int:
     return decoded
 
 
-def most_scored(memory: Memory, room: int) -> int:
+def rows_scored_at_once(memory: Memory, room: int) -> int:
     """Rows of a forward pass without gradient that surely fit, a power of two: those of a micro-batch that would."""
     rows = MOST_DECODED
     while rows > 1 and sum(memory.plan(rows, 1, steps_in_parts=False).learning.values()) > room:

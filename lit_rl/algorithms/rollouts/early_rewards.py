@@ -54,13 +54,13 @@ class EarlyRewards:
             yield asked
             return
 
-        def over(row: int, token_ids: list[int]) -> None:
+        def on_finished(row: int, token_ids: list[int]) -> None:
             (text,) = tokenizer.batch_decode([token_ids], skip_special_tokens=True)
             begun.tell(row, answer_to(prompts[row], text), token_ids)
 
         self._begun = batch, begun
         try:
-            yield replace(asked, over=over)
+            yield replace(asked, on_finished=on_finished)
         except BaseException:
             self._drop()
             raise

@@ -37,7 +37,7 @@ def prompts_of(micro_batches: Sequence[ExampleBatch], ranks: Ranks) -> PromptBat
 
 
 def _occurrences(mine: Sequence[int], ranks: Ranks) -> list[int]:
-    """How many times each of our rows stood earlier in the step, which is dealt out to the ranks in its order."""
+    """How many times each of our rows is met before: on ranks below ours, then on ours."""
     rows = ranks.gather(torch.tensor(mine)).tolist()
     seen: Counter[int] = Counter(rows[: ranks.rank * len(mine)])
     counts = []

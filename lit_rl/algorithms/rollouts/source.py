@@ -53,8 +53,8 @@ class RolloutRequest:
     """Of the samples."""
     interaction: EpisodeSource | None = None
     """What answers the policy's turns. None: a completion is one turn."""
-    over: Callable[[int, list[int]], None] | None = None
-    """Is told of completions of one turn that are over while others are still written."""
+    on_finished: Callable[[int, list[int]], None] | None = None
+    """Is told of completions of one turn that are finished while others are still written."""
 
     def by_another(self, policy: nn.Module) -> RolloutRequest:
         """The same of another model, whose noise is its own: with the same noise two equal models write the same."""
@@ -238,7 +238,7 @@ def _ask(generator: Generator, asked: RolloutRequest) -> Callable[[], Completion
         version=asked.version,
         seed=asked.seed,
         interaction=asked.interaction,
-        over=asked.over,
+        on_finished=asked.on_finished,
     )
 
 

@@ -42,6 +42,8 @@ class ExampleDataModule(SourcedDataModule):
             are equal), in [0, 1]; beyond it the data is refused.
         stream_buffer: Rows in memory at a time, of sources that are read as the run needs them, at least `batch_size`;
             null reads everything before the first step.
+        group_by_length: Put rows of a step that are about as long into the same micro-batch, with less padding. The
+            rows of a step stay what they are. Off with a router's loss, which is one of a micro-batch.
         val_batch_size: Rows of a validation batch, on each rank.
         source: What every `SourcedDataModule` takes.
     """
@@ -59,12 +61,13 @@ class ExampleDataModule(SourcedDataModule):
         overlong: Literal["truncate", "drop", "error"] = "truncate",
         max_dropped: float = 0.1,
         stream_buffer: int | None = None,
+        group_by_length: bool = True,
         val_batch_size: int = 32,
         **source: Any,
     ) -> None:
         super().__init__(val_batch_size=val_batch_size, **source)
         in_range("data.batch_size", batch_size, low=1)
-        self.batch_size = batch_size
+        self.batch_size, self.group_by_length = batch_size, group_by_length
         self.options = ExampleOptions(
             max_length=max_length,
             max_completion_tokens=max_completion_tokens,
@@ -192,6 +195,7 @@ class ExampleDataModule(SourcedDataModule):
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
         place: dict[str, Any] = {
             "accumulate": trainer.accumulate_grad_batches,
+            "group_by_length": self.group_by_length and not self.module_attribute("router_aux_loss_coef"),
             "rank": rank,
             "world_size": world_size,
             "limit": trainer.limit_train_batches,

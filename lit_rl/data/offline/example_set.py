@@ -59,10 +59,12 @@ class ExampleSet:
     @property
     def longest(self) -> int:
         """Tokens of the longest row."""
-        return max(
-            sum(map(len, self._pieces(row))) if self.packs else max(map(len, self._pieces(row)))
-            for row in range(len(self))
-        )
+        return max(map(self.length, range(len(self))))
+
+    def length(self, row: int) -> int:
+        """Tokens of a row: of a packed one all together, of a row with several texts those of the longest."""
+        lengths = map(len, self._pieces(row))
+        return sum(lengths) if self.packs else max(lengths)
 
     @functools.cached_property
     def most_learned(self) -> int:

@@ -22,31 +22,51 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         data: The rows.
         order: Which rows make up which optimizer step.
         accumulate: Micro-batches of a step on each rank.
+        group_by_length: Put rows of a step that are about as long into the same micro-batch, so that short ones are not
+            padded to the longest: slots go from long rows to short ones, and ranks have like lengths in each. Off, a
+            rank has neighbours in the step's order.
         position: Further arguments of `SlottedLoader`.
     """
 
     size_key = "data.batch_size"
+    cut_keys = "trainer.accumulate_grad_batches, data.group_by_length"
 
-    def __init__(self, data: ExampleSet, order: RolloutOrder, *, accumulate: int = 1, **position: Any) -> None:
-        super().__init__(data.fingerprint, order, slots=accumulate, **position)
-        self.data = data
+    def __init__(
+        self,
+        data: ExampleSet,
+        order: RolloutOrder,
+        *,
+        accumulate: int = 1,
+        group_by_length: bool = True,
+        **position: Any,
+    ) -> None:
+        cut = " by length" if group_by_length and accumulate > 1 else ""
+        super().__init__(data.fingerprint + cut, order, slots=accumulate, **position)
+        self.data, self.group_by_length = data, group_by_length
 
     def batches(self, rows: list[int], number: int) -> list[ExampleBatch]:
         totals = self.data.totals(rows, self.slots * self.world_size)
         before = self.data.before(rows)
-        ours, theirs, size = rows[self.ours], before[self.ours], self.share // self.slots
         micro = [
-            self.data.batch(
-                ours[slot * size : (slot + 1) * size],
-                theirs[slot * size : (slot + 1) * size],
-                totals,
-                step=number,
-                slot=slot,
-            )
-            for slot in range(self.slots)
+            self.data.batch([rows[i] for i in places], [before[i] for i in places], totals, step=number, slot=slot)
+            for slot, places in enumerate(self._places(rows))
         ]
         whole = tuple(micro) if self.slots > 1 else ()
         return [dataclasses.replace(micro[0], whole=whole), *micro[1:]]
+
+    def _places(self, rows: list[int]) -> list[list[int]]:
+        """Of each of our micro-batches, where its rows stand in the step: from the first of them to the last."""
+        size = self.share // self.slots
+        if not self.group_by_length:
+            ours = range(len(rows))[self.ours]
+            return [list(ours[slot * size : (slot + 1) * size]) for slot in range(self.slots)]
+        # Sorting is stable and looks at nothing else, so every rank and every resumed run finds the same order.
+        falling = sorted(range(len(rows)), key=lambda i: -self.data.length(rows[i]))
+        together = size * self.world_size
+        return [
+            sorted(falling[slot * together + self.rank : (slot + 1) * together : self.world_size])
+            for slot in range(self.slots)
+        ]
 
 
 class ExampleEvalLoader:

@@ -26,7 +26,7 @@ class StreamLoader:
         accumulate: Micro-batches of a step on each rank.
         limit: `trainer.limit_train_batches`. It only tells which batch is an epoch's last.
         allow_changed: Load a state also where the rows, their order or the slots are no longer those of the state.
-        part: `rank` and `world_size`: which part of a step is ours, and how many there are.
+        part: How `ExampleLoader` shares a step out: `rank`, `world_size` and `group_by_length`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class StreamLoader:
         accumulate: int = 1,
         limit: int | float = 1.0,
         allow_changed: bool = False,
-        **part: int,
+        **part: Any,
     ) -> None:
         self._windows, self._length = windows, length
         self._seed, self._shuffle, self._overfit = seed, shuffle, overfit
@@ -116,8 +116,9 @@ class StreamLoader:
         if not self._allow_changed and state["fingerprint"] != self.fingerprint:
             raise DataError(
                 "The data is not the checkpoint's: the rows where it stopped, their order (data.seed, data.shuffle, "
-                "weights, data.batch_size, data.stream_buffer) or the micro-batches of a step changed, so the run "
-                "cannot go on exactly. Restore them, or accept it with data.allow_changed=true."
+                "weights, data.batch_size, data.stream_buffer) or the micro-batches of a step "
+                f"({ExampleLoader.cut_keys}) changed, so the run cannot go on exactly. Restore them, or accept it with "
+                "data.allow_changed=true."
             )
         self._continues = self._taken < self._last
 

@@ -13,7 +13,7 @@ from torch import nn
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.base import Gap, Generator, check_request, context_length
-from lit_rl.generation.over import tell_group
+from lit_rl.generation.finished import tell_group
 from lit_rl.generation.ranks import together
 from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine, Facts, Weights
@@ -278,9 +278,9 @@ class EngineGenerator(Generator):
             return Conversing(prompts, sampling, self._version)
 
         def tell(number: int, answers: list[Answer]) -> None:
-            tell_group(prompts.over, number, [answer.token_ids for answer in answers], prompts.group_size)
+            tell_group(prompts.on_finished, number, [answer.token_ids for answer in answers], prompts.group_size)
 
-        return Completing(requests_of(prompts, sampling), None if prompts.over is None else tell)
+        return Completing(requests_of(prompts, sampling), None if prompts.on_finished is None else tell)
 
     def _run(self, work: Work) -> None:
         """Let the engine do it. A collective."""

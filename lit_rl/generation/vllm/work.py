@@ -47,11 +47,13 @@ class Completing(Work):
 
     Args:
         requests: All of them.
-        over: Is told of the answers of a request, by its number, as they come.
+        on_finished: Is told of the answers of a request, by its number, as they come.
     """
 
-    def __init__(self, requests: Sequence[Request], over: Callable[[int, list[Answer]], None] | None = None) -> None:
-        self.at_once, self._all, self._over = len(requests), requests, over
+    def __init__(
+        self, requests: Sequence[Request], on_finished: Callable[[int, list[Answer]], None] | None = None
+    ) -> None:
+        self.at_once, self._all, self._on_finished = len(requests), requests, on_finished
         self._asked = sum(request.completions for request in requests)
         self.again()
 
@@ -66,8 +68,8 @@ class Completing(Work):
 
     def done(self, number: int, answers: list[Answer]) -> None:
         self._answers[number] = answers
-        if self._over is not None:
-            self._over(number, answers)
+        if self._on_finished is not None:
+            self._on_finished(number, answers)
 
     def again(self) -> None:
         self._requests = list(enumerate(self._all))

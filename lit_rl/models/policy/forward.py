@@ -16,7 +16,6 @@ from lit_rl.models.policy.rows_by_length import by_length
 from lit_rl.models.policy.shared_prefix import run_shared, shared_prompts
 from lit_rl.models.policy.trunk import base_of, trunk_inputs
 from lit_rl.ops.linear_logprobs import Distribution
-from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.rollout import Completions, Sampling, select, trim
 
 
@@ -111,25 +110,8 @@ def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenS
     return TokenScores(found.logprobs, found.entropy, aux_loss)
 
 
-def token_logits(model: nn.Module, completions: Completions) -> Tensor:
-    """Logits ``(b, t, v)`` that predict each response token, in the model's own type.
-
-    Positions count attended tokens, so padding changes nothing, also where positions are absolute (GPT-2). The head
-    works on the t positions that predict a response token, never on the prompt.
-    """
-    logits = model(**_inputs(completions)).logits
-    return logits[:, -_kept(completions) : -1]
-
-
-def token_logprobs(model: nn.Module, completions: Completions, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens under ``softmax(logits / temperature)`` with gradient, and entropies without.
-
-    Both are float32 ``(b, t)``. Values at padding are numbers without meaning: mask them.
-    """
-    return logprobs_and_entropy(token_logits(model, completions), completions.response_ids, temperature=temperature)
-
-
 def _inputs(completions: Completions) -> dict[str, Any]:
+    """Positions count attended tokens, so padding changes nothing, also where positions are absolute (GPT-2)."""
     inputs: dict[str, Any] = {**trunk_inputs(completions)}
     inputs["logits_to_keep"] = _kept(completions)
     return inputs | {"use_cache": False}
