@@ -121,7 +121,7 @@ class ChatFrames(Frames):
         text, and an id for each call and each answer that has none.
 
         Args:
-            messages: With the arguments of calls as mappings. The template was tried with answers of tools.
+            messages: With the arguments of calls as mappings.
         """
         tools = self._skeletons.get("tool")
         return [*_with_ids(messages, text_arguments=tools is not None and tools.arguments == "text")]
@@ -238,7 +238,7 @@ def template_name(tokenizer: Any) -> str:
 def check_tools_are_told(
     tokenizer: Any, tools: Sequence[Mapping[str, Any]], chat_template_kwargs: Mapping[str, Any]
 ) -> None:
-    """Whether the chat template tells the policy of the tools.
+    """Refuse a chat template that does not tell the policy of the tools.
 
     Args:
         tokenizer: Of the policy, with its chat template.

@@ -95,8 +95,8 @@ class Generator(ABC):
 
     @property
     def context(self) -> float:
-        """Tokens that a prompt and its response may have together, once synced; 0: it cannot tell. Responses that may
-        have fewer tokens than others are drawn with these, and cut, as far as they fit in here."""
+        """Tokens that a prompt and its response may have together, known from the first sync on; 0: it cannot tell,
+        `inf`: there is no bound. Texts that may go on for different lengths are drawn in one call where all fit."""
         return 0
 
     @property

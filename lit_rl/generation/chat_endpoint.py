@@ -218,7 +218,7 @@ class ChatEndpoint(Generic[Result]):
         if row not in self._live:
             future.cancel()
             return
-        if self._asked_before(row, request, future):
+        if self._answer_repeat(row, request, future):
             return
         try:
             ids, room = self._conversations[row].ask(request)
@@ -231,9 +231,9 @@ class ChatEndpoint(Generic[Result]):
             self._broken = error
         self._came.set()
 
-    def _asked_before(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> bool:
-        """Whether a client sends its last request once more, as it does where the answer was lost or is late. It gets
-        the answer to that one."""
+    def _answer_repeat(self, row: int, request: ChatRequest, future: Future[ChatTurn]) -> bool:
+        """Answer a request that a client sends once more, as it does if the answer was lost or is late, as it was
+        answered or will be. False: it is a new one."""
         if turn := self._conversations[row].answered(request):
             future.set_result(turn)
         elif (waiting := self._waiting.get(row)) and waiting.request == request:

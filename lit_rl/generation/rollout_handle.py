@@ -73,9 +73,9 @@ class RolloutHandle:
         Args:
             prompt_ids: The tokens of each text.
             rows: Which completion each is for. None: there is one for every completion, in order.
-            max_new_tokens: Of each, or one number for each text. None is `sampling.max_new_tokens`. What may be shorter
-                than others is drawn with them and cut, as long as no text leaves the model's context; the tokens are
-                those that it would have got alone.
+            max_new_tokens: One number, or one for each text. None is `sampling.max_new_tokens`. Texts are drawn
+                together as long as they fit in the model's context, and each is cut to its own number: it gets the
+                tokens that it would have got alone.
 
         Returns:
             ``prompt_ids``, ``completion_ids`` and ``logprobs``, as a rollout function returns them, and ``ended``:
@@ -112,8 +112,8 @@ class RolloutHandle:
         return rooms
 
     def _together(self, texts: Sequence[list[int]], rooms: Sequence[int]) -> Iterator[list[int]]:
-        """The places of those that are drawn in one call, as long as the longest of them may be: no text leaves the
-        context, and `min_new_tokens` holds an EOS back to the same token."""
+        """The places of the texts of each call. All are drawn with the room of the largest, which changes nothing for
+        a text that stays in the context, and whose EOS `min_new_tokens` holds back for as long as it would alone."""
         left = list(range(len(texts)))
         while left:
             most = max(rooms[place] for place in left)

@@ -74,10 +74,8 @@ def micro_batches(
 ) -> list[list[Any]]:
     """The micro-batches of the one step, for each rank: of all rows, or of these in this order."""
     order, taken = data._order(False), list(range(data.batch_size) if rows is None else rows)
-    return [
-        ExampleLoader(data.corpus.train, order, accumulate=accumulate, rank=rank, world_size=ranks).batches(taken, 0)
-        for rank in range(ranks)
-    ]
+    cut: dict[str, Any] = {"accumulate": accumulate, "world_size": ranks, "group_by_length": True}
+    return [ExampleLoader(data.corpus.train, order, rank=rank, **cut).batches(taken, 0) for rank in range(ranks)]
 
 
 def step_of(module: OfflineModule, data: PreferenceDataModule, accumulate: int = 1, ranks: int = 1) -> Step:

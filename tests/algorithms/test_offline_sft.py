@@ -54,7 +54,7 @@ def steps_of(accumulate: int = 1, **data: Any) -> Iterator[TextBatch]:
     module.prepare(LanguageModel("tiny").tokenizer)
     train = module.corpus.train
     order = RolloutOrder((len(train),), len(train), shuffle=False)
-    return iter(ExampleLoader(train, order, accumulate=accumulate))  # pyright: ignore
+    return iter(ExampleLoader(train, order, accumulate=accumulate, group_by_length=True))  # pyright: ignore
 
 
 def gradient(module: SFT, batches: list[TextBatch]) -> torch.Tensor:

@@ -130,7 +130,7 @@ LEFT = [
     ("Files", "open files +1"),
     pytest.param("Threads", "threads +1", marks=pytest.mark.all),
     pytest.param("Memory", "Python objects +1", marks=pytest.mark.all),
-    pytest.param("Buffers", "KiB of memory +", marks=pytest.mark.all),  # how many: the test above, in a fresh process
+    pytest.param("Buffers", "KiB of memory +", marks=pytest.mark.all),
 ]
 
 
@@ -151,7 +151,10 @@ def test_memory_that_was_freed_before_does_not_hide_a_leak():
 @pytest.mark.parametrize(("game", "what"), LEFT)
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_what_an_episode_leaves_behind_is_counted(game, what):
-    wrong(findings.leaks(grown(getattr(faulty_games, game))), what, "hundreds of thousands")
+    found = findings.leaks(grown(getattr(faulty_games, game)))
+    wrong(found, what, "hundreds of thousands")
+    if game == "Buffers":  # holes in this process's heap take some of its 250; the test above counts in a fresh one
+        assert 125 < int(found.seen.rpartition("+")[2].replace(",", "")) < 300, found
 
 
 @pytest.mark.all

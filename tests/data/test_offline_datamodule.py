@@ -43,7 +43,7 @@ def pairs(count: int) -> ExampleSet:
 
 
 def loader(data: ExampleSet, size: int = 8, **settings: Any) -> ExampleLoader:
-    return ExampleLoader(data, RolloutOrder((len(data),), size, seed=3), **settings)
+    return ExampleLoader(data, RolloutOrder((len(data),), size, seed=3), **{"group_by_length": True, **settings})
 
 
 # ---------------------------------------------------------------------------------------------------------- batches
@@ -110,7 +110,7 @@ def test_a_mismatched_completion_answers_another_prompt():
 def test_a_step_holds_the_same_rows_however_it_is_cut(accumulate, world_size, rows, seed, by_length):
     data = verdicts(rows)
     order = RolloutOrder((rows,), 8, seed=seed)
-    whole = [batch.rows for batch in ExampleLoader(data, order)]
+    whole = [batch.rows for batch in ExampleLoader(data, order, group_by_length=True)]
     cut = {"accumulate": accumulate, "world_size": world_size, "group_by_length": by_length}
     ranks = [list(ExampleLoader(data, order, rank=rank, **cut)) for rank in range(world_size)]
     for step, expected in enumerate(whole):
@@ -131,9 +131,9 @@ def test_a_step_holds_the_same_rows_however_it_is_cut(accumulate, world_size, ro
 def test_rows_of_like_length_share_a_micro_batch(world_size):
     """Row i of `pairs` is i + 3 tokens long, so the micro-batches of a step are its rows from the longest down."""
     data, order = pairs(24), RolloutOrder((24,), 8, seed=3)
-    cut = {"accumulate": 4 // world_size, "world_size": world_size}
+    cut = {"accumulate": 4 // world_size, "world_size": world_size, "group_by_length": True}
     ranks = [list(ExampleLoader(data, order, rank=rank, **cut)) for rank in range(world_size)]
-    steps = [batch.rows for batch in ExampleLoader(data, order)]
+    steps = [batch.rows for batch in ExampleLoader(data, order, group_by_length=True)]
     for step, expected in enumerate(steps):
         slots = [
             [set(rank[step * cut["accumulate"] + slot].rows) for rank in ranks] for slot in range(cut["accumulate"])

@@ -58,7 +58,7 @@ def windows_of(data: ExampleDataModule, kind: Any = "texts") -> Windows:
 
 
 def loader(windows: Windows, length: int = 30, **settings: Any) -> StreamLoader:
-    return StreamLoader(windows, length=length, **settings)
+    return StreamLoader(windows, length=length, **{"group_by_length": True, **settings})
 
 
 def told(batch: Any) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ def test_a_window_of_all_rows_is_the_whole_set_epoch_after_epoch(folder, shuffle
     whole = texts(**common, stream_buffer=None)
     whole.prepare(TOKENIZER)
     data = whole.corpus.train
-    epochs = ExampleLoader(data, RolloutOrder((len(data),), 4, 3, shuffle), accumulate=2)
+    epochs = ExampleLoader(data, RolloutOrder((len(data),), 4, 3, shuffle), accumulate=2, group_by_length=True)
     expected = [told(batch) for _ in range(3) for batch in epochs]
     assert len(expected) == 3 * 2 * (len(data) // 4)
     streamed = loader(windows, len(expected), seed=3, shuffle=shuffle, accumulate=2)
@@ -273,7 +273,7 @@ def test_a_stream_and_a_whole_set_do_not_take_each_others_positions(folder):
     windows = windows_of(texts(path=str(folder / "20.jsonl")))
     whole = texts(path=str(folder / "20.jsonl"), stream_buffer=None)
     whole.prepare(TOKENIZER)
-    epochs = ExampleLoader(whole.corpus.train, RolloutOrder((20,), 4))
+    epochs = ExampleLoader(whole.corpus.train, RolloutOrder((20,), 4), group_by_length=True)
     with pytest.raises(DataError, match=r"leave data.stream_buffer out"):
         loader(windows).load_state_dict(epochs.state_dict())
     with pytest.raises(DataError, match=r"set data.stream_buffer as it was"):

@@ -37,7 +37,7 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         order: RolloutOrder,
         *,
         accumulate: int = 1,
-        group_by_length: bool = True,
+        group_by_length: bool,
         **position: Any,
     ) -> None:
         cut = " by length" if group_by_length and accumulate > 1 else ""
