@@ -23,7 +23,7 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         order: Which rows make up which optimizer step.
         accumulate: Micro-batches of a step on each rank.
         group_by_length: Put rows of a step that are about as long into the same micro-batch, so that short ones are not
-            padded to the longest: slots go from long rows to short ones, and ranks have like lengths in each. Off, a
+            padded to the longest: slots go from long rows to short ones, and ranks take neighbours in each. Off, a
             rank has neighbours in the step's order.
         position: Further arguments of `SlottedLoader`.
     """
@@ -62,11 +62,9 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
             return [list(ours[slot * size : (slot + 1) * size]) for slot in range(self.slots)]
         # Sorting is stable and looks at nothing else, so every rank and every resumed run finds the same order.
         falling = sorted(range(len(rows)), key=lambda i: -self.data.length(rows[i]))
-        together = size * self.world_size
-        return [
-            sorted(falling[slot * together + self.rank : (slot + 1) * together : self.world_size])
-            for slot in range(self.slots)
-        ]
+        # Neighbours stay together, so a step has the same micro-batches whatever the number of ranks they are dealt to.
+        begins = [(slot * self.world_size + self.rank) * size for slot in range(self.slots)]
+        return [sorted(falling[begin : begin + size]) for begin in begins]
 
 
 class ExampleEvalLoader:
