@@ -3,6 +3,7 @@
     python scripts/memory_peaks.py                        # the table of the small shapes: minutes
     python scripts/memory_peaks.py --shapes 135m 0.5b     # of larger ones: 7 and 20 GB of memory, an hour
     python scripts/memory_peaks.py --plot FILE.svg        # peaks over 8 times as many completions a rollout
+    python scripts/memory_peaks.py --phases 0.5b          # a GRPO step in bf16-true, phase by phase
 
 Each case is a process of its own that trains two optimizer steps of a model with random weights on one thread. It does
 so twice, and counts beyond the end of the first time: what Python and the libraries take is not in the plan, and oneDNN
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,8 @@ class Case:
     accumulate: int = 2
     prompt: int = 48
     response: int = 48
+    beta: float = 0.1
+    """Of GRPO's KL term; 0 has no reference."""
 
     @property
     def label(self) -> str:
@@ -119,24 +123,62 @@ class _FromTheFirstStep(L.Callback):
         Path("/proc/self/clear_refs").write_text("5")
 
 
+def print_phases(shape: str) -> None:
+    """Three GRPO steps of one micro-batch, 2 prompts of 64 tokens with 4 completions of 16, in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    case = Case(shape, precision="bf16-true", rows=8, accumulate=1, prompt=64, response=16, beta=0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        maker = get_context("spawn").Process(target=_model, args=(shape, Path(folder)))  # its tensors end with it
+        maker.start()
+        maker.join()
+        print(f"planned: {_fit(case, Path(folder), _Phases(), steps=3) / MIB:.0f} MiB beyond Python and its libraries")
+
+
+class _Phases(L.Callback):
+    """Prints the resident set at the end of each phase of a step, and its peak in it."""
+
+    def _say(self, phase: str) -> None:
+        sizes = f"{_memory('VmRSS') / MIB:6.0f} MiB at its end, {_memory('VmHWM') / MIB:6.0f} at most"
+        print(f"{phase:20} {sizes}", flush=True)
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def on_train_start(self, *args: Any) -> None:
+        self._say("loading")
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._say("rollout")
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self._say("forward")
+
+    def on_after_backward(self, *args: Any) -> None:
+        self._say("backward")
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._say("optimizer")
+
+
 def _memory(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     assert found is not None
     return int(found.group(1)) * 1024
 
 
-def _fit(case: Case, folder: Path) -> int:
-    """Train two steps; returns the bytes of the plan."""
+def _fit(case: Case, folder: Path, *callbacks: L.Callback, steps: int = 2) -> int:
+    """Train some steps; returns the bytes of the plan."""
     module, data = _built(case, folder)
     trainer = L.Trainer(
-        max_steps=2,
+        max_steps=steps,
         accelerator="cpu",
         devices=1,
         accumulate_grad_batches=case.accumulate,
         precision=case.precision,  # pyright: ignore
         limit_val_batches=0,
         use_distributed_sampler=False,
-        callbacks=[_FromTheFirstStep()],
+        callbacks=[_FromTheFirstStep(), *callbacks],
         **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     module.memory_gb = 1000.0
@@ -163,7 +205,7 @@ def _built(case: Case, folder: Path) -> tuple[Any, Any]:
     data = RolloutDataModule(path=rows, prompts_per_rollout=case.rows // 4, val_fraction=0.0)
     if case.method == "ppo":
         return algorithms.PPO(model, _reward, group_size=4, iterations=1, sampling=sampling), data
-    return algorithms.GRPO(model, _reward, group_size=4, beta=0.1, sampling=sampling), data
+    return algorithms.GRPO(model, _reward, group_size=4, beta=case.beta, sampling=sampling), data
 
 
 def _reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
@@ -238,15 +280,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=["tiny", "7m"], choices=["tiny", "7m", "135m", "0.5b"])
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--phases", choices=["tiny", "7m", "135m", "0.5b"])
     parser.add_argument("--case", help="of a process that measures: the case, as JSON")
-    parser.add_argument("--keep-freed", action="store_true", help="of a process that measures: keep freed memory")
+    parser.add_argument("--keep-freed", action="store_true", help="keep freed memory, as train.py does")
     args = parser.parse_args()
     if args.keep_freed:
         keep_freed_memory()
-    elif args.case:
+    elif args.case or args.phases:
         ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, RETURNED)
     if args.case:
         print(json.dumps(measure(Case(**json.loads(args.case)))))
+    elif args.phases:
+        print_phases(args.phases)
     elif args.plot:
         plot(args.plot)
     else:
