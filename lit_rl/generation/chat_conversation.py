@@ -74,18 +74,25 @@ class ChatReading:
 
     def turn(self, ids: Sequence[int], request: ChatRequest, number: int) -> Message:
         """A turn of the policy as an agent reads it; calls without an id are given one by their number."""
-        written = str(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
-        message: Message = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
-        if self._on_channels:
-            message["content"], thought = said_and_thought(written)
-            message |= dict.fromkeys(THOUGHTS, thought) if thought else {}
-        parsed = self._parser(request).parse(written) if request.tools else None
+        message = self.plain_turn(ids)
+        parsed = self._parser(request).parse(self._written(ids)) if request.tools else None
         if parsed is None or not parsed.calls:
             return message
         message["content"] = parsed.content + "".join(call.text for call in parsed.calls if isinstance(call, BadCall))
         calls = [call for call in parsed.calls if isinstance(call, ToolCall)]
         told = [_call(call, number + place) for place, call in enumerate(calls)]
         return message | {"tool_calls": told} if told else message
+
+    def plain_turn(self, ids: Sequence[int]) -> Message:
+        """The same of a turn in which no tool can be called."""
+        message: Message = {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        if self._on_channels:
+            message["content"], thought = said_and_thought(self._written(ids))
+            message |= dict.fromkeys(THOUGHTS, thought) if thought else {}
+        return message
+
+    def _written(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(ids[:-1] if self.closed(ids) else ids))
 
     def closed(self, ids: Sequence[int]) -> bool:
         """Whether a turn ended with a token that ends turns."""
@@ -134,8 +141,10 @@ class ChatConversation:
     ended: bool = False
     """Whether the last turn came to its end, and nothing was cut."""
     turns: int = 0
+    messages: list[Message] = field(default_factory=list)
+    """What was said and answered behind the prompt, as templates know it: one of the assistant for each turn."""
     _said: list[Message] = field(default_factory=list)
-    _asked: tuple[ChatRequest, list[int]] | None = None
+    _asked: tuple[ChatRequest, list[Message], list[int]] | None = None
     _answered: tuple[ChatRequest, ChatTurn] | None = None
     _told: frozenset[str] = frozenset()
     """The names of the tools that the prompt tells of."""
@@ -154,12 +163,13 @@ class ChatConversation:
         """
         if self._asked is not None:
             raise RequestRefused("the policy was asked before it had answered: one turn of a completion at a time")
-        between = [] if self.turns else None
+        answers, between = list[Message](), list[int]()
         if self.turns:
-            between = self._between(request)
+            answers = self._answers(request)
+            between = self.reading.answers(answers, request, closed=self.reading.closed(self._last))
         else:
             self.prompt_ids, self._told = self.reading.prompt(request), _names(request)
-        room = self.max_tokens - len(self.completion_ids) - len(between or ())
+        room = self.max_tokens - len(self.completion_ids) - len(between)
         if room < 1:
             self.ended = False
             raise RequestRefused(
@@ -167,19 +177,20 @@ class ChatConversation:
                 f"{self.max_tokens} tokens.",
                 code="context_length_exceeded",
             )
-        self._asked, self._answered = (request, between or []), None
-        return [*self.prompt_ids, *self.completion_ids, *(between or ())], room
+        self._asked, self._answered = (request, answers, between), None
+        return [*self.prompt_ids, *self.completion_ids, *between], room
 
     def answer(self, ids: Sequence[int], logprobs: Sequence[float], *, ended: bool) -> ChatTurn:
         """What the policy went on with, as a turn."""
         assert self._asked is not None, "nobody asked"
-        (request, between), self._asked = self._asked, None
+        (request, answers, between), self._asked = self._asked, None
         prompt = len(self.prompt_ids) + len(self.completion_ids) + len(between)
         self.completion_ids += [*between, *ids]
         self.logprobs += [*[0.0] * len(between), *logprobs]
         self.written += [*[0] * len(between), *[1] * len(ids)]
         message = self.reading.turn(ids, request, sum(len(each.get("tool_calls") or ()) for each in self._said))
         self._said = [*request.messages, message]
+        self._note(answers if between else [], message)
         self._last, self.ended, self.turns = list(ids), ended, self.turns + 1
         finish = "tool_calls" if message.get("tool_calls") else "stop" if ended else "length"
         self._answered = request, ChatTurn(message, finish, prompt, len(ids))
@@ -189,8 +200,22 @@ class ChatConversation:
         """A completion of one turn that nobody has asked for."""
         self.prompt_ids, self.completion_ids, self.logprobs = list(prompt_ids), list(ids), list(logprobs)
         self.written, self.ended, self.turns = [1] * len(ids), ended, 1
+        self._note([], self.reading.plain_turn(ids))
 
-    def _between(self, request: ChatRequest) -> list[int]:
+    def _note(self, answers: Sequence[Message], turn: Message) -> None:
+        """Add a turn and the messages before it. By its tokens it is one with the last turn if nothing was read between
+        the two."""
+        turn = _example(turn)
+        if answers or not self.messages:
+            self.messages += [*answers, turn]
+            return
+        before = self.messages.pop()
+        calls = [*before.get("tool_calls", ()), *turn.get("tool_calls", ())]
+        one = {**before, **turn, "content": before["content"] + turn["content"]}
+        self.messages.append(one | {"tool_calls": calls} if calls else one)
+
+    def _answers(self, request: ChatRequest) -> list[Message]:
+        """The messages that answer the last turn, as templates know them."""
         known, new = request.messages[: len(self._said)], request.messages[len(self._said) :]
         for number, (was, now) in enumerate(zip(self._said, known)):
             if _compared(was) != _compared(now):
@@ -210,8 +235,7 @@ class ChatConversation:
                 "was not in it"
             )
         names = {call["id"]: call["function"]["name"] for call in self._said[-1].get("tool_calls") or ()}
-        messages = [_answer(message, names) for message in new]
-        return self.reading.answers(messages, request, closed=self.reading.closed(self._last))
+        return [_answer(message, names) for message in new]
 
 
 def _names(request: ChatRequest) -> frozenset[str]:
@@ -242,6 +266,18 @@ def _examples(messages: Sequence[Message]) -> Iterator[Message]:
             yield _answer(message, names) | {"tool_call_id": ids[message["tool_call_id"]]}
         else:
             yield message | {"tool_calls": calls} if calls else message
+
+
+def _example(turn: Message) -> Message:
+    """A turn of the policy as templates know it: arguments of calls as mappings, thoughts under ``thinking``."""
+    known: Message = {"role": "assistant", "content": turn["content"]}
+    if thought := turn.get(THOUGHTS[0]):
+        known["thinking"] = thought
+    calls = [
+        {**call, "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
+        for call in turn.get("tool_calls") or ()
+    ]
+    return known | {"tool_calls": calls} if calls else known
 
 
 def _arguments(call: Message) -> Mapping[str, Any]:

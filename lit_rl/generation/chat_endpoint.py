@@ -44,7 +44,8 @@ class Played(Generic[Result]):
     results: list[Result | Exception]
     """What each agent returned, or raised; a `TimeoutError` of one whose time was over."""
     rollout: dict[str, list[Any]]
-    """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask`` and ``ended``."""
+    """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``ended`` and
+    ``episode_messages``."""
 
 
 class ChatEndpoint(Generic[Result]):
@@ -117,7 +118,7 @@ class ChatEndpoint(Generic[Result]):
                 ) from raised
             self._write_alone(row, instead[row])
         columns = {"completion_ids": "completion_ids", "prompt_ids": "prompt_ids", "logprobs": "logprobs"}
-        columns |= {"env_mask": "written", "ended": "ended"}
+        columns |= {"env_mask": "written", "ended": "ended", "episode_messages": "messages"}
         rollout = {key: [getattr(each, name) for each in self._conversations] for key, name in columns.items()}
         return Played(results, rollout)
 

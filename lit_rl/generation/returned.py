@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,14 @@ import torch
 from lit_rl.data.checks import excerpt
 from lit_rl.errors import GenerationError, NumericError
 from lit_rl.generation.batches import Decoded
+from lit_rl.generation.returned_messages import NoMessages, read_messages
 from lit_rl.rewards.functions.contract import ARGUMENTS, SINGULAR
-from lit_rl.rollout import Prompts
+from lit_rl.rollout import Message, Prompts
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-MASK, ENDED = "env_mask", "ended"
+MASK, ENDED, MESSAGES = "env_mask", "ended", "episode_messages"
+_OWN = (*REQUIRED, MASK, ENDED, MESSAGES)
+"""Keys of its own; all others are for rewards."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class ReturnedRow:
     """Whether the policy wrote each token."""
     ended: bool | None
     """Whether it came to its end, where that was said."""
+    messages: list[Message] | None = None
+    """What was said in it, where that was said: one of the assistant for each turn of the policy."""
 
     @property
     def turns(self) -> list[int]:
@@ -77,7 +82,9 @@ class Returned:
             raise self._wrong(f"returned {came}; it returns a dict with {', '.join(REQUIRED)}, one entry a completion")
         self._returned = returned
         columns = [self._list(key) for key in REQUIRED]
-        columns += [self._list(key) if returned.get(key) is not None else [None] * count for key in (MASK, ENDED)]
+        columns += [
+            self._list(key) if returned.get(key) is not None else [None] * count for key in _OWN[len(REQUIRED) :]
+        ]
         self.rows = [self._row(index, *parts) for index, parts in enumerate(zip(*columns, strict=True))]
         self.has_mask = returned.get(MASK) is not None
         for index, row in enumerate(self.rows):
@@ -110,7 +117,9 @@ class Returned:
             raise self._wrong(f"returned {length} as {key}; it takes a list of {self._count}, one for each completion")
         return values
 
-    def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, mask: Any, ended: Any) -> ReturnedRow:
+    def _row(
+        self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, mask: Any, ended: Any, messages: Any
+    ) -> ReturnedRow:
         prompt, tokens = self._ids(index, "prompt_ids", prompt_ids), self._ids(index, "completion_ids", token_ids)
         lengths = {"logprobs": logprobs} | ({} if mask is None else {MASK: mask})
         for key, values in lengths.items():
@@ -122,9 +131,15 @@ class Returned:
             raise self._wrong(f"gave completion {index} an {MASK} without a token of the policy")
         end = len(written) - written[::-1].index(True)
         found = [self._number(index, value) if ours else 0.0 for value, ours in zip(logprobs, written)]
-        return ReturnedRow(
-            prompt, tokens[:end], found[:end], written[:end], None if ended is None else self._bit(index, ENDED, ended)
-        )
+        is_ended = None if ended is None else self._bit(index, ENDED, ended)
+        row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended)
+        return row if messages is None else replace(row, messages=self._messages(index, messages, row.turns[-1] + 1))
+
+    def _messages(self, index: int, given: Any, turns: int) -> list[Message]:
+        try:
+            return read_messages(given, turns)
+        except NoMessages as why:
+            raise self._wrong(f"gave completion {index} {MESSAGES}, which {why}") from why
 
     def _ids(self, index: int, key: str, ids: Any) -> list[int]:
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids
@@ -155,7 +170,7 @@ class Returned:
             columns: Of the data, whose names are taken.
             declared: Names that it has to return.
         """
-        others = {key: value for key, value in self._returned.items() if key not in (*REQUIRED, MASK, ENDED)}
+        others = {key: value for key, value in self._returned.items() if key not in _OWN}
         if missing := [name for name in declared if name not in others]:
             raise self._wrong(f"did not return {', '.join(missing)}, which env.columns names")
         if taken := [name for name in others if name in (*columns, "episodes", *ARGUMENTS, *SINGULAR)]:

@@ -2,8 +2,9 @@
 
 It is called as ``function(prompts, trainer)`` with a prompt for each completion of this process, those of a group being
 neighbours. It returns a dict of lists, one entry a completion: ``prompt_ids``, ``completion_ids`` and ``logprobs``;
-where the policy did not write every token of a completion, ``env_mask`` with 1 for those that it wrote; and ``ended``
-where more than an EOS ends a completion. What else is in it goes to the reward functions under its name.
+where the policy did not write every token of a completion, ``env_mask`` with 1 for those that it wrote; ``ended``
+where more than an EOS ends a completion; and ``episode_messages`` where what was said is more than the text of the
+tokens. What else is in it goes to the reward functions under its name.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range
 from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
+from lit_rl.generation.returned_messages import decoded_messages
 from lit_rl.generation.rollout_handle import RolloutHandle
 from lit_rl.generation.time_limit import TookTooLong, time_limit
 from lit_rl.rewards.functions.by_path import named_by
@@ -154,14 +156,15 @@ class RolloutCalls(EpisodeSource):
             raise GenerationError(f"env.path={self._settings.name} raised {type(error).__name__}: {error}") from error
 
     def _episode(self, row: ReturnedRow, prompt: Prompt, ended: bool, extra: dict[str, Any], seconds: float) -> Episode:
-        written = [token for token, ours in zip(row.token_ids, row.written) if ours]
-        text = self._tokenizer.decode(written, skip_special_tokens=True)
+        messages = row.messages
+        if messages is None:
+            messages = decoded_messages(row.token_ids, row.written, self._tokenizer)
         return Episode(
             prompt=prompt,
-            messages=[{"role": "assistant", "content": text}],
+            messages=messages,
             end="answered" if ended else "cut",
             turns=row.turns[-1] + 1,
-            observed_tokens=len(row.token_ids) - len(written),
+            observed_tokens=row.written.count(False),
             seconds=seconds,
             extra=extra,
         )

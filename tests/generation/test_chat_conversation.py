@@ -108,6 +108,41 @@ def test_calls_of_tools_are_those_that_the_policy_wrote_and_their_answers_stand_
                          {"role": "tool", "tool_call_id": "other", "content": "3"}, tools=True))  # fmt: skip
 
 
+def test_what_was_said_is_kept_as_messages_as_templates_know_them() -> None:
+    """One of the policy for each stretch of its tokens, and the answers with the names of their tools."""
+    talk = conversation()
+    talk.ask(request(tools=True))
+    said = say(talk, f"hm {CALL}")
+    (call,) = said["tool_calls"]
+    answer = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+    talk.ask(request(said, answer, tools=True))
+    assert len(talk.messages) == 1, "what was not answered yet was not said"
+    say(talk, "two")
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert talk.messages == [
+        {"role": "assistant", "content": "hm", "tool_calls": [{**call, "function": function}]},
+        {"role": "tool", "name": "add", "tool_call_id": call["id"], "content": "2"},
+        {"role": "assistant", "content": "two"},
+    ]
+    assert said["tool_calls"][0]["function"]["arguments"] == '{"a": 1}', "the agent reads JSON, as OpenAI writes it"
+
+
+def test_turns_with_nothing_between_them_are_one() -> None:
+    """By its tokens a completion has as many turns as messages of the assistant, whatever the template leaves out."""
+    bare: Any = AutoTokenizer.from_pretrained(TINY)
+    bare.chat_template = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"  # fmt: skip  # noqa: E501
+    reading = ChatReading(bare, functools.partial(encode_prompt, bare), {}, frozenset([bare.eos_token_id]))
+    talk = ChatConversation(reading, 400)
+    talk.ask(request())
+    said = [say(talk, "2")]
+    talk.ask(request(said[0], {"role": "user", "content": ""}))
+    said.append(say(talk, "3"))
+    assert talk.written == [1] * 4 and talk.messages == [{"role": "assistant", "content": "23"}]
+    talk.ask(request(said[0], {"role": "user", "content": ""}, said[1], {"role": "user", "content": "?"}))
+    say(talk, "4")
+    assert [message["content"] for message in talk.messages] == ["23", "?", "4"] and 0 in talk.written
+
+
 def test_calls_that_are_text_need_no_template_that_renders_calls() -> None:
     plain: Any = AutoTokenizer.from_pretrained(TINY)
     plain.chat_template = TEMPLATE.replace("{% for c in m.tool_calls or [] %}", "{% for c in [] %}")

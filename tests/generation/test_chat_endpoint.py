@@ -20,7 +20,7 @@ from lit_rl.environments.frames import ChatFrames
 from lit_rl.errors import ConfigError, DataError, GenerationError, LitRLError
 from lit_rl.generation import ChatEndpoint, RolloutFunction, VerifiersHarness
 from lit_rl.generation.chat_endpoint import Agent, Played
-from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.collect import Vocabulary, as_reward_input, request
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.rollout_function import RolloutCalls
 from lit_rl.models import LanguageModel
@@ -31,6 +31,7 @@ TEXTS = ["17+25=", "3+4="]
 ASKED = [[{"role": "user", "content": text}] for text in TEXTS]
 AGAIN = {"role": "user", "content": "again"}
 GROUP = 3
+BATCH = PromptBatch(ASKED, [[1]] * len(ASKED), {}, [0, 1], [0, 0])
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +40,11 @@ def policy() -> nn.Module:
 
 
 def draw(policy: nn.Module, function: Callable[..., Any], group: int = GROUP, **settings: Any) -> Completions:
-    batch = PromptBatch(ASKED, [[1]] * len(ASKED), {}, [0, 1], [0, 0])
     source = RolloutCalls(RolloutFunction(function, **settings), MODEL.tokenizer, {}, 80)
     return request(
         NativeGenerator(),
         policy,
-        batch,
+        BATCH,
         sampling=Sampling(max_new_tokens=6),
         group_size=group,
         vocabulary=Vocabulary.of(MODEL),
@@ -140,6 +140,16 @@ def test_an_agent_of_two_turns_writes_what_is_drawn_by_hand(policy: nn.Module) -
     ours = draw(policy, by(two_turns))
     same(ours, draw(policy, by_hand))
     assert ours.attended is not None and (ours.attended & ~ours.response_mask).any()
+
+
+def test_rewards_are_given_what_agent_and_policy_said_message_by_message(policy: nn.Module) -> None:
+    drawn = draw(policy, by(two_turns))
+    _, completions, _ = as_reward_input(BATCH, [""] * len(drawn), GROUP, drawn.episodes)
+    assert drawn.turn is not None
+    for row, messages in enumerate(completions):
+        own = [drawn.response_ids[row][drawn.response_mask[row] & (drawn.turn[row] == turn)] for turn in (0, 1)]
+        first, second = (MODEL.tokenizer.decode(ids, skip_special_tokens=True) for ids in own)
+        assert messages == [{"role": "assistant", "content": first}, AGAIN, {"role": "assistant", "content": second}]
 
 
 def test_samples_do_not_depend_on_who_asks_when(policy: nn.Module) -> None:

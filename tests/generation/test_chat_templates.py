@@ -83,6 +83,8 @@ def test_calls_stand_on_the_commentary_channel_and_what_the_policy_wrote_is_read
     answer = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
     assert f"{THOUGHT}{CALL}<|call|>" in text_of(conversation, request(ASKED, told, answer))
     assert say(conversation, FINAL, "<|return|>").message["content"] == "It is 42."
+    kept = [(message["role"], message["content"], message.get("thinking")) for message in conversation.messages]
+    assert kept == [("assistant", "", "I double it."), ("tool", "42", None), ("assistant", "It is 42.", None)]
 
 
 # ---------------------------------------------------------------------------------------------------- example calls

@@ -115,6 +115,41 @@ def test_what_the_policy_did_not_write_is_read_and_not_learned_from(policy: nn.M
     assert ((out.response_mask & later).sum(1) <= 2).all(), "cut by max_new_tokens"
 
 
+def test_each_turn_and_each_answer_is_a_message(policy: nn.Module) -> None:
+    """Of the tokens of their authors, one after another."""
+    out = draw(policy, turns, group_size=6)
+    assert out.attended is not None and out.turn is not None and out.episodes is not None
+    for row, episode in enumerate(out.episodes):
+        said = [message["content"] for message in episode.messages]
+        assert [message["role"] for message in episode.messages] == ["assistant", "user", "assistant"][: len(said)]
+        assert "".join(said) == spell(out.response_ids[row][out.attended[row]].tolist())
+        own = [out.response_ids[row][out.response_mask[row] & (out.turn[row] == turn)] for turn in (0, 1)]
+        assert said[::2] == [spell(ids.tolist()) for ids in own][: episode.turns] and len(said[::2]) == episode.turns
+
+
+def test_messages_are_those_that_the_function_gives(policy: nn.Module) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "thank you"},
+    ]
+
+    def function(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        out = single(prompts, trainer)
+        shape = {"completion_ids": [[3, 7, 4]] * 6, "logprobs": [[-1.0, 0.0, -1.0]] * 6, "env_mask": [[1, 0, 1]] * 6}
+        return {"prompt_ids": out["prompt_ids"], **shape, "episode_messages": [said] * 5 + [None]}
+
+    out = draw(policy, function)
+    assert out.episodes is not None
+    read = {**call, "function": {"name": "add", "arguments": {"a": 1}}}
+    first, *others = out.episodes[0].messages
+    assert first == {"role": "assistant", "content": "", "tool_calls": [read]} and others == said[1:]
+    assert "add(a=1)" in out.episodes[0].transcript() and out.episodes[0].extra == {}
+    assert [message["content"] for message in out.episodes[5].messages] == [spell([n]) for n in (3, 7, 4)]
+
+
 def test_samples_depend_on_the_completion_and_its_turn_alone(policy: nn.Module) -> None:
     """Asked for one after another, and backwards, the second turns are those that were asked for together."""
 
@@ -295,6 +330,7 @@ def test_tokens_behind_the_last_of_the_policy_are_read_by_nobody(policy: nn.Modu
 
 
 GOOD = {"prompt_ids": [[1]] * 6, "completion_ids": [[2, 3]] * 6, "logprobs": [[-1.0, -2.0]] * 6}
+ANSWER = {"role": "assistant", "content": "a"}
 WRONG: dict[str, tuple[Any, type[LitRLError], str]] = {
     "nothing": (None, GenerationError, "returned NoneType; it returns a dict with prompt_ids,"),
     "a key": ({"prompt_ids": [], "logprobs": []}, GenerationError, "a dict without completion_ids"),
@@ -307,6 +343,15 @@ WRONG: dict[str, tuple[Any, type[LitRLError], str]] = {
     "no number": (GOOD | {"logprobs": [["a", "b"]] * 6}, GenerationError, "the log-prob 'a', which is no number"),
     "mask": (GOOD | {"env_mask": [[1, 2]] * 6}, GenerationError, "completion 0 2 in env_mask; it takes 1"),
     "ended": (GOOD | {"ended": [1, 0, None, 1, 1, "end"]}, GenerationError, "completion 5 'end' in ended; it takes 1"),
+    "messages": (GOOD | {"episode_messages": [["hi"]] * 6}, GenerationError,
+                 "completion 0 episode_messages, which takes messages, each a dict with the role assistant,"),
+    "turns": (GOOD | {"episode_messages": [[ANSWER, ANSWER]] * 6}, GenerationError,
+              "for each of the 1 turns that env_mask has; here 2"),
+    "a message": (GOOD | {"episode_messages": [[ANSWER | {"content": 3}]] * 6}, GenerationError,
+                  "a text under 'content'"),
+    "a call": (GOOD | {"episode_messages": [[ANSWER | {"tool_calls": ["add"]}]] * 6}, GenerationError,
+               "takes calls such as"),
+    "no JSON": (GOOD | {"episode_messages": [[ANSWER | {"at": object()}]] * 6}, GenerationError, "what JSON can write"),
     "no policy": (GOOD | {"env_mask": [[0, 0]] * 6}, GenerationError, "an env_mask without a token of the policy"),
     "prompts": (GOOD | {"prompt_ids": [[1], [1], [2]] * 2}, GenerationError, "completion 2 other prompt_ids than"),
     "long": (GOOD | {"completion_ids": [[2] * 9] * 6, "logprobs": [[-1.0] * 9] * 6}, GenerationError,

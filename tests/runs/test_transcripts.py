@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Repeated
 from lit_rl.environments import CustomEnvironment
 from lit_rl.errors import ConfigError, StorageError
+from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import response_ids
 from lit_rl.generation.pieces import pieces_of
 from lit_rl.models import LanguageModel
@@ -34,6 +35,10 @@ from lit_rl.rewards import environment
 from lit_rl.rollout import Sampling
 
 NASTY = '</script><b onclick="x">\x1b[31m\x00\r\n&amp;é'
+
+
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+QUIET |= {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "gradient_clip_val": 1.0, "max_epochs": -1}
 
 
 class Nasty:
@@ -58,10 +63,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     settings: dict[str, Any] = {"sampling": Sampling(max_new_tokens=4), "group_size": 4, "iterations": 2}
     module = GRPO(LanguageModel("tiny"), environment, env=env, **settings)
     data = RolloutDataModule(task=Repeated("0..9=", train_rows=64, val_rows=0), prompts_per_rollout=8)
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-    quiet |= {"accelerator": "cpu", "devices": 1, "enable_checkpointing": False, "gradient_clip_val": 1.0}
     samples = [Samples(print=0)]
-    trainer = L.Trainer(**quiet, max_steps=2, max_epochs=-1, default_root_dir=folder, callbacks=samples)
+    trainer = L.Trainer(**QUIET, max_steps=2, default_root_dir=folder, callbacks=samples)
     trainer.fit(module, data)
     table = pyarrow.parquet.read_table(folder / "samples" / "step_00000000.parquet").to_pylist()
     assert transcripts(folder) == 0
@@ -290,6 +293,49 @@ def test_the_table_of_a_run_shows_its_episodes(run: SimpleNamespace) -> None:
     shown = row["completion"]
     assert isinstance(shown, Conversation) and str(shown) == run.table[0]["completion"]
     assert len(shown.learned) == run.table[0]["turns"]
+
+
+# ------------------------------------------------------------------ episodes of a rollout function
+
+
+def asked_again(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+    """Two turns, between which the policy is told something."""
+    told = trainer.tokenizer(" <again>", add_special_tokens=False)["input_ids"]
+    first = trainer.generate([trainer.encode(prompt) for prompt in prompts])
+    second = trainer.generate([a + b + told for a, b in zip(first["prompt_ids"], first["completion_ids"])])
+    turns = list(zip(first["completion_ids"], second["completion_ids"]))
+    logprobs = list(zip(first["logprobs"], second["logprobs"]))
+    return {
+        "prompt_ids": first["prompt_ids"],
+        "completion_ids": [a + told + b for a, b in turns],
+        "logprobs": [a + [0.0] * len(told) + b for a, b in logprobs],
+        "env_mask": [[1] * len(a) + [0] * len(told) + [1] * len(b) for a, b in turns],
+    }
+
+
+def test_turns_of_a_rollout_function_are_shown_apart(tmp_path: Path) -> None:
+    """In the file, the page and the console's table, as those of an environment."""
+    env = RolloutFunction(asked_again, max_tokens=40)
+    settings: dict[str, Any] = {"sampling": Sampling(max_new_tokens=4), "group_size": 4}
+    module = GRPO(LanguageModel("tiny"), lambda completions: [float(len(c)) for c in completions], env=env, **settings)
+    data = RolloutDataModule(task=Repeated("0..9=", train_rows=64, val_rows=0), prompts_per_rollout=2)
+    trainer = L.Trainer(**QUIET, max_steps=1, default_root_dir=tmp_path, callbacks=[Samples(print=0)])
+    trainer.fit(module, data)
+    (row, *_) = table = pyarrow.parquet.read_table(tmp_path / "samples" / "step_00000000.parquet").to_pylist()
+    for each in table:
+        said = json.loads(each["messages"])
+        assert [message["role"] for message in said] == ["assistant", "user", "assistant"]
+        by_policy = "".join(t for t, own in zip(each["tokens/text"], each["tokens/by_policy"]) if own)
+        assert said[1]["content"] == " <again>" and (said[0]["content"] + said[2]["content"]) in by_policy.replace(
+            "<|im_end|>", ""
+        )
+        assert each["completion"].count("assistant: ") == 2 and each["turns"] == 2
+    (shown,) = Samples(print=1)._pick(module.samples)
+    assert [line.author for line in shown["completion"].lines()] == ["assistant", "user", "assistant"]
+    assert transcripts(tmp_path) == 0
+    text = (tmp_path / "transcripts.html").read_text()
+    assert text.count("assistant · turn 1") == len(table) and "between turns" not in text
+    assert len(parsed(text).episodes) == len(table) and row["end"] in ("answered", "cut")
 
 
 # ------------------------------------------------------------------ the command
