@@ -1,4 +1,4 @@
-"""What it brings that waiting groups take the places of rows that end: against one batch after another, interleaved.
+"""What `generator.continuous_batching` brings: against one batch after another, interleaved.
 
     python scripts/decode_places.py                    # 7 M parameters; 135m for the shape of SmolLM2-135M
     python scripts/decode_places.py 135m rounds=5
@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.generation.noise import prompt_key
 from lit_rl.rollout import Prompts, Sampling
@@ -31,14 +30,6 @@ SHAPES: dict[str, dict[str, int]] = {
     "135m": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30},
 }
 HEADS = {"7m": (8, 2), "135m": (9, 3)}
-
-
-class OneBatchAfterAnother(NativeGenerator):
-    """The next groups begin when all rows of those before are over."""
-
-    def _kind(self, policy: torch.nn.Module, length: int) -> type[DecodingSteps]:
-        kind: Any = super()._kind(policy, length)
-        return type("Alone", (kind,), {"joinable": False})
 
 
 def policy_of(shape: str) -> LlamaForCausalLM:
@@ -59,7 +50,10 @@ def main(arguments: list[str]) -> None:
     shape = next((word for word in arguments if word in SHAPES), "7m")
     rounds = int(next((word.removeprefix("rounds=") for word in arguments if word.startswith("rounds=")), "5"))
     policy, prompts = policy_of(shape), prompts_of(SHAPES[shape]["vocab_size"])
-    ways = {"one batch after another": OneBatchAfterAnother(PLACES), "places are taken": NativeGenerator(PLACES)}
+    ways = {
+        "one batch after another": NativeGenerator(PLACES, continuous_batching=False),
+        "places are taken": NativeGenerator(PLACES),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     tokens = 0
     for turn in range(rounds + 1):

@@ -22,9 +22,8 @@ Kind = Callable[[nn.Module, DecodeBatch, int], DecodingSteps]
 class NativeGenerator(InProcessGenerator):
     """Decodes in this process with the weights of the live policy: no copy, no server, nothing to install.
 
-    The prompts are run once a group, and one token a row a step follows. Rows that ended leave, and groups that wait
-    take their places, where every layer of the model keeps all of a text. Works with bf16 weights, autocast and PEFT:
-    logits are sampled in float32.
+    The prompts are run once a group, and one token a row a step follows. Rows that ended leave. Works with bf16
+    weights, autocast and PEFT: logits are sampled in float32.
 
     Args:
         batch_size: Sequences that are decoded at a time; None decodes all at once. Bounds memory: samples do not depend
@@ -37,12 +36,22 @@ class NativeGenerator(InProcessGenerator):
             modules: faster for small models. Only where a model is proven to be made of the same operations (Llama,
             Qwen2, Qwen3, Mistral, SmolLM2, with LoRA or without). Switched off, and for any other model, its own
             modules take the steps.
+        continuous_batching: Let groups that wait take the places of rows that ended, in the middle of a batch. Only
+            where every layer of a model's cache keeps all of a text. Switched off, and for any other model, the next
+            groups begin when all rows of those before are over. Samples do not depend on it.
     """
 
-    def __init__(self, batch_size: int | None = None, grouped_cache: bool = True, lean_steps: bool = True) -> None:
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        grouped_cache: bool = True,
+        lean_steps: bool = True,
+        continuous_batching: bool = True,
+    ) -> None:
         super().__init__(batch_size)
         self.grouped_cache = grouped_cache
         self.lean_steps = lean_steps
+        self.continuous_batching = continuous_batching
         self._proven: bool | None = None
         self._proven_lean: bool | None = None
 
@@ -60,7 +69,9 @@ class NativeGenerator(InProcessGenerator):
         if prompts.responder is not None and kind is DecodingSteps:
             _refuse_partial_caches(policy)
         places = self.rows_a_batch or len(whole.rows)
-        loop = DecodeLoop(lambda batch: kind(policy, batch, longest), prompts, sampling, places, whole)
+        loop = DecodeLoop(
+            lambda batch: kind(policy, batch, longest), prompts, sampling, places, whole, self.continuous_batching
+        )
         yield whole.rows, loop.run()
 
     def _kind(self, policy: nn.Module, length: int) -> Kind:

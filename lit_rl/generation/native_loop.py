@@ -35,8 +35,9 @@ _POLL = 16
 class DecodeLoop:
     """Decodes every row of a request, at most so many at a time.
 
-    Rows that end leave, and groups that wait take their places. Where a responder answers the rows, one that has said
-    something keeps its place and its part of the cache until the answer is there; others go on meanwhile.
+    Rows that end leave. With continuous batching groups that wait take their places; without, these begin when all rows
+    before them are over. Where a responder answers the rows, one that has said something keeps its place and its part
+    of the cache until the answer is there; others go on meanwhile.
 
     Args:
         begin: Reads the prompts of a batch.
@@ -44,6 +45,7 @@ class DecodeLoop:
         sampling: How to draw.
         places: Rows that may be held at a time.
         whole: All rows of the request as one batch.
+        continuous: Whether to batch continuously, where the rows of a batch can be joined to others.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class DecodeLoop:
         sampling: Sampling,
         places: int,
         whole: DecodeBatch,
+        continuous: bool,
     ) -> None:
-        self._begin, self._places = begin, places
+        self._begin, self._places, self._continuous = begin, places, continuous
         self._waiting = Waiting(prompts, places, whole.keys.device)
         self._sampler = TokenSampler.of(whole, prompts, sampling)
         self._responses = Responses(prompts, sampling, len(whole.rows), whole.keys.device)
@@ -90,7 +93,10 @@ class DecodeLoop:
 
     def _next_batch(self) -> DecodeBatch | None:
         """The groups that may begin now."""
-        free = self._places - len(self._rows) - (self._talk.held if self._talk else 0)
+        held = self._talk.held if self._talk else 0
+        if not self._continuous and (self._steps is not None or held):
+            return None
+        free = self._places - len(self._rows) - held
         if self._steps is None:
             return self._waiting.take(free)
         prompts = _STRAGGLERS * math.ceil(self._places / self._group) - self._steps.prompts

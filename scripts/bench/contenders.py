@@ -104,6 +104,11 @@ class Switch:
     """Where it is on by default."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """What is computed in without it; None: what is computed in with it."""
+    only: Callable[[Workload], bool] | None = None
+    """Workloads in which it does anything; None: all of its methods."""
+
+    def acts(self, workload: Workload) -> bool:
+        return workload.method in self.methods and (self.only is None or self.only(workload))
 
 
 SWITCHES = (
@@ -116,12 +121,32 @@ SWITCHES = (
     Switch("its keys attended to where they lie", ["model.folded_attention=false"], methods=("grpo",)),
     Switch("rows of like length together", ["model.rows_by_length=false"]),
     Switch("no gradient checkpointing", ["model.gradient_checkpointing=true"]),
+    Switch("the entropy that is logged", ["algo.log_entropy=false"]),
+    Switch(
+        "waiting groups in the places of rows that end",
+        ["generator.continuous_batching=false"],
+        methods=("grpo",),
+        only=lambda workload: workload.places is not None,
+    ),
+    Switch(
+        "rewards while others are still written",
+        ["reward.while_generating=false"],
+        methods=("grpo",),
+        only=lambda workload: workload.slow_rewards,
+    ),
+    Switch(
+        "micro-batches of like length",
+        ["data.group_by_length=false"],
+        methods=("dpo", "sft"),
+        only=lambda workload: workload.micro_batches is not None,
+    ),
 )
-"""Techniques that are on by default, a line each. Each is switched off alone."""
+"""Techniques that are on by default, a line each, and the entropy, which only the log reads. Each is switched off
+alone."""
 
 
-def ablations(workload: Workload, base: Contender = FLOAT32) -> list[Contender]:
-    """Ours with each technique off, one at a time."""
+def ablations(workload: Workload, base: Contender = FLOAT32, *, special: bool = False) -> list[Contender]:
+    """Ours with each technique off, one at a time; `special`: only those that act in few workloads."""
     return [
         also(
             base,
@@ -131,7 +156,7 @@ def ablations(workload: Workload, base: Contender = FLOAT32) -> list[Contender]:
             dtype=switch.dtype or base.dtype,
         )
         for switch in SWITCHES
-        if workload.method in switch.methods
+        if switch.acts(workload) and (switch.only is not None or not special)
     ]
 
 

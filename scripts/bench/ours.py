@@ -59,13 +59,17 @@ def overrides(spec: Spec) -> list[str]:
             f"data.prompts_per_rollout={work.prompts}",
             f"data.max_prompt_tokens={work.prompt_tokens}",
             "reward=function",
-            f"reward.fn={Path(reward.__file__).resolve()}:score",
+            f"reward.fn={Path(reward.__file__).resolve()}:{'slow' if work.slow_rewards else 'score'}",
             f"algo.group_size={work.group}",
             f"sampling.max_new_tokens={work.completion_tokens}",
         ],
         "dpo": ["algo=dpo", "data=preferences", f"data.batch_size={work.prompts}"],
         "sft": ["algo=sft", "data=texts", f"data.batch_size={work.prompts}", "optimizer.lr=1e-6"],
     }[work.method]
+    if work.places is not None:
+        chosen.append(f"generator.batch_size={work.places}")
+    if work.micro_batches is not None:
+        chosen.append(f"trainer.accumulate_grad_batches={work.micro_batches}")
     device = ["trainer.accelerator=cpu"] if spec.device == "cpu" else ["trainer.accelerator=gpu", "trainer.devices=1"]
     paths = [f"model.name={spec.model}", f"data.path={spec.rows}"]
     return [*chosen, *ALL, *paths, *device]

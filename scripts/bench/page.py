@@ -13,6 +13,7 @@ from typing import Any
 from bench import plots, summary
 from bench.gate import LIMITS
 from bench.measure import FOREIGN
+from bench.reward import SECONDS
 from bench.summary import Result, Spread
 from bench.workload import Workload
 
@@ -35,7 +36,8 @@ machine, in turns. This page is written by the benchmark from its results, the J
     "| `make bench` | GRPO, 4 prompts x 8 completions, 64 + 64 tokens, a policy of 6 million parameters; each "
     "technique off in turn | under 20 minutes, estimated |\n"
     "| `make bench-full` | and prompts of 256 tokens, variable lengths, half-dead groups, the shape of a 0.5B model, "
-    "DPO, SFT, two processes, cost against work | some five hours, estimated |\n"
+    "DPO, SFT, few places, slow rewards, micro-batches of a data set, two processes, cost against work | some "
+    "five hours, estimated |\n"
     "| `make bench-gpu` | the 0.5B shape on one GPU, 32 x 8 completions, 128 + 512 tokens (not run on one yet) | under "
     "10 minutes, estimated |\n"
     """
@@ -168,12 +170,19 @@ def _benchmark(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _described(workload: Workload, result: Result) -> str:
+    longest = f"{'up to ' * (workload.lengths == 'variable')}{workload.completion_tokens}"
     what = {
         "grpo": f"{workload.prompts} prompts of {workload.prompt_tokens} tokens x {workload.group} completions of "
-        f"{'up to ' * (workload.lengths == 'variable')}{workload.completion_tokens}",
-        "dpo": f"{workload.prompts} pairs, prompts and completions of {workload.prompt_tokens} tokens",
-        "sft": f"{workload.prompts} texts, prompts and completions of {workload.prompt_tokens} tokens",
+        f"{longest}",
+        "dpo": f"{workload.prompts} pairs, prompts of {workload.prompt_tokens} tokens, completions of {longest}",
+        "sft": f"{workload.prompts} texts, prompts of {workload.prompt_tokens} tokens, completions of {longest}",
     }[workload.method]
+    if workload.places is not None:
+        what += f", {workload.places} decoded at a time"
+    if workload.slow_rewards:
+        what += f", rewards that take {1000 * SECONDS:.0f} ms a completion"
+    if workload.micro_batches is not None:
+        what += f", {workload.micro_batches} micro-batches a step"
     loud, turns = summary.noisy(result, FOREIGN)
     rounds = f"{_count(result['rounds'], 'round')} of {_count(result['steps'], 'step')}"
     return (

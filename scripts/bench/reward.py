@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
+
+SECONDS = 0.01
+"""That `slow` takes for a completion: a short program that runs, or a quick answer of a server."""
 
 
 def score(completion_ids: Sequence[Sequence[int]], dead: Sequence[int], **columns: Any) -> list[float]:
@@ -16,6 +20,15 @@ def score(completion_ids: Sequence[Sequence[int]], dead: Sequence[int], **column
         columns: What else both sides hand over.
     """
     return [float(exact(ids, bool(off))) for ids, off in zip(completion_ids, dead)]
+
+
+def slow(completion_ids: Sequence[Sequence[int]], dead: Sequence[int], **columns: Any) -> list[float]:
+    """`score`, `SECONDS` later for each completion."""
+    time.sleep(SECONDS * len(completion_ids))
+    return score(completion_ids, dead)
+
+
+slow.independent_rows = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def exact(ids: Sequence[int], dead: bool) -> Fraction:

@@ -77,6 +77,15 @@ VARIABLE = replace(C1, name="C1, variable lengths", lengths="variable")
 DEAD = replace(C1, name="C1, half-dead groups", lengths="variable", dead=True)
 
 
+FEW_PLACES = replace(VARIABLE, name="A1, 16 places", prompts=8, places=16)
+SLOW_REWARDS = replace(VARIABLE, name="A2, slow rewards", slow_rewards=True)
+OF_PAIRS, OF_TEXTS = (
+    replace(work, name=f"{name} in 4 micro-batches", lengths="variable", micro_batches=4)
+    for work, name in ((DPO, "A3, DPO"), (SFT, "A4, SFT"))
+)
+"""Where techniques act that do nothing in C1 to C3."""
+
+
 def smoke(base: Contender = FLOAT32) -> list[Benchmark]:
     """Does it run? Every contender of every workload, tiny. Figures of it mean nothing."""
     once = {"rounds": 1, "steps": 1, "warmups": 1, "again": 0}
@@ -84,7 +93,8 @@ def smoke(base: Contender = FLOAT32) -> list[Benchmark]:
 
 
 def _tiny(work: Workload) -> Workload:
-    return replace(work, shape="tiny", prompts=2, group=min(work.group, 4), prompt_tokens=8, completion_tokens=8)
+    small = replace(work, shape="tiny", prompts=2, group=min(work.group, 4), prompt_tokens=8, completion_tokens=8)
+    return replace(small, places=work.places and 4, micro_batches=work.micro_batches and 2)
 
 
 def bench(base: Contender = FLOAT32) -> list[Benchmark]:
@@ -105,7 +115,7 @@ def tuning(base: Contender = FLOAT32) -> list[Benchmark]:
 
 
 def full(base: Contender = FLOAT32) -> list[Benchmark]:
-    """C1 to C3, M1, and cost against work."""
+    """C1 to C3, A1 to A4, M1, and cost against work."""
     first = [
         Benchmark(work, _all_of(work, base, *more), rounds=5, steps=5, resident=False)
         for work, more in (
@@ -119,7 +129,16 @@ def full(base: Contender = FLOAT32) -> list[Benchmark]:
     ]
     theirs = peers(C2, (*FEW, WITH_LORA))
     half_b = Benchmark(C2, [*theirs, *PRECISIONS, SPLIT, ADAPTER], rounds=3, steps=3, resident=False)
-    return [*first, half_b, two_processes(), *cost_against_work()]
+    return [*first, half_b, *alone(base), two_processes(), *cost_against_work()]
+
+
+def alone(base: Contender) -> list[Benchmark]:
+    """A1 to A4: ours, and the techniques off that act nowhere else."""
+    found = []
+    for work in (FEW_PLACES, SLOW_REWARDS, OF_PAIRS, OF_TEXTS):
+        who = [FLOAT32, *([] if base is FLOAT32 else [base]), *ablations(work, base, special=True)]
+        found.append(Benchmark(work, who, rounds=5, steps=5, resident=False))
+    return found
 
 
 def two_processes() -> Benchmark:

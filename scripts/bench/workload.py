@@ -78,6 +78,12 @@ class Workload:
     """"variable": lognormal with mean 0.4 times the longest, capped at the longest."""
     dead: bool = False
     """Every second prompt has equal rewards in all its group, so that it teaches nothing."""
+    places: int | None = None
+    """Rows that ours decodes at a time; None: all that fit."""
+    micro_batches: int | None = None
+    """Of a step of ours; None: as few as fit."""
+    slow_rewards: bool = False
+    """Ours asks `reward.slow`, which takes its time for each completion."""
 
     @property
     def rows(self) -> int:
@@ -169,7 +175,11 @@ def _letters(draw: random.Random, count: int) -> str:
 
 def _row(workload: Workload, draw: random.Random, index: int) -> dict[str, Any]:
     prompt = _letters(draw, workload.prompt_tokens)
-    answers = [_letters(draw, workload.completion_tokens - 1) for _ in range(2)]  # and EOS, which both sides add
+    lengths = [workload.completion_tokens] * 2
+    if not workload.generates:
+        first = index % workload.prompts * workload.group
+        lengths = (workload.lengths_of(index // workload.prompts)[first : first + workload.group] * 2)[:2]
+    answers = [_letters(draw, length - 1) for length in lengths]  # and EOS, which both sides add
     if workload.method == "dpo":
         return {"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}
     if workload.method == "sft":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from bench import bounds, summary
+from bench import bounds, reward, summary
 from bench.bounds import Dims, Work
 from bench.contenders import (
     BF16_TRUE,
@@ -21,8 +23,9 @@ from bench.contenders import (
     ours,
     peers,
 )
+from bench.ours import overrides
 from bench.suites import C1, SUITES, bench, full, only
-from bench.workload import SHORTEST, Workload, write
+from bench.workload import SHORTEST, Spec, Workload, write
 from bench_results import MACHINE, contender, result
 from composed_configs import config_of
 
@@ -163,11 +166,53 @@ def test_some_contenders_of_a_benchmark_and_the_reference_without_turns() -> Non
 def test_an_ablation_is_ours_and_one_override_more() -> None:
     base = ours("mine", "a=b", dtype="bfloat16")
     found = ablations(C1, base)
-    assert [one.technique for one in found] == [switch.technique for switch in SWITCHES]
-    for one, switch in zip(found, SWITCHES):
+    there = [switch for switch in SWITCHES if switch.only is None]
+    assert [one.technique for one in found] == [switch.technique for switch in there]
+    for one, switch in zip(found, there):
         assert one.settings(C1)["overrides"] == ["a=b", *switch.off] and one.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: switch.technique)
-def test_every_switch_is_a_setting(switch) -> None:
-    assert config_of(*switch.off) != config_of()
+ALGO = {"grpo": ["algo=grpo"], "dpo": ["algo=dpo", "data=preferences"], "sft": ["algo=sft", "data=texts"]}
+
+
+@pytest.mark.parametrize(
+    ("switch", "method"),
+    [(switch, method) for switch in SWITCHES for method in switch.methods],
+    ids=lambda value: value if isinstance(value, str) else value.technique,
+)
+def test_every_switch_is_a_setting(switch, method: str) -> None:
+    assert config_of(*ALGO[method], *switch.off) != config_of(*ALGO[method])
+
+
+def test_every_technique_is_off_somewhere_and_only_where_it_acts() -> None:
+    off = {one.technique for benchmark in full(BFLOAT16) for one in benchmark.contenders if one.technique}
+    assert off == {switch.technique for switch in SWITCHES}
+    for benchmark in full(BFLOAT16):
+        for switch in SWITCHES:
+            named = any(one.technique == switch.technique for one in benchmark.contenders)
+            assert not named or switch.acts(benchmark.workload)
+
+
+def test_places_micro_batches_and_slow_rewards_are_settings_of_ours(tmp_path: Path) -> None:
+    def said(**fields: Any) -> list[str]:
+        return overrides(Spec(replace(C1, **fields), tmp_path, tmp_path, "cpu", {}))
+
+    assert set(said(places=8)) - set(said()) == {"generator.batch_size=8"}
+    assert set(said(micro_batches=4)) - set(said()) == {"trainer.accumulate_grad_batches=4"}
+    (function,) = set(said(slow_rewards=True)) - set(said())
+    assert function.endswith("reward.py:slow")
+
+
+def test_texts_of_variable_lengths_have_the_lengths_that_the_bounds_count(tmp_path: Path) -> None:
+    for method, group, column in (("sft", 1, "completion"), ("dpo", 2, "chosen")):
+        work = Workload("w", method, "tiny", 2, group, 5, 12, lengths="variable")
+        write(work, tmp_path)
+        rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+        lengths = [[len(row[name]) + 1 for name in (column, "rejected") if name in row] for row in rows]  # and EOS
+        assert lengths[2] + lengths[3] == work.lengths_of(1)
+
+
+def test_a_slow_reward_has_the_values_of_the_quick_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward, "SECONDS", 0.001)
+    ids, dead = [[1, 2, 3], [2, 4]], [0, 1]
+    assert reward.slow(ids, dead) == reward.score(ids, dead)

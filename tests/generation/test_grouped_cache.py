@@ -394,3 +394,39 @@ def test_waiting_groups_take_the_places_of_rows_that_end(grouped: bool) -> None:
     assert max(rows) == 6 and max(columns) == 9 and any(full), "the case needs columns that have to be dropped"
     one_after_another = sum(int(out.lengths[i : i + 6].max()) for i in range(0, 40, 6))
     assert len(seen) < 0.85 * one_after_another
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("places", [1, 3, 6, None])
+def test_continuous_batching_changes_no_sample(grouped: bool, places: int | None) -> None:
+    asked = {"rows": list(range(10)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
+    policy, sampling, out = GROUPED["qwen2"](), Sampling(max_new_tokens=9), []
+    for continuous in (True, False):
+        generator = NativeGenerator(places, grouped, continuous_batching=continuous)
+        out.append(drawn(generator, policy, sampling, **asked))
+    assert responses(out[0]) == responses(out[1]) == responses(drawn(HFGenerator(), policy, sampling, **asked))
+    torch.testing.assert_close(out[0].sampler_logprobs, out[1].sampler_logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_without_it_one_batch_follows_another(grouped: bool) -> None:
+    """A batch is as long as its longest response, whose last token needs no step more."""
+    policy, steps = GROUPED["qwen2"](), []
+    usual = GroupedSteps if grouped else DecodingSteps
+
+    class Counted(usual):  # type: ignore[misc, valid-type]
+        def __init__(self, policy: nn.Module, batch: DecodeBatch, max_new_tokens: int) -> None:
+            super().__init__(policy, batch, max_new_tokens)
+            steps.append((batch.rows, []))
+
+        def advance(self, tokens: Tensor) -> None:
+            super().advance(tokens)
+            steps[-1][1].append(len(tokens))
+
+    generator = NativeGenerator(6, grouped, continuous_batching=False)
+    generator._kind = lambda policy, length: Counted  # type: ignore[method-assign]
+    asked = {"rows": list(range(20)), "group_size": 2, "eos_ids": tuple(range(1, 6))}
+    out = drawn(generator, policy, Sampling(max_new_tokens=9), **asked)
+    assert [len(rows) for rows, _ in steps] == [6] * 6 + [4]
+    for rows, taken in steps:
+        assert len(taken) == int(out.lengths[rows].max()) - 1 and taken == sorted(taken, reverse=True)

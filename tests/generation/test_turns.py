@@ -29,6 +29,7 @@ ENGINES: dict[str, Callable[[], Any]] = {
     "native": NativeGenerator,
     "native-places": lambda: NativeGenerator(batch_size=4),
     "native-8-places": lambda: NativeGenerator(batch_size=8),
+    "native-batches": lambda: NativeGenerator(batch_size=8, continuous_batching=False),
     "native-plain": lambda: NativeGenerator(grouped_cache=False),
     "native-plain-places": lambda: NativeGenerator(batch_size=4, grouped_cache=False),
     "hf": HFGenerator,
