@@ -130,6 +130,36 @@ def test_any_number_of_places_holds_any_group(group_size: int, places: int | Non
         assert rows_of(talk(engine, policy, responder=Scripted(reply, at_once=2), **asked)[0]) == oracle
 
 
+@pytest.mark.parametrize("grouped", [True, False])
+def test_native_reads_every_token_once(grouped: bool) -> None:
+    """The cache of a row is kept until it is answered; without it, each turn would read all turns before it again."""
+    policy, fed = build("qwen2").eval(), 0
+
+    def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal fed
+        fed += next(ids for ids in (kwargs.get("input_ids"), *args) if ids is not None).numel()
+
+    def read(engine: Any, row: int) -> tuple[int, int, int]:
+        """Tokens that the model read, those of the text, and turns."""
+        nonlocal fed
+        responder, fed = Scripted(reply), 0
+        out, prompts = talk(engine, policy, responder=responder, rows=[row], group_size=1)
+        assert out.attended is not None
+        return fed, len(prompts.token_ids[0]) + int(out.attended.sum()), len(responder.told[0])
+
+    native, whole = NativeGenerator(grouped_cache=grouped), HFGenerator()
+    for engine in (native, whole):
+        talk(engine, policy)  # whatever they find out of a model they have found out then
+    with_turns = 0
+    with policy.register_forward_pre_hook(count, with_kwargs=True):
+        for row in range(5):
+            seen, length, turns = read(native, row)
+            assert seen == length - 1, "the last token is drawn, and read by nobody"
+            with_turns += turns > 1
+            assert turns == 1 or read(whole, row)[0] > seen
+    assert with_turns >= 2
+
+
 def test_turns_of_one_token(engine: Any) -> None:
     out, _ = talk(engine, shared("qwen2"), Sampling(max_new_tokens=1))
     assert rows_of(out) == rows_of(talk(HFGenerator(), shared("qwen2"), Sampling(max_new_tokens=1))[0])
