@@ -25,6 +25,7 @@ from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.episodes import Failures, metrics_of, sound_rows
+from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.callbacks import PreferenceSets
 from lit_rl.cli.build import build, check_answered
@@ -184,6 +185,36 @@ def test_every_method_learns_from_episodes(method: str, tmp_path: Path) -> None:
     assert 1 <= metrics["train/turns/mean"] <= 3 and metrics["train/completions/observation_length"] > 0
     assert metrics["train/env/failed"] == metrics["train/env/timeouts"] == 0
     assert 0 < metrics["time/environment"] < metrics["time/generate"]
+
+
+def test_stored_episodes_are_learned_from_as_they_were(tmp_path: Path) -> None:
+    """Every group but those of the first rollout teaches nothing, so the second learns from episodes of the first."""
+    kept: list[Rollout] = []
+
+    class Keep(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            kept.append(pl_module.rollout)
+
+    def paid(completion_ids: Sequence[Any], **_: Any) -> list[float]:
+        return [0.0 if kept else float(row % 4) for row in range(len(completion_ids))]
+
+    trainer = trainer_of(tmp_path, 2, callbacks=[Keep()])
+    trainer.fit(module_of(reward=paid, replay=GroupReplay(8)), prompts())
+    assert trainer.callback_metrics["train/replay/groups"] == 4
+    known = episodes_of(kept[0])
+    assert any(any(heard) for *_, heard in known)
+    assert all(episode in known for episode in episodes_of(kept[1]))
+
+
+def episodes_of(rollout: Rollout) -> list[tuple[list[int], list[bool], list[bool]]]:
+    """Of each: its tokens, which of them are learned from, and which were heard."""
+    drawn = rollout.completions
+    assert drawn.attended is not None
+    heard = drawn.attended & ~drawn.response_mask
+    return [
+        (drawn.response_ids[row, there].tolist(), rollout.loss_mask[row, there].tolist(), heard[row, there].tolist())
+        for row, there in enumerate(drawn.attended)
+    ]
 
 
 def paid_by_turn(episodes: Sequence[Mapping[str, Any]]) -> list[list[tuple[int, float]]]:
