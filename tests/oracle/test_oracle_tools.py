@@ -83,16 +83,19 @@ def rows() -> list[dict[str, Any]]:
     return [{"prompt": CHATS[row // GROUP]} for row in range(ROWS)]
 
 
-def our_completions(oracle: Oracle) -> tuple[PromptBatch, Completions]:
+def our_completions(oracle: Oracle, said: list[list[str]] = SAID) -> tuple[PromptBatch, Completions]:
     tokenizer = oracle.trainer.processing_class
     factory = FunctionTools([multiply, shout], max_tokens=LONGEST, parser="hermes")
     ends = (tokenizer.eos_token_id,)
-    return completions_of(oracle, Interaction(factory, tokenizer, eos_ids=ends, chat=True, template_kwargs={}))
+    interaction = Interaction(factory, tokenizer, eos_ids=ends, chat=True, template_kwargs={})
+    return completions_of(oracle, interaction, said)
 
 
-def completions_of(oracle: Oracle, interaction: EpisodeSource) -> tuple[PromptBatch, Completions]:
+def completions_of(
+    oracle: Oracle, interaction: EpisodeSource, said: list[list[str]] = SAID
+) -> tuple[PromptBatch, Completions]:
     batch = PromptBatch(CHATS, [[1]] * len(CHATS), {}, [0, 1], [0, 0])
-    return batch, drawn(interaction, oracle.trainer.processing_class, batch, SAID, LONGEST)
+    return batch, drawn(interaction, oracle.trainer.processing_class, batch, said, LONGEST)
 
 
 # ------------------------------------------------------------------ they agree
@@ -116,6 +119,25 @@ def test_the_same_turns_are_the_same_rollout(oracle: Oracle, monkeypatch: pytest
     assert theirs.metrics["tools/call_frequency"] == [calls / ROWS]
     assert theirs.metrics["tools/failure_frequency"] == [failed / calls]
     assert theirs.metrics["completions/mean_length"] == [mine.lengths.float().mean().item()]
+
+
+def test_calls_that_fail_are_counted_and_answered_with_an_error(
+    oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the error says differs (docs/from-trl.md); who is told of one, and how many there are, does not."""
+    failing = {1: call("multiply", a=3), 6: call("divide", a=12, b=4)}
+    said = [[failing[row], "No idea."] if row in failing else turns for row, turns in enumerate(SAID)]
+    theirs = their_rollout(oracle, monkeypatch, {}, Case(), said, rows())
+    batch, mine = our_completions(oracle, said)
+    assert mine.episodes is not None
+    calls, failed = sum(each.calls for each in mine.episodes), sum(each.failed_calls for each in mine.episodes)
+    assert failed == len(failing)
+    assert theirs.metrics["tools/call_frequency"] == [calls / ROWS]
+    assert theirs.metrics["tools/failure_frequency"] == pytest.approx([failed / calls], rel=1e-6)
+    _, messages, _ = as_reward_input(batch, texts_of(mine, oracle.trainer.processing_class), GROUP, mine.episodes)
+    for rollout in (messages, theirs.completions):
+        told = [any("error" in str(message["content"]) for message in each) for each in rollout]
+        assert told == [row in failing for row in range(ROWS)]
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo"])
