@@ -10,14 +10,23 @@ import argparse
 import sys
 from pathlib import Path
 
+import torch
 from transformers import Qwen2Config
 
+from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.preflight.cut import Step, chosen
-from lit_rl.algorithms.preflight.memory import Lengths, Memory, Network, Numbers, in_words
+from lit_rl.algorithms.preflight.footprint import numbers_of, policy_network
+from lit_rl.algorithms.preflight.memory import Lengths, Memory, in_words
 from lit_rl.algorithms.preflight.room import room_of
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.shape import ModelShape
-from lit_rl.ops.logprobs import GPU_BLOCK
+from lit_rl.ops.linear_logprobs import part_numbers
+from lit_rl.ops.logprobs import block_numbers
+from lit_rl.ops.transforms import NO_TRUNCATION
+
+GPU = torch.device("cuda")
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "hardware.md"
 BEGIN, END = "<!-- computed by scripts/hardware_plans.py -->\n", "<!-- end -->"
@@ -53,16 +62,11 @@ def shape_of(name: str) -> ModelShape:
 
 def memory(name: str, rank: int, precision: str) -> Memory:
     """Of `algo=grpo`, with `model.lora.r=RANK` if that is not 0; with `bf16-mixed` the frozen base is bfloat16 too."""
-    shape, numbers = shape_of(name), Numbers.of(precision, 8)
-    policy = Network(shape, shape.parameters, numbers.weight * shape.parameters, logit=2)
-    if rank:
-        trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in shape.linears)
-        adapters = rank * sum(linear.count for linear in shape.linears)
-        wide = 0 if numbers.cast else sum(linear.inputs * linear.count for linear in shape.linears)
-        held = 2 * shape.parameters + 4 * trained
-        policy = Network(shape, trained, held, adapters, widened=wide, narrow=True, logit=2)
+    held = LanguageModel(dtype="bfloat16", lora=Lora(r=rank)) if rank else LanguageModel()  # its own sizes are not read
+    numbers = numbers_of(held, precision, AdamW())
+    policy = policy_network(held, shape_of(name), numbers, "fused")
     lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
-    blocks = {"block": GPU_BLOCK, "part": GPU_BLOCK}
+    blocks = {"block": block_numbers(GPU, NO_TRUNCATION), "part": part_numbers(GPU)}
     return Memory(policy, numbers, lengths, decoding=lengths, **blocks, may_recompute=True, may_offload=True)
 
 

@@ -34,7 +34,7 @@ from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
-from lit_rl.environments.source import Interactive
+from lit_rl.environments.source import EpisodeSource, Interactive
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.reductions import StepTotals
@@ -318,13 +318,30 @@ class OnPolicyModule(GeneratingModule, ABC):
     def setup(self, stage: str) -> None:
         """Check everything that can be known before weights are loaded, and work out the batches."""
         super().setup(stage)
-        trainer, data = self.trainer, preflight.rollout_data(self.trainer)
-        preflight.one_accumulation(trainer, "a rollout would no longer divide into them")
+        data = preflight.rollout_data(self.trainer)
+        preflight.one_accumulation(self.trainer, "a rollout would no longer divide into them")
         if self.env is not None:
-            environments.rewarded(self.env, self.reward_functions)
-            environments.fits(self.env, self.generator, self.sampling, self.evaluation)
-            journal = environments.journal_of(self.env, trainer.default_root_dir, trainer.global_rank)
-            self.interaction = environments.source_of(self.env, self.model, data, journal)
+            self.interaction = self._interaction_with(self.env, data)
+        self._check_data(data, stage)
+        self.reward_functions.load()
+        if stage == "fit":
+            self._plan_batches(data)
+        else:
+            self.fit_decoding()
+
+    def _interaction_with(self, env: Interactive, data: Any) -> EpisodeSource:
+        """What holds the policy's conversations with an environment.
+
+        Raises:
+            ConfigError: reward, generator or sampling do not go with it.
+        """
+        environments.rewarded(env, self.reward_functions)
+        environments.fits(env, self.generator, self.sampling, self.evaluation)
+        journal = environments.journal_of(env, self.trainer.default_root_dir, self.trainer.global_rank)
+        return environments.source_of(env, self.model, data, journal)
+
+    def _check_data(self, data: Any, stage: str) -> None:
+        """Refuse rows that rewards cannot score, and prompts that leave no room for a completion."""
         episodes = () if self.env is None else self.env.columns
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])
@@ -336,31 +353,30 @@ class OnPolicyModule(GeneratingModule, ABC):
             self._fits(longest, self.evaluation.sampling(self.sampling), f"{group}.max_new_tokens")
         preflight.bind_validation(self.reward_functions, data, episodes)
         preflight.values_are_scored(self.reward_functions, data, episodes)
-        self.reward_functions.load()
-        if stage != "fit":
-            self.fit_decoding()
-        else:
-            plan = BatchPlan(
-                prompts_per_rollout=data.prompts_per_rollout,
-                group_size=self.group_size,
-                minibatches=self.minibatches,
-                iterations=self.iterations,
-                accumulate=self.accumulation_by_hand,
-                world_size=trainer.world_size,
-                split_groups=self._slices_by_hand,
-                max_new_tokens=self.longest_response(self.sampling),
-            )
-            step = Step(
-                plan.units,
-                plan.group_size // plan.split_groups,
-                sequences=plan.completions // plan.world_size,
-                whole="groups, or slices of them",
-                slices=self._slices(),
-                sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
-            )
-            accumulate, why = self.cut_step(step)
-            self.plan = self._cut_plan(plan, step, accumulate, why)
-            preflight.whole_rollouts(trainer, self.plan.slots)
+
+    def _plan_batches(self, data: Any) -> None:
+        """Work out the batches of a rollout, and into how many micro-batches a step is cut."""
+        plan = BatchPlan(
+            prompts_per_rollout=data.prompts_per_rollout,
+            group_size=self.group_size,
+            minibatches=self.minibatches,
+            iterations=self.iterations,
+            accumulate=self.accumulation_by_hand,
+            world_size=self.trainer.world_size,
+            split_groups=self._slices_by_hand,
+            max_new_tokens=self.longest_response(self.sampling),
+        )
+        step = Step(
+            plan.units,
+            plan.group_size // plan.split_groups,
+            sequences=plan.completions // plan.world_size,
+            whole="groups, or slices of them",
+            slices=self._slices(),
+            sliced_by_hand=self.split_groups != "auto" and not self.compares_in_step,
+        )
+        accumulate, why = self.cut_step(step)
+        self.plan = self._cut_plan(plan, step, accumulate, why)
+        preflight.whole_rollouts(self.trainer, self.plan.slots)
 
     def _fits(self, longest: int, sampling: Sampling, key: str) -> None:
         """Refuse prompts and completions that the model's context cannot hold, and what the engine cannot draw."""
