@@ -140,6 +140,8 @@ class ChatConversation:
     """1 for the tokens of the policy."""
     ended: bool = False
     """Whether the last turn came to its end, and nothing was cut."""
+    full: bool = False
+    """Whether a turn was asked for that it has no room for."""
     turns: int = 0
     messages: list[Message] = field(default_factory=list)
     """What was said and answered behind the prompt, as templates know it: one of the assistant for each turn."""
@@ -171,7 +173,7 @@ class ChatConversation:
             self.prompt_ids, self._told = self.reading.prompt(request), _names(request)
         room = self.max_tokens - len(self.completion_ids) - len(between)
         if room < 1:
-            self.ended = False
+            self.ended, self.full = False, True
             raise RequestRefused(
                 f"This model's maximum context length is reached: a completion may have env.max_tokens="
                 f"{self.max_tokens} tokens.",

@@ -44,8 +44,9 @@ class Played(Generic[Result]):
     results: list[Result | Exception]
     """What each agent returned, or raised; a `TimeoutError` of one whose time was over."""
     rollout: dict[str, list[Any]]
-    """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``ended`` and
-    ``episode_messages``."""
+    """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``ended``,
+    ``episode_messages``, and ``episode_error``: the exception where an agent raised, or its time was over. Where that
+    may be since the completion was full, the policy has talked too long, and no error is there."""
 
 
 class ChatEndpoint(Generic[Result]):
@@ -73,9 +74,7 @@ class ChatEndpoint(Generic[Result]):
         patience: float = 1.0,
         agent_timeout: float | None = None,
     ) -> None:
-        in_range("patience", patience, low=0)
-        if agent_timeout is not None:
-            in_range("agent_timeout", agent_timeout, low=0, open_low=True)
+        check_times(patience, agent_timeout)
         check_parser(parser, call_pattern)
         eos_ids = frozenset(trainer.eos_ids)
         self._reading = ChatReading(
@@ -101,7 +100,7 @@ class ChatEndpoint(Generic[Result]):
                 client goes into `asyncio.to_thread`.
             around: Entered on the loop of the agents before the first of them begins, left after the last.
             instead: A prompt for each completion. Where an agent fails before it has had a turn, the policy answers the
-                prompt of its group once: the completion is there, for whoever does not score it. None: the run ends.
+                prompt of its group once: a failed completion has tokens too. None: the run ends.
 
         Raises:
             GenerationError: an agent ended without having asked the policy for a turn.
@@ -120,6 +119,10 @@ class ChatEndpoint(Generic[Result]):
         columns = {"completion_ids": "completion_ids", "prompt_ids": "prompt_ids", "logprobs": "logprobs"}
         columns |= {"env_mask": "written", "ended": "ended", "episode_messages": "messages"}
         rollout = {key: [getattr(each, name) for each in self._conversations] for key, name in columns.items()}
+        rollout["episode_error"] = [
+            result if isinstance(result, Exception) and not conversation.full else None
+            for conversation, result in zip(self._conversations, results)
+        ]
         return Played(results, rollout)
 
     def _write_alone(self, row: int, prompt: Prompt) -> None:
@@ -242,6 +245,17 @@ class ChatEndpoint(Generic[Result]):
         else:
             return False
         return True
+
+
+def check_times(patience: float, agent_timeout: float | None) -> None:
+    """Refuse seconds that are none.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    in_range("patience", patience, low=0)
+    if agent_timeout is not None:
+        in_range("agent_timeout", agent_timeout, low=0, open_low=True)
 
 
 @dataclass(frozen=True)

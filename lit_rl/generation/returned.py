@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lit_rl.data.checks import excerpt
+from lit_rl.environments.remembered import told_of
 from lit_rl.errors import GenerationError, NumericError
 from lit_rl.generation.batches import Decoded
 from lit_rl.generation.returned_messages import NoMessages, read_messages
@@ -17,9 +18,18 @@ from lit_rl.rewards.functions.contract import ARGUMENTS, SINGULAR
 from lit_rl.rollout import Message, Prompts
 
 REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-MASK, ENDED, MESSAGES = "env_mask", "ended", "episode_messages"
-_OWN = (*REQUIRED, MASK, ENDED, MESSAGES)
+MASK, ENDED, MESSAGES, ERROR = "env_mask", "ended", "episode_messages", "episode_error"
+_OPTIONAL = (MASK, ENDED, MESSAGES, ERROR)
+_OWN = (*REQUIRED, *_OPTIONAL)
 """Keys of its own; all others are for rewards."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a completion is neither scored nor learned from."""
+
+    end: Literal["failed", "timeout"]
+    error: str
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,8 @@ class ReturnedRow:
     """Whether it came to its end, where that was said."""
     messages: list[Message] | None = None
     """What was said in it, where that was said: one of the assistant for each turn of the policy."""
+    failure: Failure | None = None
+    """None where it came about as it should have."""
 
     @property
     def turns(self) -> list[int]:
@@ -82,9 +94,7 @@ class Returned:
             raise self._wrong(f"returned {came}; it returns a dict with {', '.join(REQUIRED)}, one entry a completion")
         self._returned = returned
         columns = [self._list(key) for key in REQUIRED]
-        columns += [
-            self._list(key) if returned.get(key) is not None else [None] * count for key in _OWN[len(REQUIRED) :]
-        ]
+        columns += [self._list(key) if returned.get(key) is not None else [None] * count for key in _OPTIONAL]
         self.rows = [self._row(index, *parts) for index, parts in enumerate(zip(*columns, strict=True))]
         self.has_mask = returned.get(MASK) is not None
         for index, row in enumerate(self.rows):
@@ -117,9 +127,8 @@ class Returned:
             raise self._wrong(f"returned {length} as {key}; it takes a list of {self._count}, one for each completion")
         return values
 
-    def _row(
-        self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, mask: Any, ended: Any, messages: Any
-    ) -> ReturnedRow:
+    def _row(self, index: int, prompt_ids: Any, token_ids: Any, logprobs: Any, *optional: Any) -> ReturnedRow:
+        mask, ended, messages, error = optional
         prompt, tokens = self._ids(index, "prompt_ids", prompt_ids), self._ids(index, "completion_ids", token_ids)
         lengths = {"logprobs": logprobs} | ({} if mask is None else {MASK: mask})
         for key, values in lengths.items():
@@ -132,7 +141,8 @@ class Returned:
         end = len(written) - written[::-1].index(True)
         found = [self._number(index, value) if ours else 0.0 for value, ours in zip(logprobs, written)]
         is_ended = None if ended is None else self._bit(index, ENDED, ended)
-        row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended)
+        failure = None if error is None else self._failure(index, error)
+        row = ReturnedRow(prompt, tokens[:end], found[:end], written[:end], is_ended, failure=failure)
         return row if messages is None else replace(row, messages=self._messages(index, messages, row.turns[-1] + 1))
 
     def _messages(self, index: int, given: Any, turns: int) -> list[Message]:
@@ -140,6 +150,16 @@ class Returned:
             return read_messages(given, turns)
         except NoMessages as why:
             raise self._wrong(f"gave completion {index} {MESSAGES}, which {why}") from why
+
+    def _failure(self, index: int, error: Any) -> Failure:
+        if isinstance(error, Exception):
+            return Failure("timeout" if isinstance(error, TimeoutError) else "failed", told_of(error))
+        if not isinstance(error, str) or not error:
+            raise self._wrong(
+                f"gave completion {index} {excerpt(repr(error))} as {ERROR}; it takes what went wrong, a text or an "
+                "exception, and None where nothing did"
+            )
+        return Failure("failed", excerpt(error, 200))
 
     def _ids(self, index: int, key: str, ids: Any) -> list[int]:
         listed: Any = ids.tolist() if hasattr(ids, "tolist") else ids

@@ -3,8 +3,9 @@
 It is called as ``function(prompts, trainer)`` with a prompt for each completion of this process, those of a group being
 neighbours. It returns a dict of lists, one entry a completion: ``prompt_ids``, ``completion_ids`` and ``logprobs``;
 where the policy did not write every token of a completion, ``env_mask`` with 1 for those that it wrote; ``ended``
-where more than an EOS ends a completion; and ``episode_messages`` where what was said is more than the text of the
-tokens. What else is in it goes to the reward functions under its name.
+where more than an EOS ends a completion; ``episode_messages`` where what was said is more than the text of the tokens;
+and ``episode_error``, what went wrong, where completions failed by no fault of the policy. What else is in it goes to
+the reward functions under its name.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 from lit_rl.data.templates import encode_prompt
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource, Interactive
-from lit_rl.episodes import Episode
+from lit_rl.episodes import End, Episode
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range
 from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
@@ -42,6 +43,8 @@ class RolloutFunction(Interactive):
         max_prompt_tokens: Tokens of a prompt at most; None: of the longest prompt of the data.
         rollout_timeout: Seconds that a call of the function may take. What it had made by then is lost with it, and the
             run is saved and ends. None is no limit.
+        max_failed: Share of a rollout's completions that the function may mark as failed. They are not learned from;
+            more of them end the run.
 
     Raises:
         ConfigError: there is no such function, it cannot be called so, or a setting is out of range.
@@ -57,6 +60,7 @@ class RolloutFunction(Interactive):
         max_tokens: int = Interactive.max_tokens,
         max_prompt_tokens: int | None = None,
         rollout_timeout: float | None = None,
+        max_failed: float = 0.1,
     ) -> None:
         in_range("env.max_tokens", max_tokens, low=1)
         if isinstance(columns, str):
@@ -65,9 +69,10 @@ class RolloutFunction(Interactive):
             in_range("env.max_prompt_tokens", max_prompt_tokens, low=1)
         if rollout_timeout is not None:
             in_range("env.rollout_timeout", rollout_timeout, low=0, open_low=True)
+        in_range("env.max_failed", max_failed, low=0, high=1)
         self.function, self.name = _function(path)
         self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
-        self.rollout_timeout = rollout_timeout
+        self.rollout_timeout, self.max_failed = rollout_timeout, max_failed
         self.columns = ("episodes", *dict.fromkeys([*getattr(self.function, "columns", ()), *columns]))
 
 
@@ -159,12 +164,14 @@ class RolloutCalls(EpisodeSource):
         messages = row.messages
         if messages is None:
             messages = decoded_messages(row.token_ids, row.written, self._tokenizer)
+        end: End = "answered" if ended else "cut"
         return Episode(
             prompt=prompt,
             messages=messages,
-            end="answered" if ended else "cut",
+            end=end if row.failure is None else row.failure.end,
             turns=row.turns[-1] + 1,
             observed_tokens=row.written.count(False),
             seconds=seconds,
             extra=extra,
+            error=None if row.failure is None else row.failure.error,
         )

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from lit_rl.environments.parser_choice import check_parser
-from lit_rl.errors import ConfigError, GenerationError, in_range
-from lit_rl.generation.chat_endpoint import ChatEndpoint
+from lit_rl.errors import ConfigError
+from lit_rl.generation.chat_endpoint import ChatEndpoint, check_times
 from lit_rl.generation.chat_requests import MODEL
 from lit_rl.generation.rollout_handle import RolloutHandle
 from lit_rl.tasksets import COLUMN, SCORES, Scores, TaskRow, TaskSet, scores_of, verifiers
@@ -29,13 +29,13 @@ class VerifiersHarness:
     Args:
         env: The config of the environment, see `TaskSet.environment`. None: of one agent, `ON_THIS_MACHINE`. An agent
             without `model` and `client` is the policy; there may be one that is trained.
-        max_failed: Share of a rollout's episodes that may fail; more end the run. A failed one is not scored.
         parser: Reads the policy's calls of tools: a name as of `env.parser`.
         call_pattern: Of `parser=regex`.
         patience: See `ChatEndpoint`.
+        agent_timeout: Seconds that an episode may take, see `ChatEndpoint`.
 
     Raises:
-        ConfigError: `max_failed` or `patience` is out of range, or there is no such parser.
+        ConfigError: `patience` or `agent_timeout` is out of range, or there is no such parser.
     """
 
     columns = (SCORES,)
@@ -45,17 +45,21 @@ class VerifiersHarness:
         self,
         env: Mapping[str, Any] | None = None,
         *,
-        max_failed: float = 0.1,
         parser: str = "auto",
         call_pattern: str | None = None,
         patience: float = 1.0,
+        agent_timeout: float | None = None,
     ) -> None:
-        in_range("max_failed", max_failed, low=0, high=1)
-        in_range("patience", patience, low=0)
+        check_times(patience, agent_timeout)
         check_parser(parser, call_pattern)
         self.env = {"agent": ON_THIS_MACHINE} if env is None else dict(env)
-        self.max_failed = max_failed
-        self._endpoint = partial(ChatEndpoint[Any], parser=parser, call_pattern=call_pattern, patience=patience)
+        self._endpoint = partial(
+            ChatEndpoint[Any],
+            parser=parser,
+            call_pattern=call_pattern,
+            patience=patience,
+            agent_timeout=agent_timeout,
+        )
 
     def __call__(self, prompts: Sequence[Any], trainer: RolloutHandle) -> dict[str, list[Any]]:
         if COLUMN not in trainer.columns:
@@ -67,15 +71,9 @@ class VerifiersHarness:
             return _scores(await games[rows[number].taskset].run_episode(rows[number].task(), _context(url)))
 
         played = self._endpoint(trainer).play(episode, around=_serving(games), instead=prompts)
-        self._check([result for result in played.results if isinstance(result, Exception)], len(rows))
-        return {**played.rollout, SCORES: [None if isinstance(each, Exception) else each for each in played.results]}
-
-    def _check(self, failed: Sequence[Exception], count: int) -> None:
-        if len(failed) > self.max_failed * count:
-            raise GenerationError(
-                f"{len(failed)} of {count} episodes of verifiers failed, more than max_failed={self.max_failed:g} of "
-                f"them. The first: {type(failed[0]).__name__}: {failed[0]}"
-            ) from failed[0]
+        errors = [each if isinstance(each, Exception) else None for each in played.results]
+        scores = [None if error else each for error, each in zip(errors, played.results)]
+        return {**played.rollout, "episode_error": errors, SCORES: scores}  # what is not scored, whyever, has failed
 
 
 @asynccontextmanager

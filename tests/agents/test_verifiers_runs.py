@@ -130,9 +130,26 @@ def test_episodes_that_fail_end_the_run_or_are_unscored(
     text = text.replace("return vf.ProgramResult(exit_code=0", "return vf.ProgramResult(exit_code=int(data.idx % 2)")
     (here / "breaks.py").write_text(text)
     assert played(here, train, {}, "data.task.id=breaks") == 5
-    assert "episodes of verifiers failed, more than max_failed=0.1" in capsys.readouterr().err
-    assert played(here, train, {}, "data.task.id=breaks", "run_dir=kept", max_failed=1.0) == 0
-    assert logged(here / "kept", "train/completions/unscored")[0] > 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "episodes failed or took too long, more than env.max_failed=0.1" in said and "EpisodeFailed" in said
+    assert played(here, train, {}, "data.task.id=breaks", "run_dir=kept", "env.max_failed=1.0") == 0
+    unscored, failed = (logged(here / "kept", f"train/{name}") for name in ("completions/unscored", "env/failed"))
+    assert unscored[0] > 0 and failed[0] == unscored[0] / 32
+
+
+def test_an_episode_that_takes_too_long_is_unscored_and_the_others_are_learned_from(
+    here: Path, train: Callable[..., int]
+) -> None:
+    text = (here / "sums.py").read_text().replace("import httpx", "import asyncio\n\nimport httpx")
+    text = text.replace("            for _ in range(2):", "            await asyncio.sleep(60 * (data.idx % 2))\n            for _ in range(2):")  # fmt: skip  # noqa: E501
+    (here / "sleeps.py").write_text(text)
+    words = ["data.task.id=sleeps", "env.max_failed=1.0", "trainer.max_steps=1"]
+    assert played(here, train, {}, *words, agent_timeout=10.0, patience=0.2) == 0
+    (share,) = logged(here / "run", "train/env/timeouts")
+    assert 0 < share < 1 and logged(here / "run", "train/completions/unscored") == [32 * share]
+    (path, *_) = sorted((here / "run" / "samples").glob("step_*.parquet"))
+    late = [row for row in pyarrow.parquet.read_table(path).to_pylist() if row["end"] == "timeout"]
+    assert len(late) == 32 * share and all("agent_timeout=10 s" in row["episode_error"] for row in late)
 
 
 def test_a_wrong_environment_is_refused(

@@ -354,6 +354,39 @@ def test_what_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> No
     assert trainer.callback_metrics["train/env/failed"] == failed.float().mean()
 
 
+def half_fail(texts: Sequence[str], trainer: Any) -> dict[str, Any]:
+    """Every other completion is lost."""
+    made = draft_and_answer(texts, trainer)
+    return made | {"episode_error": ["no connection" if row % 2 else None for row in range(len(texts))]}
+
+
+def test_what_a_function_marks_as_failed_is_unscored_counted_and_moves_nothing(tmp_path: Path) -> None:
+    """It is in no baseline: the others have the advantages that they have without it."""
+    asked: list[int] = []
+
+    def rated(completions: Sequence[str]) -> list[float]:
+        asked.append(len(completions))
+        return [float(sum(map(ord, text)) % 7) for text in completions]
+
+    module = module_of(env=RolloutFunction(half_fail, max_tokens=12, max_failed=0.5), reward=rated)
+    trainer = trainer_of(tmp_path, limit_val_batches=0)
+    trainer.fit(module, prompts())
+    failed, scores = torch.arange(16) % 2 == 1, module.scored.scores.total
+    assert asked == [8] and scores.isnan().tolist() == failed.tolist()
+    assert (module.rollout.advantages[failed] == 0).all() and (module.rollout.advantages[~failed] != 0).any()
+    of_group = scores[~failed].view(4, 2)
+    sums = module.rollout.advantages[~failed].view(4, 2).sum(1)
+    assert (of_group.std(1) > 0).any() and sums.abs().max() < 1e-4
+    assert trainer.callback_metrics["train/env/failed"] == 0.5
+    with pytest.raises(
+        GenerationError, match=r"8 of 16 episodes failed.*env.max_failed=0.1 of them; 8 times: no connection"
+    ):
+        trainer_of(tmp_path, limit_val_batches=0).fit(
+            module_of(env=RolloutFunction(half_fail, max_tokens=12), reward=rated), prompts()
+        )
+    assert asked == [8], "asked about a rollout that nobody learns from"
+
+
 @pytest.mark.all
 def test_too_many_failures_end_the_run_before_a_reward_is_asked(tmp_path: Path) -> None:
     """And its journal forgets them: the run is resumed with a mended environment."""

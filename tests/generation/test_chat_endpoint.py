@@ -243,6 +243,10 @@ def test_what_an_agent_returns_and_raises_is_told(policy: nn.Module) -> None:
     same(draw(policy, function), draw(policy, by(one_turn)))
     kinds = [type(result) for result in played[0].results]
     assert kinds == [str] * 4 + [KeyError] + [str]
+    drawn = draw(policy, function)
+    assert drawn.episodes is not None
+    assert [each.failed for each in drawn.episodes] == [kind is KeyError for kind in kinds]
+    assert drawn.episodes[4].error == "KeyError: 'tool'" and drawn.episodes[4].messages, "what was said until then"
 
     async def at_once(row: int, url: str) -> None:
         raise KeyError("tool")
@@ -256,6 +260,28 @@ def test_what_an_agent_returns_and_raises_is_told(policy: nn.Module) -> None:
         return ChatEndpoint(trainer).play(at_once, instead=prompts).rollout
 
     same(draw(policy, kept), draw(policy, by(one_turn)))
+
+
+def test_an_agent_that_ends_where_a_completion_is_full_has_not_failed(policy: nn.Module) -> None:
+    """The policy has talked for too long, which is no fault of the agent: the completion is cut, and scored."""
+    raised: list[Any] = []
+
+    async def goes_on(row: int, url: str) -> None:
+        told = list(ASKED[row // GROUP])
+        while True:
+            answer = await ask(url, told)
+            if answer["status"] != 200:
+                raise RuntimeError(answer["error"]["code"])
+            told += [said(answer), AGAIN]
+
+    def function(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        played = ChatEndpoint(trainer).play(goes_on)
+        raised.extend(map(str, played.results))
+        return played.rollout
+
+    drawn = draw(policy, function, max_tokens=60)
+    assert drawn.episodes is not None and raised == ["context_length_exceeded"] * len(drawn)
+    assert {each.end for each in drawn.episodes} == {"cut"} and not drawn.ended.any()
 
 
 def test_an_agent_is_told_what_it_may_not_ask(policy: nn.Module) -> None:
@@ -392,6 +418,8 @@ def test_an_agent_whose_time_is_over_is_cut_and_the_others_go_on(policy: nn.Modu
         assert torch.equal(mine, others)
         assert bool(drawn.ended[row]) == (not late and bool(whole.ended[row]))
     assert str(played[0].results[1]) == "the agent took longer than agent_timeout=2 s"
+    assert drawn.episodes is not None
+    assert [each.end == "timeout" for each in drawn.episodes] == [row in (1, 5) for row in range(6)]
 
 
 def test_an_agent_that_is_late_before_its_first_turn_ends_the_run_or_is_answered_once(policy: nn.Module) -> None:
@@ -410,8 +438,9 @@ def test_an_agent_that_is_late_before_its_first_turn_ends_the_run_or_is_answered
 @pytest.mark.parametrize("settings", [{"agent_timeout": 0.0}, {"patience": -1.0}])
 def test_limits_of_time_that_are_none_are_refused(settings: dict[str, Any]) -> None:
     handle: Any = None  # nothing is asked of it
-    with pytest.raises(ConfigError, match=next(iter(settings))):
-        ChatEndpoint(handle, **settings)
+    for made in (lambda: ChatEndpoint(handle, **settings), lambda: VerifiersHarness(**settings)):
+        with pytest.raises(ConfigError, match=next(iter(settings))):
+            made()
 
 
 def test_a_template_that_tells_of_no_tools_ends_the_rollout(policy: nn.Module) -> None:

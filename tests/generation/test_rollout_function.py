@@ -150,6 +150,26 @@ def test_messages_are_those_that_the_function_gives(policy: nn.Module) -> None:
     assert [message["content"] for message in out.episodes[5].messages] == [spell([n]) for n in (3, 7, 4)]
 
 
+def test_what_the_function_marks_as_failed_says_why(policy: nn.Module) -> None:
+    """It is an episode that failed, or was too late; its tokens stay, and the others are as they would be."""
+    errors = [None, "no server", KeyError("url"), TimeoutError("after 3 s"), None, "x" * 999]
+
+    def function(prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
+        return single(prompts, trainer) | {"episode_error": errors}
+
+    out, usual = draw(policy, function), draw(policy, single)
+    assert out.episodes is not None and usual.episodes is not None
+    assert torch.equal(out.response_ids, usual.response_ids) and torch.equal(out.ended, usual.ended)
+    sound = [each.end for each in usual.episodes]
+    ends = [each.end for each in out.episodes]
+    assert ends == [sound[0], "failed", "failed", "timeout", sound[4], "failed"]
+    assert [each.failed for each in out.episodes] == [error is not None for error in errors]
+    told = [each.error for each in out.episodes]
+    assert told[:5] == [None, "no server", "KeyError: 'url'", "TimeoutError: after 3 s", None]
+    assert len(str(told[5])) < 210
+    assert out.episodes[1].extra == {} and out.episodes[1].messages == usual.episodes[1].messages
+
+
 def test_samples_depend_on_the_completion_and_its_turn_alone(policy: nn.Module) -> None:
     """Asked for one after another, and backwards, the second turns are those that were asked for together."""
 
@@ -352,6 +372,9 @@ WRONG: dict[str, tuple[Any, type[LitRLError], str]] = {
     "a call": (GOOD | {"episode_messages": [[ANSWER | {"tool_calls": ["add"]}]] * 6}, GenerationError,
                "takes calls such as"),
     "no JSON": (GOOD | {"episode_messages": [[ANSWER | {"at": object()}]] * 6}, GenerationError, "what JSON can write"),
+    "no reason": (GOOD | {"episode_error": [None, False] * 3}, GenerationError,
+                  "completion 1 False as episode_error; it takes what went wrong, a text or an exception, and None"),
+    "no words": (GOOD | {"episode_error": [""] * 6}, GenerationError, "completion 0 '' as episode_error"),
     "no policy": (GOOD | {"env_mask": [[0, 0]] * 6}, GenerationError, "an env_mask without a token of the policy"),
     "prompts": (GOOD | {"prompt_ids": [[1], [1], [2]] * 2}, GenerationError, "completion 2 other prompt_ids than"),
     "long": (GOOD | {"completion_ids": [[2] * 9] * 6, "logprobs": [[-1.0] * 9] * 6}, GenerationError,
@@ -475,6 +498,7 @@ def without_trainer(prompts: Any) -> Any: ...
         (single, {"max_tokens": 0}, "env.max_tokens=0"),
         (single, {"columns": "score"}, "env.columns='score' is a text"),
         (single, {"max_prompt_tokens": 0}, "env.max_prompt_tokens=0"),
+        (single, {"max_failed": 1.5}, "env.max_failed=1.5"),
     ],
 )
 def test_settings_that_cannot_be(path: Any, settings: dict[str, Any], match: str) -> None:

@@ -41,8 +41,7 @@ class Failures:
         """
         if told := self.too_many(most, ranks):
             error = GenerationError(
-                f"{told}. Mend the environment, or allow more with env.max_failed, env.step_timeout, "
-                "env.episode_timeout or env.rollout_timeout."
+                f"{told}. Mend what they failed of, or allow more: env.max_failed, or the limit of time that they met."
             )
             error.on_every_rank = True
             raise error
