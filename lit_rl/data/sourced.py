@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
@@ -105,8 +106,16 @@ class SourcedDataModule(L.LightningDataModule):
         return {"": named_rows("data.task.val()", rows)} if rows else {}
 
     def held_out(self, val: dict[str, Rows]) -> float:
-        """Share of the training rows to hold out: none where there is validation data."""
-        return 0.0 if self.task is not None or val else self.val_fraction
+        """Share of the training rows to hold out: none where there is validation data. Says so where nothing is."""
+        share = 0.0 if self.task is not None or val else self.val_fraction
+        if not val and not share:
+            rank_zero_info(f"There is no validation: {self._why_nothing_is_held_out()}.")
+        return share
+
+    def _why_nothing_is_held_out(self) -> str:
+        if self.task is None:
+            return "data.val_fraction=0, without data.val_path and data.val_split"
+        return "data.task.val_rows=0" if getattr(self.task, "val_rows", None) == 0 else "data.task.val() has no rows"
 
     def order_of(self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, kept: str) -> RolloutOrder:
         """The order of rows in every epoch, `size` of them a step.

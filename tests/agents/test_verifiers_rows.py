@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,32 @@ def test_rows_without_a_task_are_not_scored(sums: str) -> None:
     row = VerifiersTasks(sums, {"most": 1}, train_rows=1).train()[0]
     scores = Rewards(VerifiersScore()).score([row["prompt"], ["x"]], ["0", "0"], {COLUMN: [row[COLUMN], None]})
     assert scores.total.isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(("most", "seen"), [(1, 1), (3, 3), (32, 8)])
+def test_no_more_completions_are_scored_at_a_time_than_asked(cwd: Path, most: int, seen: int) -> None:
+    """And as many as that where there are; the scores are those of one after another."""
+    body = """
+        import asyncio
+        import verifiers.v1 as vf
+
+        now, highest = [0], [0]
+
+        class Mine(vf.Task[vf.TaskData]):
+            @vf.reward
+            async def slow(self, trace: vf.Trace) -> float:
+                now[0] += 1
+                highest[0] = max(*highest, *now)
+                await asyncio.sleep(0.05)
+                now[0] -= 1
+                return float(trace.last_reply)
+    """
+    id = written(cwd, f"crowd_{most}", textwrap.dedent(body) + TAIL)
+    row = VerifiersTasks(id).train()[0]
+    rewards = Rewards(VerifiersScore(max_concurrent=most))
+    scores = rewards.score([row["prompt"]] * 8, [str(n) for n in range(8)], {COLUMN: [row[COLUMN]] * 8})
+    assert scores.total.tolist() == list(range(8))
+    assert sys.modules[id].highest == [seen]
 
 
 def test_settings_weights_and_judges_are_those_of_verifiers(cwd: Path) -> None:

@@ -118,6 +118,16 @@ def test_a_scorer_that_raises_on_nonsense_gives_nothing():
     assert ReasoningGymScore()([row["prompt"]], ["nonsense"], [row[COLUMN]]) == [0]
 
 
+@pytest.mark.parametrize("score", [ReasoningGymScore(), ReasoningGymExact(), ReasoningGymScore("answer")])
+def test_rows_without_a_problem_are_not_scored(score):
+    """In mixed data another reward scores them; what a message without a text says is no answer."""
+    row = ReasoningGym("chain_sum", train_rows=1, val_rows=0).train()[0]
+    calls = [{"role": "assistant", "content": None, "tool_calls": []}]
+    said = [f"<answer>{row['answer']}</answer>" if score.tag else row["answer"], "1", calls, calls]
+    scores = Rewards(score).score([row["prompt"]] * 4, said, {COLUMN: [row[COLUMN], None, row[COLUMN], None]})
+    assert scores.total.tolist()[::2] == [1, 0] and scores.total.isnan().tolist() == [False, True, False, True]
+
+
 def test_rows_of_another_data_set_are_refused():
     with pytest.raises(RewardError, match="names no problem"):
         ReasoningGymScore()(["1+1="], ["2"], ["2"])

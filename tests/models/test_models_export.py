@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,41 @@ def test_a_lora_policy_is_merged_and_its_adapter_stands_beside_it(make_model, ma
     assert json.loads((report.adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == folder
     continued = LanguageModel(folder, adapter=str(report.adapter)).load().eval()
     assert torch.equal(token_logits(continued, completions), wanted)
+
+
+EXPORT = """
+import sys
+import torch
+from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.export.policy import export_policy
+from lit_rl.models.export.shipping import write_adapter
+from lit_rl.models.policy.sharding import full_state_dict
+
+torch.manual_seed(0)
+model = LanguageModel("tiny", lora=Lora(r=2))
+policy = model.load()
+export_policy(model, full_state_dict(policy), policy, sys.argv[1] + "/hf", card="A card.")
+write_adapter(policy, sys.argv[1] + "/shipped")
+"""
+
+
+@pytest.mark.all
+def test_two_exports_of_an_adapter_are_equal_to_the_byte(tmp_path):
+    """Also in processes that iterate sets in other orders."""
+    written = []
+    for seed in ("1", "2", "3"):
+        done = subprocess.run(
+            [sys.executable, "-c", EXPORT, str(tmp_path / seed)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        files = sorted(path for path in (tmp_path / seed).rglob("*") if path.is_file())
+        written.append({str(path.relative_to(tmp_path / seed)): path.read_bytes() for path in files})
+    assert written[0] == written[1] == written[2]
+    names = json.loads(written[0]["hf/adapter/adapter_config.json"])["target_modules"]
+    assert names == sorted(names) and len(names) > 3
 
 
 def test_a_quantised_base_is_replaced_by_the_one_that_was_published(make_model, make_completions, tmp_path):

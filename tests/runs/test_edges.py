@@ -166,3 +166,13 @@ def test_no_progress_bar_and_no_checkpoints_mean_what_they_say(train, tmp_path, 
     output = capsys.readouterr().out
     assert "step 1/1" not in output and "Batches" not in output
     assert not (run / "checkpoints").exists() and (run / "hf" / "config.json").exists()
+
+
+@pytest.mark.all
+def test_a_run_without_validation_says_so_once_and_in_its_own_words(process, tmp_path):
+    words = [*SMALL, "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}"]
+    child = process(*words, "data.task.val_rows=0")
+    output, _ = child.communicate(timeout=200)
+    assert child.returncode == 0, output
+    assert output.count("There is no validation: data.task.val_rows=0.") == 1
+    assert "Total length" not in output and not any("val/reward" in row for row in rows(tmp_path / "run"))

@@ -120,6 +120,15 @@ def _adapter_tensors(policy: Any) -> dict[str, Tensor]:
     return {name: whole(parameter).cpu().contiguous() for name, parameter in held.items()}
 
 
+def sort_names(config: Any) -> None:
+    """Bring the names of modules in a config of PEFT into an order: it writes a set as it happens to be iterated, so
+    that the same adapter would have another file in every process.
+    """
+    for name, value in vars(config).items():
+        if isinstance(value, set):
+            setattr(config, name, sorted(value))
+
+
 def _write(policy: Any, tensors: dict[str, Tensor], folder: Path) -> str | None:
     """What went wrong, in words."""
     from safetensors import SafetensorError
@@ -127,6 +136,7 @@ def _write(policy: Any, tensors: dict[str, Tensor], folder: Path) -> str | None:
 
     config = copy.deepcopy(policy.peft_config[policy.active_adapters[0]])
     config.inference_mode = True
+    sort_names(config)
     staged = folder / f".tmp-{os.getpid()}"
     try:
         staged.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lit_rl.errors import StorageError
+from lit_rl.models.export.adapter_folder import sort_names
 from lit_rl.models.export.verify import verify_adapter
 from lit_rl.models.policy.language_model import LanguageModel
 
@@ -97,6 +98,7 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
     if isinstance(rebuilt, PeftModel):
         adapter = rebuilt.peft_config[str(rebuilt.active_adapter)]
         adapter.base_model_name_or_path = description.name
+        sort_names(adapter)
         # "auto", the default, would ask the hub whether the vocabulary was resized.
         rebuilt.save_pretrained(str(staged / "adapter"), save_embedding_layers=False)
         verify_adapter(staged / "adapter", rebuilt)

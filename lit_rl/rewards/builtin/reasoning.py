@@ -14,7 +14,8 @@ class ReasoningGymScore:
     """What a problem's own generator says of the answer, in [0, 1], for rows of the task `ReasoningGym`.
 
     Many generators give a part of 1 to an answer with the right one inside. A scorer that raises on an answer, as some
-    do on what is no answer at all, gives 0.
+    do on what is no answer at all, gives 0. A row whose column is None has no problem, and is not scored: in mixed data
+    another reward does.
 
     Args:
         tag: The answer is what stands between the last `<tag>` and `</tag>`; without them the completion is worth 0.
@@ -25,11 +26,15 @@ class ReasoningGymScore:
         self.tag = tag
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Completion], reasoning_gym: Sequence[str], **_: Any
-    ) -> list[float]:
-        scorers = {source: _scorer(source) for source in set(reasoning_gym)}  # a group shares one problem
+        self, prompts: Sequence[Any], completions: Sequence[Completion], reasoning_gym: Sequence[str | None], **_: Any
+    ) -> list[float | None]:
+        problems = {source for source in reasoning_gym if source is not None}  # a group shares one
+        scorers = {source: _scorer(source) for source in problems}
         answers = (self._answer(text_of(completion)) for completion in completions)
-        return [self._scored(scorers[source], answer) for source, answer in zip(reasoning_gym, answers, strict=True)]
+        return [
+            None if source is None else self._scored(scorers[source], answer)
+            for source, answer in zip(reasoning_gym, answers, strict=True)
+        ]
 
     def _scored(self, scorer: Callable[[str], float], answer: str | None) -> float:
         if answer is None:
