@@ -42,6 +42,8 @@ RETURNED = 2**16
 """Bytes from which glibc gives a freed tensor back to the system: nearly all are larger, and leave no holes."""
 M_MMAP_THRESHOLD = -3
 """Of mallopt(3)."""
+NAMES = ("tiny", "7m", "135m", "0.5b")
+"""Of the shapes."""
 PLOTTED = (8, 16, 32, 64)
 """Completions a rollout; a micro-batch has 8."""
 
@@ -278,9 +280,9 @@ def draw(file: Path, peaks: dict[int, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["tiny", "7m"], choices=["tiny", "7m", "135m", "0.5b"])
+    parser.add_argument("--shapes", nargs="+", default=["tiny", "7m"], choices=NAMES)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--phases", choices=["tiny", "7m", "135m", "0.5b"])
+    parser.add_argument("--phases", choices=NAMES)
     parser.add_argument("--case", help="of a process that measures: the case, as JSON")
     parser.add_argument("--keep-freed", action="store_true", help="keep freed memory, as train.py does")
     args = parser.parse_args()

@@ -152,6 +152,7 @@ class RolloutDataModule(SourcedDataModule):
 
     def _read(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
         val = self.val_rows()
+        self.say_if_unvalidated(val)
         fraction = self.held_out(val)
         corpus = read_corpus(self.train_rows(), val, tokenizer, self.options, val_fraction=fraction, seed=self.seed)
         for name in corpus.val:

@@ -106,16 +106,18 @@ class SourcedDataModule(L.LightningDataModule):
         return {"": named_rows("data.task.val()", rows)} if rows else {}
 
     def held_out(self, val: dict[str, Rows]) -> float:
-        """Share of the training rows to hold out: none where there is validation data. Says so where nothing is."""
-        share = 0.0 if self.task is not None or val else self.val_fraction
-        if not val and not share:
-            rank_zero_info(f"There is no validation: {self._why_nothing_is_held_out()}.")
-        return share
+        """Share of the training rows to hold out: none where there is validation data."""
+        return 0.0 if self.task is not None or val else self.val_fraction
 
-    def _why_nothing_is_held_out(self) -> str:
+    def say_if_unvalidated(self, val: dict[str, Rows]) -> None:
+        """Tell the user where a run has no validation data, and holds nothing out: it may not be meant so."""
+        if val or self.held_out(val):
+            return
         if self.task is None:
-            return "data.val_fraction=0, without data.val_path and data.val_split"
-        return "data.task.val_rows=0" if getattr(self.task, "val_rows", None) == 0 else "data.task.val() has no rows"
+            why = "data.val_fraction=0, without data.val_path and data.val_split"
+        else:
+            why = "data.task.val_rows=0" if getattr(self.task, "val_rows", None) == 0 else "data.task.val() has no rows"
+        rank_zero_info(f"There is no validation: {why}.")
 
     def order_of(self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, kept: str) -> RolloutOrder:
         """The order of rows in every epoch, `size` of them a step.

@@ -89,7 +89,7 @@ class EnvironmentFactory(Interactive, ABC):
         step_timeout: float = 30.0,
         episode_timeout: float | None = None,
         rollout_timeout: float | None = None,
-        max_failed: float = 0.1,
+        max_failed: float = Interactive.max_failed,
         seed: Literal["group", "sample"] = "group",
         workers: int = 0,
         memory_mb: int | None = None,

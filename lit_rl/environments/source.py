@@ -49,7 +49,7 @@ class Interactive:
     """Tokens of a completion, what the policy reads between its turns included."""
     converses: bool = True
     """Whether the run's generator holds its conversations."""
-    max_failed: float = 1.0
+    max_failed: float = 0.1
     """Share of a rollout's episodes that may fail; more end the run."""
     gives_reward: bool = False
     """Whether episodes have a reward of their own."""

@@ -205,9 +205,9 @@ class ChatConversation:
         self._note([], self.reading.plain_turn(ids))
 
     def _note(self, answers: Sequence[Message], turn: Message) -> None:
-        """Add a turn and the messages before it. By its tokens it is one with the last turn if nothing was read between
-        the two."""
-        turn = _example(turn)
+        """Add the answers that were read, and the turn behind them. Where nothing was read between two turns, their
+        tokens are one turn, and so are their messages."""
+        turn = _for_templates(turn)
         if answers or not self.messages:
             self.messages += [*answers, turn]
             return
@@ -262,24 +262,24 @@ def _examples(messages: Sequence[Message]) -> Iterator[Message]:
         for call in message.get("tool_calls") or ():
             name, id = call["function"]["name"], str(call.get("id"))
             names[id], ids[id] = name, id if _ID.fullmatch(id) else _call_id(len(ids))
-            function = {"name": name, "arguments": _arguments(call)}
-            calls.append({"id": ids[id], "type": "function", "function": function})
+            calls.append({"id": ids[id], "type": "function", "function": _function(call)})
         if message["role"] == "tool":
             yield _answer(message, names) | {"tool_call_id": ids[message["tool_call_id"]]}
         else:
             yield message | {"tool_calls": calls} if calls else message
 
 
-def _example(turn: Message) -> Message:
+def _for_templates(turn: Message) -> Message:
     """A turn of the policy as templates know it: arguments of calls as mappings, thoughts under ``thinking``."""
     known: Message = {"role": "assistant", "content": turn["content"]}
     if thought := turn.get(THOUGHTS[0]):
         known["thinking"] = thought
-    calls = [
-        {**call, "function": {"name": call["function"]["name"], "arguments": _arguments(call)}}
-        for call in turn.get("tool_calls") or ()
-    ]
+    calls = [{**call, "function": _function(call)} for call in turn.get("tool_calls") or ()]
     return known | {"tool_calls": calls} if calls else known
+
+
+def _function(call: Message) -> Message:
+    return {"name": call["function"]["name"], "arguments": _arguments(call)}
 
 
 def _arguments(call: Message) -> Mapping[str, Any]:

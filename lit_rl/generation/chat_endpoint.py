@@ -45,8 +45,8 @@ class Played(Generic[Result]):
     """What each agent returned, or raised; a `TimeoutError` of one whose time was over."""
     rollout: dict[str, list[Any]]
     """What a rollout function returns: ``prompt_ids``, ``completion_ids``, ``logprobs``, ``env_mask``, ``ended``,
-    ``episode_messages``, and ``episode_error``: the exception where an agent raised, or its time was over. Where that
-    may be since the completion was full, the policy has talked too long, and no error is there."""
+    ``episode_messages``, and ``episode_error``: the exception where an agent raised or its time was over, else None. It
+    is None too where the completion had no room for another turn: then the policy has talked too long."""
 
 
 class ChatEndpoint(Generic[Result]):

@@ -60,7 +60,7 @@ class RolloutFunction(Interactive):
         max_tokens: int = Interactive.max_tokens,
         max_prompt_tokens: int | None = None,
         rollout_timeout: float | None = None,
-        max_failed: float = 0.1,
+        max_failed: float = Interactive.max_failed,
     ) -> None:
         in_range("env.max_tokens", max_tokens, low=1)
         if isinstance(columns, str):

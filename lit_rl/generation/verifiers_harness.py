@@ -73,7 +73,8 @@ class VerifiersHarness:
         played = self._endpoint(trainer).play(episode, around=_serving(games), instead=prompts)
         errors = [each if isinstance(each, Exception) else None for each in played.results]
         scores = [None if error else each for error, each in zip(errors, played.results)]
-        return {**played.rollout, "episode_error": errors, SCORES: scores}  # what is not scored, whyever, has failed
+        # verifiers has scored none of these, so those whose completion was full have failed too.
+        return {**played.rollout, "episode_error": errors, SCORES: scores}
 
 
 @asynccontextmanager

@@ -145,8 +145,12 @@ SWITCHES = (
 alone."""
 
 
-def ablations(workload: Workload, base: Contender = FLOAT32, *, special: bool = False) -> list[Contender]:
-    """Ours with each technique off, one at a time; `special`: only those that act in few workloads."""
+SPECIAL = tuple(switch for switch in SWITCHES if switch.only is not None)
+"""Those that act in few workloads."""
+
+
+def ablations(workload: Workload, base: Contender = FLOAT32, switches: Sequence[Switch] = SWITCHES) -> list[Contender]:
+    """Ours with each of these techniques off that acts in the workload, one at a time."""
     return [
         also(
             base,
@@ -155,8 +159,8 @@ def ablations(workload: Workload, base: Contender = FLOAT32, *, special: bool = 
             technique=switch.technique,
             dtype=switch.dtype or base.dtype,
         )
-        for switch in SWITCHES
-        if switch.acts(workload) and (switch.only is not None or not special)
+        for switch in switches
+        if switch.acts(workload)
     ]
 
 

@@ -17,6 +17,7 @@ from bench.contenders import (
     LIKE_OURS,
     PRECISIONS,
     REFERENCE,
+    SPECIAL,
     SPINNING,
     SPLIT,
     WITH_LORA,
@@ -136,7 +137,7 @@ def alone(base: Contender) -> list[Benchmark]:
     """A1 to A4: ours, and the techniques off that act nowhere else."""
     found = []
     for work in (FEW_PLACES, SLOW_REWARDS, OF_PAIRS, OF_TEXTS):
-        who = [FLOAT32, *([] if base is FLOAT32 else [base]), *ablations(work, base, special=True)]
+        who = [FLOAT32, *([] if base is FLOAT32 else [base]), *ablations(work, base, SPECIAL)]
         found.append(Benchmark(work, who, rounds=5, steps=5, resident=False))
     return found
 

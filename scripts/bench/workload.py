@@ -175,7 +175,7 @@ def _letters(draw: random.Random, count: int) -> str:
 
 def _row(workload: Workload, draw: random.Random, index: int) -> dict[str, Any]:
     prompt = _letters(draw, workload.prompt_tokens)
-    lengths = [workload.completion_tokens] * 2
+    lengths = [workload.completion_tokens] * 2  # of rollouts nobody reads the answers
     if not workload.generates:
         first = index % workload.prompts * workload.group
         lengths = (workload.lengths_of(index // workload.prompts)[first : first + workload.group] * 2)[:2]

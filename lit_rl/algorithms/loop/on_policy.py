@@ -341,7 +341,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         return environments.source_of(env, self.model, data, journal)
 
     def _check_data(self, data: Any, stage: str) -> None:
-        """Refuse rows that rewards cannot score, and prompts that leave no room for a completion."""
+        """Tell the rewards which columns there are; refuse rows that they cannot score, and prompts that leave no room
+        for a completion."""
         episodes = () if self.env is None else self.env.columns
         if stage == "fit":
             self.reward_functions.bind([*data.columns, *episodes])

@@ -41,7 +41,8 @@ class Failures:
         """
         if told := self.too_many(most, ranks):
             error = GenerationError(
-                f"{told}. Mend what they failed of, or allow more: env.max_failed, or the limit of time that they met."
+                f"{told}. Mend the cause, or allow more with env.max_failed; where time ran out, with "
+                "env.step_timeout, env.episode_timeout, env.rollout_timeout, or a rollout function's agent_timeout."
             )
             error.on_every_rank = True
             raise error

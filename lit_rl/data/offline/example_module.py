@@ -240,6 +240,7 @@ class ExampleDataModule(SourcedDataModule):
     def _read(self, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> ExampleCorpus:
         val = self.val_rows()
         if self.stream_buffer is None:
+            self.say_if_unvalidated(val)
             corpus = read_example_corpus(
                 self.train_rows(), val, tokenizer, kind, self.options, val_fraction=self.held_out(val), seed=self.seed
             )
