@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lit_rl.ops import logprobs as of_logits
-from lit_rl.ops.linear_rows import GradientSums, exact, of_whole_rows, slices
+from lit_rl.ops.gradient_total import GradientTotal, SummedWeight
+from lit_rl.ops.linear_rows import GradientSums, exact, nothing_for, of_whole_rows, slices
 from lit_rl.ops.token_stats import TokenStats
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
 
@@ -89,6 +90,7 @@ def linear_logprobs(
     distribution: Distribution = Distribution(),
     *,
     bias: Float[Tensor, " v"] | None = None,
+    summed: SummedWeight | None = None,
 ) -> LinearScores:
     """``log softmax_S((hidden weightᵀ + bias) / temperature)`` at ``ids``, without the logits in memory.
 
@@ -105,9 +107,10 @@ def linear_logprobs(
     assert ids.shape == hidden.shape[:1]
     if distribution.truncation.off:
         learned = torch.is_grad_enabled()
-        logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, ids, distribution, learned)
+        token, total = (summed.token, summed.total) if summed else (None, None)
+        logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, token, total, ids, distribution, learned)
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
-    return _truncated(hidden, weight, bias, ids, distribution)
+    return _truncated(hidden, weight, bias, ids, distribution, summed)
 
 
 # ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary
@@ -115,11 +118,13 @@ def linear_logprobs(
 
 class _LinearScores(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0913 (autograd takes no keywords)
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        token: Tensor | None,
+        total: GradientTotal | None,
         ids: Tensor,
         distribution: Distribution,
         learned: bool,
@@ -135,25 +140,25 @@ class _LinearScores(torch.autograd.Function):
         lse = sums.lse()
         entropy = sums.entropy() if distribution.entropy else None
         stats = sums.stats(lse) if distribution.stats else ()
-        ctx.distribution, ctx.kept = distribution, kept
-        ctx.save_for_backward(hidden, weight, bias, ids, lse, entropy if distribution.entropy_gradient else None)
+        ctx.distribution, ctx.kept, ctx.total = distribution, kept, total
+        ctx.save_for_backward(hidden, weight, bias, token, ids, lse, entropy if distribution.entropy_gradient else None)
         constants = [] if entropy is None or distribution.entropy_gradient else [entropy]
         ctx.mark_non_differentiable(*constants, *stats)
         return sums.picked - lse, entropy, *stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, bias, ids, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, token, ids, lse, entropy = ctx.saved_tensors
         of_entropy = None if entropy is None else grads[1]
         slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy)
-        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad)
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
         kept, ctx.kept = ctx.kept[::-1], []  # the graph outlives this pass; a second one multiplies anew
         for rows, columns in _blocks(hidden, weight):
             product = kept.pop() if kept else _product(hidden, weight, bias, rows, columns)
             slopes.write_over(product, rows, columns)
             sums.add(product, rows, columns)
             del product  # before the next one is made
-        return sums.hidden, sums.weight, sums.bias, None, None, None
+        return sums.hidden, sums.weight, sums.bias, nothing_for(token), None, None, None, None
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
@@ -309,7 +314,12 @@ def _likeliest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
 
 
 def _truncated(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, distribution: Distribution
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids: Tensor,
+    distribution: Distribution,
+    summed: SummedWeight | None,
 ) -> LinearScores:
     def measured(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
         found = of_logits.score_tokens(
@@ -324,6 +334,6 @@ def _truncated(
 
     size = _rows(hidden.device, weight.shape[0], distribution.truncation)
     learned = 2 if distribution.entropy_gradient else 1
-    found = of_whole_rows(hidden, weight, bias, measured, size=size, learned=learned)
+    found = of_whole_rows(hidden, weight, bias, measured, size=size, learned=learned, summed=summed)
     logprobs, *entropies = (column.to(exact(hidden)) for column in found)
     return LinearScores(logprobs, entropies[0] if entropies else None)

@@ -17,6 +17,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from lit_rl.ops.gradient_total import GradientTotal, SummedWeight, type_of_gradient
+
 Measure = Callable[[slice, Tensor], tuple[Tensor, ...]]
 """What some rows come to, ``(rows,)`` each: of the rows' numbers and their logits ``(rows, v)``."""
 
@@ -32,6 +34,7 @@ def of_whole_rows(
     *,
     size: int,
     learned: int = 1,
+    summed: SummedWeight | None = None,
 ) -> tuple[Float[Tensor, " n"], ...]:
     """What `measure` makes of the logits of all rows, of which no more than a block are in memory.
 
@@ -43,29 +46,39 @@ def of_whole_rows(
             them, and holds nothing else that has a gradient.
         size: Rows of a block.
         learned: So many of the first things measured have a gradient; the others are constants.
+        summed: Where the gradient of the weight is added; `weight` itself is then a constant. None: it gets its own.
     """
-    return _WholeRows.apply(hidden, weight, bias, measure, size, learned)
+    token, total = (summed.token, summed.total) if summed else (None, None)
+    return _WholeRows.apply(hidden, weight, bias, token, total, measure, size, learned)
 
 
 class _WholeRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, measure: Measure, size: int, learned: int
+    def forward(  # noqa: PLR0913 (autograd takes no keywords)
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token: Tensor | None,
+        total: GradientTotal | None,
+        measure: Measure,
+        size: int,
+        learned: int,
     ) -> tuple[Tensor, ...]:
         parts = [measure(rows, _product(hidden[rows], weight, bias)) for rows in slices(max(1, len(hidden)), size)]
         found = tuple(torch.cat(column) for column in zip(*parts))
         kind = hidden.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.measure, ctx.size, ctx.learned = measure, size, learned
-        ctx.save_for_backward(hidden, weight, bias)
+        ctx.total, ctx.measure, ctx.size, ctx.learned = total, measure, size, learned
+        ctx.save_for_backward(hidden, weight, bias, token)
         ctx.mark_non_differentiable(*found[learned:])
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, bias = ctx.saved_tensors
+        hidden, weight, bias, token = ctx.saved_tensors
         (kind, dtype, enabled), learned = ctx.autocast, ctx.learned
-        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad)
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
         for rows in slices(max(1, len(hidden)), ctx.size):
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled):
                 product = _product(hidden[rows].detach(), weight.detach(), None if bias is None else bias.detach())
@@ -73,7 +86,12 @@ class _WholeRows(torch.autograd.Function):
             of_product = torch.autograd.grad(found, product, [grad[rows] for grad in grads[:learned]])[0]
             sums.add(of_product, rows, slice(0, len(weight)))
             del product, found, of_product  # before the next one is made
-        return sums.hidden, sums.weight, sums.bias, None, None, None
+        return sums.hidden, sums.weight, sums.bias, nothing_for(token), None, None, None, None
+
+
+def nothing_for(token: Tensor | None) -> Tensor | None:
+    """The gradient of a token: what it stands for is in the sum."""
+    return None if token is None else torch.zeros_like(token)
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -91,19 +109,28 @@ def exact(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _type_of_gradient(weight: Tensor) -> torch.dtype:
-    """Float32 for a bfloat16 weight with a float32 master: sums over blocks are not rounded, nor converted later."""
-    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
-
-
 class GradientSums:
-    """The gradients of hidden states, weight and bias, each None where nothing needs it."""
+    """The gradients of hidden states, weight and bias, each None where nothing needs it.
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> None:
+    That of the weight is None too where a `total` is given: it is added there.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        needed: tuple[bool, ...],
+        total: GradientTotal | None = None,
+    ) -> None:
         self._inputs, kind = (hidden, weight, bias), exact(hidden)
         make = torch.empty_like if len(hidden) else torch.zeros_like
         self._hidden = make(hidden, dtype=kind) if needed[0] else None
-        self.weight = make(weight, dtype=_type_of_gradient(weight)) if needed[1] else None
+        self.weight = make(weight, dtype=type_of_gradient(weight)) if needed[1] else None
+        self._adds = total is not None and not total.is_empty
+        self._of_weight = self.weight if total is None else total.room()
+        if total is not None and not self._adds and not len(hidden):
+            total.room().zero_()
         self._bias = torch.zeros_like(bias, dtype=kind) if bias is not None and needed[2] else None
         self._sum = torch.empty(0)  # of the columns at hand, where the gradient of the weight is narrower
 
@@ -112,15 +139,15 @@ class GradientSums:
         hidden, weight, _ = self._inputs
         if self._hidden is not None:
             _add_product(self._hidden[rows], grad, weight[columns], first=columns.start == 0)
-        if self.weight is not None:
-            of_columns, kind = self.weight[columns], exact(hidden)
+        if self._of_weight is not None:
+            of_columns, kind = self._of_weight[columns], exact(hidden)
             if of_columns.dtype == kind:
-                _add_product(of_columns, grad.T, hidden[rows], first=rows.start == 0)
+                _add_product(of_columns, grad.T, hidden[rows], first=rows.start == 0 and not self._adds)
             else:
                 self._sum = torch.empty_like(of_columns, dtype=kind) if rows.start == 0 else self._sum
                 _add_product(self._sum, grad.T, hidden[rows], first=rows.start == 0)
                 if rows.stop >= len(hidden):
-                    of_columns.copy_(self._sum)
+                    (of_columns.add_ if self._adds else of_columns.copy_)(self._sum)
         if self._bias is not None:
             self._bias[columns] += grad.sum(0, dtype=self._bias.dtype)
 
@@ -131,7 +158,7 @@ class GradientSums:
     @property
     def bias(self) -> Tensor | None:
         of = self._inputs[2]
-        return None if self._bias is None or of is None else self._bias.to(_type_of_gradient(of))
+        return None if self._bias is None or of is None else self._bias.to(type_of_gradient(of))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:

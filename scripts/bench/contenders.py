@@ -119,6 +119,7 @@ SWITCHES = (
     Switch("head fused with the softmax", ["model.fused_head=false"]),
     Switch("a group's prompt once in training", ["model.shared_prompts=false"], methods=("grpo",)),
     Switch("its keys attended to where they lie", ["model.folded_attention=false"], methods=("grpo",)),
+    Switch("one sum for the gradients of embedding and head", ["model.fused_accumulation=false"]),
     Switch("rows of like length together", ["model.rows_by_length=false"]),
     Switch("no gradient checkpointing", ["model.gradient_checkpointing=true"]),
     Switch("the entropy that is logged", ["algo.log_entropy=false"]),

@@ -6,15 +6,13 @@ import copy
 import json
 import subprocess
 import sys
-import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from live_tensors import Live
 from peft import LoraConfig, get_peft_model
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
@@ -81,39 +79,6 @@ def completions(prompts: int, group: int, p: int, t: int) -> Completions:
         group_id=torch.arange(prompts).repeat_interleave(group),
         version=0,
     )
-
-
-class Live(TorchDispatchMode):
-    """Bytes of the tensors that operations inside it made: those that are there, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        made = operation(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and operation.namespace == "aten" and not _is_view(operation):
-                self._add(tensor.untyped_storage())
-        return made
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
-        if address in self._known:
-            return
-        self._known.add(address)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, address, size)
-
-    def _gone(self, address: int, size: int) -> None:
-        self._known.discard(address)
-        self.now -= size
-
-
-def _is_view(operation) -> bool:
-    return any(value.alias_info is not None for value in operation._schema.returns)
 
 
 def kept_by_autograd(

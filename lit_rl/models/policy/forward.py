@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
 from lit_rl.models.policy.rows_by_length import by_length
@@ -66,7 +67,8 @@ def score(
     if router_aux:
         if "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
             raise no_router(model)
-        scores, output = _one_call(model, completions, distribution, options, output_router_logits=True)
+        with fused_accumulation(model, options):
+            scores, output = _one_call(model, completions, distribution, options, output_router_logits=True)
         if not isinstance(output.aux_loss, Tensor):
             raise no_router(model)
         return _token_scores(scores, output.aux_loss)
@@ -83,9 +85,16 @@ def response_logprobs(
 def _run(
     model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions
 ) -> TargetScores:
-    prompts = shared_prompts(model, completions) if options.shared_prompts else None
-    if prompts is not None:
-        return run_shared(model, completions, prompts, distribution, options)
+    with fused_accumulation(model, options):
+        prompts = shared_prompts(model, completions) if options.shared_prompts else None
+        if prompts is not None:
+            return run_shared(model, completions, prompts, distribution, options)
+        return _run_by_length(model, completions, distribution, options)
+
+
+def _run_by_length(
+    model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions
+) -> TargetScores:
     if not options.rows_by_length or isinstance(model, FSDPModule):
         return _one_call(model, completions, distribution, options)[0]
     calls = by_length(completions.attention_mask.sum(1))

@@ -11,16 +11,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lit_rl.models.policy.fused_accumulation import in_its_place, summed_weight
 from lit_rl.models.policy.loading import Float32Head
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.rows_by_length import Call, together
 from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.gradient_total import SummedWeight
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
 from lit_rl.ops.logprobs import score_tokens
 from lit_rl.ops.token_stats import TokenStats, token_stats
@@ -101,7 +103,7 @@ def run(
     if head is None or not _returns_what_its_head_does(model, head):
         output = model(**inputs)
         return _of_logits(targets.columns_of(output.logits), targets, distribution), output
-    with _in_its_place(
+    with in_its_place(
         head, lambda hidden: _packed(_of_hidden(targets.columns_of(hidden), head, targets, distribution))
     ):
         output = model(**inputs)
@@ -121,7 +123,7 @@ def can_stand_apart(model: nn.Module) -> bool:
 @contextmanager
 def without_head(model: nn.Module) -> Iterator[None]:
     """Inside, a model that `can_stand_apart` returns what its head would read, where the logits belong."""
-    with _in_its_place(linear_head(model), lambda hidden: hidden):
+    with in_its_place(linear_head(model), lambda hidden: hidden):
         yield
 
 
@@ -136,23 +138,21 @@ def linear_head(model: nn.Module) -> nn.Linear:
     return base_of(model).get_output_embeddings()
 
 
-def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
+class Factors(NamedTuple):
+    """Of the head's product."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    summed: SummedWeight | None
+    """Where the gradient of the weight is added, which is a constant then."""
+
+
+def factors(hidden: Tensor, head: nn.Linear) -> Factors:
     """Hidden states, weight and bias in the type in which the head itself would multiply them."""
-    dtype, bias = _dtype_of_product(hidden, head), head.bias
-    return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
-
-
-@contextmanager
-def _in_its_place(head: nn.Linear, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    before = vars(head).get("forward")  # that of a library which wraps modules; else it is the class's
-    head.forward = forward  # pyright: ignore[reportAttributeAccessIssue]  # of this one module: hooks on it run
-    try:
-        yield
-    finally:
-        if before is None:
-            del head.forward
-        else:
-            head.forward = before
+    dtype, bias, summed = _dtype_of_product(hidden, head), head.bias, summed_weight(head.weight)
+    weight = head.weight.detach() if summed else head.weight
+    return Factors(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), summed)
 
 
 _RETURNS_IT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -163,7 +163,7 @@ def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
     if model not in _RETURNS_IT:
         device = head.weight.device
         numbers = torch.tensor([[[7.0], [-77.0]]], device=device)
-        with torch.no_grad(), evaluation_mode(model), _in_its_place(head, lambda hidden: numbers):
+        with torch.no_grad(), evaluation_mode(model), in_its_place(head, lambda hidden: numbers):
             returned = model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device), use_cache=False).logits
         _RETURNS_IT[model] = returned.shape == numbers.shape and torch.equal(returned.float(), numbers)
     return _RETURNS_IT[model]
@@ -174,9 +174,9 @@ def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
 
 def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
     at = targets.wanted.flatten().nonzero().flatten()
-    rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
+    rows, weight, bias, summed = factors(hidden.flatten(0, 1).index_select(0, at), head)
     with torch.autocast(hidden.device.type, enabled=False):
-        found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, bias=bias)
+        found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, bias=bias, summed=summed)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(targets.ids.numel()).index_copy(0, at, values).view(targets.ids.shape)

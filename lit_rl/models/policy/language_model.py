@@ -59,6 +59,8 @@ class LanguageModel:
         rows_by_length: Run rows of like length together, with less padding. The same numbers.
         folded_attention: Attend to the keys of a shared prompt where they lie, in models in which a trial shows that
             it is exact, on a CPU. The same numbers.
+        fused_accumulation: Sum what the calls of a micro-batch give the embedding and the head in one tensor, on a
+            CPU. The same numbers.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
             "offload" also keeps the inputs of layers in the host's memory, for long texts on a GPU. "auto" does
             either where not even the smallest micro-batch would fit otherwise, if a memory plan cuts the step.
@@ -89,6 +91,7 @@ class LanguageModel:
         shared_prompts: bool = True,
         rows_by_length: bool = True,
         folded_attention: bool = True,
+        fused_accumulation: bool = True,
         init_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
@@ -106,7 +109,9 @@ class LanguageModel:
         self.disable_dropout = disable_dropout
         self.lm_head_fp32 = lm_head_fp32
         self.gradient_checkpointing = gradient_checkpointing
-        self.forward_options = ForwardOptions(fused_head, shared_prompts, rows_by_length, folded_attention)
+        self.forward_options = ForwardOptions(
+            fused_head, shared_prompts, rows_by_length, folded_attention, fused_accumulation
+        )
         self.init_kwargs = dict(init_kwargs or {})
         self.chat_template = chat_template
         self.eos_token = eos_token

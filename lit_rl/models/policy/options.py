@@ -15,6 +15,8 @@ class ForwardOptions:
         rows_by_length: Run rows of like length together (`lit_rl.models.policy.rows_by_length`).
         folded_attention: Where a prompt is shared, attend to its keys where they lie
             (`lit_rl.models.policy.shared_attention`).
+        fused_accumulation: Sum what the calls of a pass give the embedding and the head in one place
+            (`lit_rl.models.policy.fused_accumulation`).
         most_rows: Texts of a call without gradient, at most; None: all.
     """
 
@@ -22,6 +24,7 @@ class ForwardOptions:
     shared_prompts: bool = True
     rows_by_length: bool = True
     folded_attention: bool = True
+    fused_accumulation: bool = True
     most_rows: int | None = None
 
     @property

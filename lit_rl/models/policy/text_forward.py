@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.forward import no_router
+from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
@@ -68,13 +69,14 @@ def score_texts(
     """
     width, distribution = tokens.input_ids.shape[1] - 1, Distribution(entropy=entropy, stats=stats)
     calls = [] if router_aux or isinstance(model, FSDPModule) else _calls(tokens, options)
-    if len(calls) < 2:
-        found, aux_loss = _one_call(model, tokens, distribution, router_aux, options)
-    else:
-        parts = [
-            _one_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0] for call in calls
-        ]
-        found, aux_loss = TargetScores.of_calls(parts, calls, width), None
+    with fused_accumulation(model, options):
+        if len(calls) < 2:
+            found, aux_loss = _one_call(model, tokens, distribution, router_aux, options)
+        else:
+            parts = [
+                _one_call(model, tokens.take(call.rows, call.width), distribution, False, options)[0] for call in calls
+            ]
+            found, aux_loss = TargetScores.of_calls(parts, calls, width), None
     return TextScores(found.logprobs, found.entropy, found.stats, aux_loss)
 
 
