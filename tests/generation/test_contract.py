@@ -438,6 +438,15 @@ def test_bf16_weights(engine: Any, qwen: nn.Module) -> None:
     assert out.sampler_logprobs.isfinite().all()
 
 
+def test_batches_in_bfloat16(policy: nn.Module) -> None:
+    """Rounded to 8 bits, products of another number of rows may flip a token, in a few rows (docs/generators.md)."""
+    narrow = copy.deepcopy(policy).bfloat16()
+    for engine in (NativeGenerator(), NativeGenerator(batch_size=2), HFGenerator()):
+        everything = responses(run(engine, narrow, ask(), SAMPLED))
+        alone = [row for number in range(5) for row in responses(run(engine, narrow, ask(rows=[number]), SAMPLED))]
+        assert sum(one == other for one, other in zip(everything, alone, strict=True)) >= 12, "of 15"
+
+
 def test_autocast(engine: Any, qwen: nn.Module) -> None:
     if getattr(engine, "static_cache", False):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="static_cache=true cannot decode"):
