@@ -15,7 +15,9 @@ NOTEBOOKS := tests/doors/test_notebook.py
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
-AGENTS_PYTEST := $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
+# Triton is there for Liger's kernels, which are interpreted on the CPU.
+AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
+IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
@@ -47,7 +49,7 @@ $(ENGINES)/.stamp: pyproject.toml constraints.txt tests/engines/requirements.txt
 # verifiers pins mcp 2.0.0, where the other tests run against a newer one.
 $(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
 	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
-	@echo "Installing verifiers, OpenEnv, lit_rl and the test dependencies into $(AGENTS) (a minute or two, once) ..."
+	@echo "Installing verifiers, OpenEnv, Liger, lit_rl and the test dependencies into $(AGENTS) (a minute or two, once) ..."
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -U pip
 	@grep -v '^mcp==' constraints.txt > $(AGENTS)/constraints.txt
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -c $(AGENTS)/constraints.txt -r tests/agents/requirements.txt -e .
@@ -75,7 +77,7 @@ real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: wh
 
 engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
-agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers and OpenEnv
+agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers, OpenEnv, Liger
 
 # TRL by itself, beside the torch and transformers that ours is measured with.
 $(PEER)/.stamp: constraints.txt
@@ -101,7 +103,7 @@ test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
 
 test-all: lint $(ENGINES)/.stamp $(AGENTS)/.stamp  ## everything that a change has to pass
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents $(args)
-	$(AGENTS_PYTEST) -m '$(ALL)' tests/agents $(args)
+	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
@@ -131,8 +133,8 @@ test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain`: every stag
 test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
-test-agents: $(AGENTS)/.stamp  ## of test-all, task sets of the real verifiers and a server of OpenEnv
-	$(AGENTS_PYTEST) -m '$(ALL)' tests/agents $(args)
+test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, Liger's kernels interpreted
+	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)

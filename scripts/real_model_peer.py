@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.frozen_head import lay_rows_together
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -70,6 +71,7 @@ def main() -> None:
         peft_config=LoraConfig(task_type="CAUSAL_LM", **given.lora),
         callbacks=[StopsAfter(given.seconds, given.out / "steps.jsonl")],
     )
+    lay_rows_together(trainer.model)
     trainer.train()
     trainer.save_model(str(given.out / "adapter"))
 

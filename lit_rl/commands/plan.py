@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -17,12 +19,12 @@ from lit_rl.errors import BackendError, StorageError
 
 
 def plan(run: Run, *, memory_gb: float | None, probe: bool) -> int:
-    """Print the plan, and after one optimizer step on this machine the seconds of a step; returns the exit code.
+    """Print the plan, and after a few optimizer steps on this machine the seconds of one; returns the exit code.
 
     Args:
         run: Of the training that is planned, without callbacks. Its weights are read for the probe only.
         memory_gb: Memory of another machine, in GiB; None is this one, as it is free now. Another one is not probed.
-        probe: Whether to take that step.
+        probe: Whether to take those steps.
 
     Raises:
         ConfigError: nothing fits, with what each part needs; or what `fit` would refuse.
@@ -74,39 +76,80 @@ def memory_table(sizes: MemoryPlan, room: int) -> Table:
     return table
 
 
-class _OneStep(L.Callback):
-    """Ends the training after its first optimizer step, and takes the time."""
+@dataclass(frozen=True)
+class ProbedStep:
+    """What an optimizer step took, in seconds."""
 
-    seconds = 0.0
+    whole: float
+    of_rollout: Mapping[str, float]
+    """The phases of a rollout that was made in it; none in a step that learns from an earlier step's rollout."""
 
-    def __init__(self) -> None:
-        self._started = 0.0
+    @property
+    def rest(self) -> float:
+        return self.whole - sum(self.of_rollout.values())
+
+
+def expected(steps: Sequence[ProbedStep], steps_per_rollout: int) -> ProbedStep:
+    """One of many steps, judged by those after the first, which does some things once; by it alone where it is all.
+
+    A rollout's seconds are shared by the steps that learn from it.
+    """
+    later = steps[1:] or steps
+    rollouts = [step.of_rollout for step in later if step.of_rollout] or [steps[0].of_rollout]
+    shared = {
+        name: statistics.median(rollout[name] for rollout in rollouts) / steps_per_rollout for name in rollouts[0]
+    }
+    return ProbedStep(statistics.median(step.rest for step in later) + sum(shared.values()), shared)
+
+
+class Probe(L.Callback):
+    """Takes the time of some optimizer steps, and ends the training.
+
+    The first has to warm up: a step is tried in several ways, kernels are made for its shapes. So a second follows
+    where that is no long wait, and more where they are short.
+    """
+
+    LONG, ENOUGH, MOST = 60.0, 10.0, 6
+    """Seconds of a first step that is not followed; seconds of all that are; the most steps."""
+
+    def __init__(self, steps_per_rollout: int) -> None:
+        self.steps: list[ProbedStep] = []
+        self._steps_per_rollout, self._last = steps_per_rollout, 0.0
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
-        self._started = self._started or time.perf_counter()
+        self._last = self._last or time.perf_counter()
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_step:
-            self.seconds = time.perf_counter() - self._started
-            trainer.should_stop = True
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any, **__: Any) -> None:
+        if trainer.global_step == len(self.steps):
+            return
+        now = time.perf_counter()
+        stopwatch: Any = getattr(module, "stopwatch", None)
+        spent: dict[str, float] = {}
+        if stopwatch is not None and len(self.steps) % self._steps_per_rollout == 0:
+            spent = {name: stopwatch.seconds.get(name, 0.0) for name in ("generate", "reward")}
+        self.steps.append(ProbedStep(now - self._last, spent))
+        self._last = now
+        first, *later = (step.whole for step in self.steps)
+        enough = len(self.steps) >= self.MOST or sum(later) >= self.ENOUGH
+        trainer.should_stop = first >= self.LONG or enough
 
 
 def _seconds(run: Run, batches: Any) -> str:
-    """Take one optimizer step, and say what it took and what one of many will."""
-    clock = _OneStep()
-    run.trainer.callbacks.append(clock)  # pyright: ignore
+    """Take a few optimizer steps, and say what one of many will take."""
+    count = getattr(batches, "steps_per_rollout", 1)
+    probe = Probe(count)
+    run.trainer.callbacks.append(probe)  # pyright: ignore
     try:
         run.trainer.fit(run.module, datamodule=run.data)
     except (BackendError, StorageError) as error:
         return f"No step was taken: {error}"
-    stopwatch = getattr(run.module, "stopwatch", None)
-    spent = {name: stopwatch.seconds.get(name, 0.0) for name in ("generate", "reward")} if stopwatch else {}
-    per_rollout = sum(spent.values())
-    steps = getattr(batches, "steps_per_rollout", 1)
-    expected = clock.seconds - per_rollout + per_rollout / steps
-    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in spent.items() if seconds)
-    listed = f" ({parts}, the rest {clock.seconds - per_rollout:.2f})" if parts else ""
+    if not probe.steps:
+        return "No step was taken: trainer.max_steps allows none."
+    step, later = expected(probe.steps, count), len(probe.steps) - 1
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in step.of_rollout.items() if seconds)
+    listed = f" ({parts}, the rest {step.rest:.2f})" if parts else ""
+    by = f"the median of {later} after the first" if later else "the first one, in which some things are done once"
     return (
-        f"expected: {expected:.2f} seconds an optimizer step, judged by the first one, in which some things are done "
-        f"once. That took {clock.seconds:.2f}{listed}."
+        f"expected: {step.whole:.2f} seconds an optimizer step{listed}, judged by {by}. The first took "
+        f"{probe.steps[0].whole:.2f}."
     )

@@ -37,7 +37,10 @@ class DecodingSteps:
         mask = batch.prompt_mask
         self._last_position = mask.shape[1] + max_new_tokens - 1
         positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        named = {"logits_to_keep": 1} if "logits_to_keep" in self._named else {}
+        # The last column by its number: of a slice, whose rows lie apart, torch makes one product a row where the head
+        # is frozen (LoRA), which in bfloat16 on a CPU takes up to hundreds of times as long.
+        last = torch.arange(mask.shape[1] - 1, mask.shape[1], device=mask.device)
+        named = {"logits_to_keep": last} if "logits_to_keep" in self._named else {}
         logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named)
         self.logits = logits.repeat_interleave(batch.repeats, 0)
         self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)

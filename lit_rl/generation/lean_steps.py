@@ -35,6 +35,7 @@ from lit_rl.generation.batches import DecodeBatch
 from lit_rl.generation.decoding import DecodingSteps, base_model
 from lit_rl.generation.grouped_cache import GroupedCache, ProvingCache
 from lit_rl.generation.grouped_steps import GroupedSteps, decoded_probe, probe
+from lit_rl.models.policy.liger import computes_as_its_class
 
 _MODEL = {"model", "lm_head"}
 _DECODER = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -304,7 +305,7 @@ def _bypassed(policy: Any) -> Iterator[nn.Module]:
 def _watched(module: nn.Module) -> bool:
     """Whether a call of it is more than its class's forward: hooks, a compiled call, a forward of its own."""
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
+    return bool(hooks) or module._compiled_call_impl is not None or not computes_as_its_class(module)
 
 
 class _ProvingModel(LeanModel):

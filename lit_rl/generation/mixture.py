@@ -51,7 +51,7 @@ class GeometricMixture(nn.Module):
         past_key_values: Any,
         use_cache: bool = True,
         position_ids: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
     ) -> Any:
         """Mixed float32 logits ``(b, q, v)`` under ``.logits``; fills the cache of both models."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache}

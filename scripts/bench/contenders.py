@@ -20,6 +20,7 @@ DEFAULT_ASLEEP = "TRL, default, waiting threads sleep"
 SPINNING = "TRL, bf16 weights, whole batch, waiting threads spin"
 LIKE_OURS = "TRL, bf16 weights, whole batch, threads and memory as train.py's"
 WITH_LORA = "TRL, bf16 weights, whole batch, threads and memory as train.py's, LoRA"
+TUNED_LORA = f"{WITH_LORA}, rows of the frozen head laid together"
 DEFAULT_FLOAT32 = "TRL, default but float32"
 DEFAULT_FLOAT32_ASLEEP = "TRL, default but float32, waiting threads sleep"
 """Of a processor without units for bfloat16, where TRL's default takes a hundred times as long: nobody would wait."""
@@ -182,6 +183,8 @@ class Peer:
     """Threads and memory as `train.py` sets them."""
     lora: bool = False
     """An adapter is trained, of our size."""
+    rows_together: bool = False
+    """See `frozen_head`."""
 
     def contender(self) -> Contender:
         environment = BRIEF | KEEP if self.like_ours else {} if self.spin else SLEEP
@@ -195,7 +198,8 @@ class Peer:
             size = min(rows, self.rows_at_once or rows)
             found |= {"per_device_train_batch_size": size, "gradient_accumulation_steps": rows // size}
         adapter = {"r": LORA["r"], "lora_alpha": LORA["alpha"], "lora_dropout": 0.0, "target_modules": "all-linear"}
-        return {"config": found} | ({"lora": adapter} if self.lora else {})
+        together = {"rows_together": True} if self.rows_together else {}
+        return {"config": found} | ({"lora": adapter} if self.lora else {}) | together
 
 
 _FLOAT32 = {"bf16": False, "gradient_checkpointing": False}
@@ -232,6 +236,16 @@ PEERS = (
         methods=("grpo",),
     ),
     Peer(WITH_LORA, "bfloat16", _BF16_WEIGHTS, rows_at_once=0, like_ours=True, lora=True, role=None),
+    Peer(
+        TUNED_LORA,
+        "bfloat16",
+        _BF16_WEIGHTS,
+        rows_at_once=0,
+        like_ours=True,
+        lora=True,
+        rows_together=True,
+        role=None,
+    ),
 )
 """TRL as it comes, and every tuning that was thought of; the fastest of a benchmark is its "TRL tuned". Weights in
 bfloat16 train next to nothing at a learning rate of 1e-6: they stand here so that the comparison is with the fastest

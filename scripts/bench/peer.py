@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from bench import reward
+from bench.frozen_head import lay_rows_together
 from bench.protocol import Steps
 from bench.record import FirstStep
 from bench.workload import Spec
@@ -178,6 +179,8 @@ def main() -> None:
     spec = Spec.read(os.environ["BENCH_SPEC"])
     steps = Steps(spec.device)
     trainer = trainer_of(spec)
+    if spec.settings.get("rows_together"):
+        lay_rows_together(trainer.model)
     trainer.add_callback(Contender(spec, steps, trainer))
     trainer.train()
 

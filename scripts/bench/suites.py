@@ -20,6 +20,7 @@ from bench.contenders import (
     SPECIAL,
     SPINNING,
     SPLIT,
+    TUNED_LORA,
     WITH_LORA,
     Contender,
     ablations,
@@ -111,7 +112,8 @@ def _all_of(work: Workload, base: Contender, *more: Contender) -> list[Contender
 def tuning(base: Contender = FLOAT32) -> list[Benchmark]:
     """Which setting of TRL is its fastest on a machine."""
     settings = replace(C1, name="Settings of TRL, prompt 64")
-    theirs = [one for one in peers(settings) if one.name not in (DEFAULT_FLOAT32, DEFAULT_FLOAT32_ASLEEP, WITH_LORA)]
+    left_out = (DEFAULT_FLOAT32, DEFAULT_FLOAT32_ASLEEP, WITH_LORA, TUNED_LORA)
+    theirs = [one for one in peers(settings) if one.name not in left_out]
     return [Benchmark(settings, theirs, rounds=3, steps=5, resident=False)]
 
 
@@ -128,7 +130,7 @@ def full(base: Contender = FLOAT32) -> list[Benchmark]:
             (SFT, (CHECKPOINTED,)),
         )
     ]
-    theirs = peers(C2, (*FEW, WITH_LORA))
+    theirs = peers(C2, (*FEW, WITH_LORA, TUNED_LORA))
     half_b = Benchmark(C2, [*theirs, *PRECISIONS, SPLIT, ADAPTER], rounds=3, steps=3, resident=False)
     return [*first, half_b, *alone(base), two_processes(), *cost_against_work()]
 

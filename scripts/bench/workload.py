@@ -122,7 +122,8 @@ class Spec:
     """Its own folder."""
     device: str
     settings: Mapping[str, Any]
-    """`overrides` of ours; `config` of the peer's, and `lora` where it trains an adapter."""
+    """`overrides` of ours; `config` of the peer's, and `lora` where it trains an adapter (with `rows_together`, if the
+    frozen head is to be fast)."""
 
     def write(self) -> Path:
         """The file, in its own folder."""

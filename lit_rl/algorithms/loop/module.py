@@ -44,6 +44,7 @@ from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
+from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.options import ForwardOptions
@@ -141,6 +142,8 @@ class PolicyModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
+        if self.model.use_liger_kernel:
+            liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
 

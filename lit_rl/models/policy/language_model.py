@@ -61,6 +61,8 @@ class LanguageModel:
             it is exact, on a CPU. The same numbers.
         fused_accumulation: Sum what the calls of a micro-batch give the embedding and the head in one tensor, on a
             CPU. The same numbers.
+        use_liger_kernel: Compute norms, rotary embedding and MLP by Liger's kernels, on a CUDA device (extra `liger`).
+            The same numbers.
         gradient_checkpointing: Recompute activations in the backward pass: less memory, about a third more time.
             "offload" also keeps the inputs of layers in the host's memory, for long texts on a GPU. "auto" does
             either where not even the smallest micro-batch would fit otherwise, if a memory plan cuts the step.
@@ -92,6 +94,7 @@ class LanguageModel:
         rows_by_length: bool = True,
         folded_attention: bool = True,
         fused_accumulation: bool = True,
+        use_liger_kernel: bool = False,
         init_kwargs: dict[str, Any] | None = None,
         chat_template: str | None = None,
         eos_token: str | None = None,
@@ -112,6 +115,7 @@ class LanguageModel:
         self.forward_options = ForwardOptions(
             fused_head, shared_prompts, rows_by_length, folded_attention, fused_accumulation
         )
+        self.use_liger_kernel = use_liger_kernel
         self.init_kwargs = dict(init_kwargs or {})
         self.chat_template = chat_template
         self.eos_token = eos_token
@@ -281,20 +285,24 @@ class LanguageModel:
         """The policy, on the CPU, in train mode. With ``lora`` or ``adapter`` only the adapter has gradients.
 
         Raises:
-            ConfigError: not a causal language model over text, or an adapter that fits no module.
+            ConfigError: not a causal language model over text, an adapter that fits no module, or no kernels for it.
             StorageError: weights are missing, damaged, of other shapes, or pickled.
             BackendError: the model cannot be reached, or a package is missing.
         """
-        from lit_rl.models.policy import loading
+        from lit_rl.models.policy import liger, loading
         from lit_rl.models.policy.checkpointing import set_checkpointing
 
         loading.check_causal(self.name, self.config)
+        if self.use_liger_kernel:
+            liger.check(self.name, self.config)
         assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
         base = self.load_base()
         if self.disable_dropout:
             loading.disable_dropout(base)
         if self.lm_head_fp32:
             loading.use_float32_head(base)
+        if self.use_liger_kernel:
+            liger.use_kernels(base)
         policy: PreTrainedModel | PeftModel = base
         if self.lora is not None:
             policy = self.lora.apply(base, new_tokens=self.new_tokens)

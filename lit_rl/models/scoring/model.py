@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError, StorageError
-from lit_rl.models.policy import hub
+from lit_rl.models.policy import hub, liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import (
@@ -89,11 +89,15 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         StorageError, BackendError: as `LanguageModel.load`.
     """
     check_scoring(model, scoring)
+    if model.use_liger_kernel:
+        liger.check(model.name, model.config)
     if model.adapter is not None:
         _check_adapter(model.adapter, scoring)
     base = load_scoring_base(model, scoring)
     if model.disable_dropout:
         disable_dropout(base)
+    if model.use_liger_kernel:
+        liger.use_kernels(base)
     scorer: PreTrainedModel | PeftModel = base
     if model.lora is not None:
         scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)])
