@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
@@ -41,6 +41,41 @@ def save_model(folder: Path, *, generation: dict[str, Any] | None = None, **toke
         setattr(model.generation_config, name, value)
     model.save_pretrained(folder)
     return save_tokenizer(folder, **tokenizer)
+
+
+def save_speaker(folder: Path, prompt: str, says: str) -> Path:
+    """A model that says one thing behind a plain prompt, and nothing in later turns: each position has its token.
+
+    Args:
+        folder: Of the model.
+        prompt: Of so many characters, ASCII.
+        says: Its first turn, ASCII; with the prompt shorter than `POSITIONS`.
+    """
+    save_tokenizer(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = tokenizer.encode(says, add_special_tokens=False)
+    end = int(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+    config = GPT2Config(
+        vocab_size=264, n_positions=POSITIONS, n_embd=POSITIONS, n_layer=1, n_head=1, tie_word_embeddings=False,
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=None, eos_token_id=end,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.transformer.parameters():
+            parameter.zero_()
+        model.transformer.wpe.weight.copy_(torch.eye(POSITIONS))
+        model.transformer.ln_f.weight.fill_(1.0)
+        model.transformer.ln_f.bias.fill_(POSITIONS**-0.5)  # of what is normalised, all but the position's own is 0
+        model.lm_head.weight.zero_()
+        for position in range(POSITIONS):
+            said = position - len(prompt) + 1
+            model.lm_head.weight[ids[said] if 0 <= said < len(ids) else end, position] = 10.0
+    model.save_pretrained(folder)
+    return folder
+
+
+POSITIONS = 256
+"""Of the model of `save_speaker`."""
 
 
 def _config() -> Qwen2Config:

@@ -1,6 +1,7 @@
 """What is wrong with tools, environments and their templates ends the run with its exit code and a message.
 
-The model is a folder without weights: reaching them would be exit 7.
+Faults 1 to 12 of the 25 that an episode may have; the others, which show while it goes on, are in
+test_episode_faults.py. The model is a folder without weights: reaching them would be exit 7.
 """
 
 from __future__ import annotations
@@ -69,9 +70,17 @@ class Game:
 
     def step(self, action: str):
         return "", 0.0, True, False, {}
+
+
+THE_ONE = Game()
+
+
+def the_one():
+    return THE_ONE
 '''
 CHAT = "data.task.prompt=[{role: user, content: go}]"
 TOOLS = ["env=tools", "env.parser=hermes", "reward=function", "reward.fn=./mine.py:paid"]
+DOUBLE = [*TOOLS, "env.functions=[./mine.py:double]"]
 WHOLE = "{% for m in messages %}{{ m['content'] }}{% for c in m.tool_calls or [] %}{{ c }}{% endfor %}"
 TEMPLATES = {
     "drops-calls": "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}",
@@ -87,46 +96,72 @@ def game(name: str) -> list[str]:
 
 
 def chat(template: str) -> list[str]:
-    return [*TOOLS, "env.functions=[./mine.py:double]", CHAT, f"model.chat_template={template}.jinja"]
+    return [*DOUBLE, CHAT, f"model.chat_template={template}.jinja"]
 
 
 CASES: dict[str, tuple[list[str], list[str]]] = {
-    "1-no-type": (
+    "fault_01_no_type": (
         [*TOOLS, "env.functions=[./mine.py:untyped]"],
         ["The tool 'untyped' cannot be described", "Argument a is missing a type hint"],
     ),
-    "1-no-docstring": ([*TOOLS, "env.functions=[./mine.py:undocumented]"], ["The tool 'undocumented'", "docstring"]),
-    "2-one-name": (
+    "fault_01_no_docstring": (
+        [*TOOLS, "env.functions=[./mine.py:undocumented]"],
+        ["The tool 'undocumented'", "docstring"],
+    ),
+    "fault_02_one_name": (
         [*TOOLS, f"env.functions=[./mine.py:double,{HERE}/small_tools.py:double]"],
         ["Two tools are called 'double'", "rename one"],
     ),
-    "3-no-reset": (game("NoReset"), ["NoReset, which has no method reset"]),
-    "3-step-and-tools": (game("StepAndTools"), ["step(self, action) and the public methods move", "env.style=step"]),
-    "3-column-seed": (
+    "fault_03_no_reset": (game("NoReset"), ["NoReset, which has no method reset"]),
+    "fault_03_step_and_tools": (
+        game("StepAndTools"),
+        ["step(self, action) and the public methods move", "env.style=step"],
+    ),
+    "fault_03_column_seed": (
         [*game("Game"), "data=jsonl", "data.path=seeds.jsonl", "data.val_fraction=0"],
         ["a column 'seed'", "data.rename"],
     ),
-    "5-drops-calls": (
+    "fault_04_one_object": (game("the_one"), ["the_one returned the same object twice", "Return a new object"]),
+    "fault_05_drops_calls": (
         chat("drops-calls"),
         ["The chat template of", "weightless", "drops the calls", "model.chat_template"],
     ),
-    "5-drops-answers": (
+    "fault_05_drops_answers": (
         chat("drops-answers"),
         ["The chat template of", "weightless", "drops the messages of the tool"],
     ),
-    "6-no-terminator": (chat("no-end"), ["No token that ends a turn", "qqalphaqq", "eos_token_id", "weightless"]),
-    "tools-untold": (chat("untold"), ["The chat template of", "does not tell the policy of the tools: double"]),
-    "9-environment": (
+    "fault_06_no_terminator": (
+        chat("no-end"),
+        ["No token that ends a turn", "qqalphaqq", "eos_token_id", "weightless"],
+    ),
+    "fault_05_drops_tools": (chat("untold"), ["The chat template of", "does not tell the policy of the tools: double"]),
+    "fault_07_no_parser": (
+        [*DOUBLE, "env.parser=auto"],
+        ["env.parser=auto", "env.parser is hermes, llama3", "or regex with env.call_pattern"],
+    ),
+    "fault_08_context": (
+        [*DOUBLE, "env.max_tokens=4000"],
+        ["An episode may have 4002 tokens", "the context of", "holds 256", "env.max_tokens"],
+    ),
+    "fault_09_environment": (
         [
             *("env=environment", "env.path={game: './mine.py:Game'}", "reward=environment"),
             *("data=jsonl", "data.path=kinds.jsonl", "data.val_fraction=0"),
         ],
         ["A row's environment is 'gane'", "Did you mean 'game'"],
     ),
+    "fault_10_no_reward": (
+        ["env=tools", "env.parser=hermes", "env.functions=[./mine.py:double]", "reward=environment"],
+        ["reward=environment takes the reward that environments give", "env= names none that gives one"],
+    ),
+    "fault_11_no_turns": ([*DOUBLE, "env.max_turns=0"], ["env.max_turns=0 is out of range: allowed is [1,"]),
 }
 
 
-@pytest.mark.parametrize("case", quick(CASES, {"2-one-name", "5-drops-calls"}))
+PACKAGES = {"fault_12_gymnasium": "gymnasium", "fault_12_mcp": "mcp"}
+
+
+@pytest.mark.parametrize("case", quick(CASES, {"fault_02_one_name", "fault_05_drops_calls"}))
 def test_a_bad_environment_is_refused_before_any_weight_is_read(step: Command, cwd: Path, case: str) -> None:
     (cwd / "mine.py").write_text(MINE)
     write_jsonl(cwd / "seeds.jsonl", [{"prompt": f"{n}=", "seed": n} for n in range(8)])
@@ -141,7 +176,7 @@ def test_a_bad_environment_is_refused_before_any_weight_is_read(step: Command, c
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("package", ["gymnasium", "mcp"])
+@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
 def test_a_package_that_is_missing_is_named_with_its_pip_line(
     step: Command, cwd: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
