@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
+from lit_rl.generation.decoding import forward_parameters
 from lit_rl.generation.finished import tell_batch
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.generation.turn_by_turn import TurnByTurn
@@ -54,6 +55,7 @@ class HFGenerator(InProcessGenerator):
         if not hasattr(model, "generate"):
             raise ConfigError(f"generator=hf needs a model with a generate method; {type(policy).__name__} has none.")
         ids, mask = batch.repeated()
+        names = forward_parameters(policy)
         sampler = TokenSampler.of(batch, prompts, sampling)
         config = _generation_config(prompts, sampling)
         if self.static_cache:
@@ -61,6 +63,8 @@ class HFGenerator(InProcessGenerator):
             config.cache_implementation = "static"
         force = _ForceSample(sampler, prompt_width=ids.shape[1])
         stop = _Stop(EndDetector(prompts, sampling, ids.device), ids)
+        # By its number, not as a slice: see `DecodingSteps`.
+        named = {"logits_to_keep": torch.full((1,), -1, device=ids.device)} if "logits_to_keep" in names else {}
         with blank_generation_config(policy):
             sequences = model.generate(
                 input_ids=ids,
@@ -69,6 +73,7 @@ class HFGenerator(InProcessGenerator):
                 logits_processor=[force],
                 stopping_criteria=[stop],
                 synced_gpus=False,
+                **named,
             )
         length = int(stop.lengths.max())
         response = sequences[:, ids.shape[1] : ids.shape[1] + length]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
-from generation_cases import VOCAB, ask, build
+from generation_cases import VOCAB, ask, build, responses
 from products import Products
 
 from lit_rl.generation.batches import decode_batches
 from lit_rl.generation.decoding import DecodingSteps
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.rollout import Sampling
 
 
 def test_reading_prompts_is_one_product_of_the_head_whether_it_is_trained_or_not():
@@ -21,3 +23,14 @@ def test_reading_prompts_is_one_product_of_the_head_whether_it_is_trained_or_not
             seen.append(DecodingSteps(policy, batch, 4).logits)
         assert products.of_width(VOCAB) == ["mm"]
     assert torch.equal(*seen)
+
+
+def test_so_it_is_where_transformers_decodes():
+    policy = build("llama").eval().requires_grad_(False)
+    engine, sampling = HFGenerator(), Sampling(max_new_tokens=5)
+    engine.sync(policy, 0)
+    with Products() as products:
+        written = engine.generate(ask((0, 1, 2)), sampling)
+    assert set(products.of_width(VOCAB)) == {"mm"}
+    policy.requires_grad_(True)
+    assert responses(engine.generate(ask((0, 1, 2)), sampling)) == responses(written)
