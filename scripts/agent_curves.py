@@ -4,7 +4,8 @@
 
 Each run is the commands of docs/agents.md: the form of the task by imitation, then the task by its reward. A run that
 is finished in the folder of runs is not run again. `docs/images/agents.csv` has one line a rollout, and the lines of
-other tasks and seeds are kept. Two minutes a task and seed on one core.
+other tasks and seeds are kept. Two minutes a task and seed on one core. What a pretrained model learns (smollm2_tool,
+after `make smollm2`) takes longer, and is trained only where it is named.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ class Task:
         imitated: Whether `experiment=<name>_sft` comes first.
         without: The best mean reward of a policy that reads nothing of what it is answered; None where there is no
             answer.
+        pretrained: Whether a pretrained model learns it, and not the shipped policy: only where it is named.
     """
 
     title: str
     imitated: bool = True
     without: float | None = None
+    pretrained: bool = False
 
 
 TASKS = {
@@ -52,7 +55,9 @@ TASKS = {
     "guess": Task("guess a number by hints", without=0.4),
     "frozen_lake": Task("a way over the ice"),
     "chain_sum": Task("sums of reasoning-gym", imitated=False),
+    "smollm2_tool": Task("SmolLM2: a product by a tool", pretrained=True),
 }
+SHIPPED = [name for name, task in TASKS.items() if not task.pretrained]
 
 Curve = list[tuple[int, float]]
 """`(rollout, mean reward of its samples)`."""
@@ -126,7 +131,7 @@ def picture(curves: Curves, path: Path) -> None:
             axes.text(at[-1], task.without - 0.02, "without reading", color=GREY, ha="right", va="top", fontsize=9)
         axes.set_title(f"{task.title} (experiment={name})", fontsize=10)
         axes.set_ylim(0, 1.03)
-        axes.set_xlabel("optimizer steps")
+        axes.set_xlabel("rollouts")
         axes.set_ylabel("mean reward, sampled")
         styled(axes, "y")
     figure.savefig(path, dpi=100)
@@ -141,11 +146,11 @@ def means(seeds: dict[int, Curve]) -> tuple[list[float], list[float]]:
 
 def table(curves: Curves) -> str:
     """In Markdown: what each task's samples are worth before and after."""
-    lines = [f"| `experiment=` | steps | first {ENDS} rollouts | last {ENDS} |", "|---|---|---|---|"]
+    lines = [f"| `experiment=` | rollouts | first {ENDS} rollouts | last {ENDS} |", "|---|---|---|---|"]
     for name in TASKS:
         if name in curves:
-            steps = len(next(iter(curves[name].values())))
-            lines.append(f"| `{name}` | {steps} | {' | '.join(map(spread, means(curves[name])))} |")
+            rollouts = len(next(iter(curves[name].values())))
+            lines.append(f"| `{name}` | {rollouts} | {' | '.join(map(spread, means(curves[name])))} |")
     return "\n".join(lines)
 
 
@@ -160,7 +165,9 @@ def write_table(page: Path, curves: Curves) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; default: all")
+    parser.add_argument(
+        "tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; default: {', '.join(SHIPPED)}"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "agents", help="folder of the runs")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of agents.md, with images/ for the picture")
@@ -171,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numbers = given.docs / "images" / "agents.csv"
     curves = load(numbers)
     for seed in given.seeds if not given.draw_only else []:
-        for name in given.tasks or TASKS:
+        for name in given.tasks or SHIPPED:
             curves.setdefault(name, {})[seed] = run(name, seed, given.runs.resolve())
             save(numbers, curves)
     picture(curves, numbers.with_suffix(".png"))

@@ -11,7 +11,9 @@ must also equal the whole one. `compare` leaves with 1 where anything differs an
 
 Records are of one machine: another processor or another torch rounds differently. `--python` is the interpreter that
 runs the checkout (default: its `.venv`), `--only NAME ...` takes a few runs, `--quick` leaves the runs of two processes
-and the further presets out. All of it takes about three minutes of one core.
+and the further presets out. `--set KEY=VALUE ...` are further settings of all runs, which may be others before and
+after: a technique that is off, to see whether it is what makes the difference. All of it takes about three minutes of
+one core.
 """
 
 from __future__ import annotations
@@ -308,7 +310,7 @@ def teacher(checkout: Path, folder: Path) -> None:
     save_file(weights, folder / shipped.name, metadata={"format": "pt"})
 
 
-def record(checkout: Path, python: Path, chosen: list[Run], keep: Path | None) -> dict[str, Any]:
+def record(checkout: Path, python: Path, chosen: list[Run], keep: Path | None, settings: list[str]) -> dict[str, Any]:
     """Run everything in one process of the checkout's interpreter; the runs that it could not do hold `failed`."""
     work = Path(tempfile.mkdtemp(prefix="same-bits-", dir=keep))
     for name, text in FILES.items():
@@ -327,7 +329,8 @@ def record(checkout: Path, python: Path, chosen: list[Run], keep: Path | None) -
             if run.resume is not None:
                 jobs.append({**jobs[0], "name": f"{run.name}-resumed", "whole": run.name, "resumed": run.resume})
             for job in jobs:
-                worker.stdin.write(json.dumps(job) + "\n")
+                told = job | {"overrides": [*job["overrides"], *settings]}
+                worker.stdin.write(json.dumps(told) + "\n")
                 worker.stdin.flush()
                 answer = worker.stdout.readline().strip()
                 log = work / f"{job['name']}.log"
@@ -414,6 +417,7 @@ def main() -> int:
         each.add_argument("--checkout", type=Path, default=HERE, help="default: that of this script")
         each.add_argument("--python", type=Path, help="default: .venv/bin/python of the checkout, or this one")
         each.add_argument("--only", nargs="+", metavar="NAME", help="these runs")
+        each.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of these runs")
         each.add_argument("--quick", action="store_true", help="one process, the runs that stand for the others")
         each.add_argument("--keep", type=Path, help="an existing folder in which the run directories stay")
     given = parser.parse_args()
@@ -424,7 +428,7 @@ def main() -> int:
 
     def now(wanted: Callable[[str], bool]) -> dict[str, Any]:
         chosen = [run for run in runs(given.quick) if wanted(run.name) and (not given.only or run.name in given.only)]
-        return record(checkout, python, chosen, given.keep)
+        return record(checkout, python, chosen, given.keep, given.set)
 
     if given.command == "record":
         found = now(lambda name: True)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from tiers import all_but_exhaustive
 
-REACHED = {"calculator": 0.85, "guess": 0.9, "frozen_lake": 0.8, "chain_sum": 0.5}
+REACHED = {"calculator": 0.85, "guess": 0.9, "frozen_lake": 0.95, "chain_sum": 0.5}
 """What the last rollouts of each seed are worth at least, on average."""
+PRETRAINED = {"smollm2_tool"}
+"""Trained by hand, where the model is there: of these there need be no curve."""
 
 
 @pytest.fixture
@@ -23,11 +25,13 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_every_task_is_learned_from_three_seeds_and_the_table_is_of_them(curves: Any) -> None:
     known = curves.load(curves.DOCS / "images" / "agents.csv")
-    assert set(known) == set(curves.TASKS) == set(REACHED)
-    for name, seeds in known.items():
-        before, after = curves.means(seeds)
-        assert len(seeds) == 3 and max(before) < 0.55 and min(after) > REACHED[name], name
-    assert all(max(reward for _, reward in curve) > 0.9 for curve in known["frozen_lake"].values())
+    assert set(known) - PRETRAINED == set(curves.SHIPPED) == set(REACHED)
+    for name, reached in REACHED.items():
+        before, after = curves.means(known[name])
+        assert len(known[name]) == 3 and max(before) < 0.55 and min(after) > reached, name
+    for curve in known["frozen_lake"].values():
+        rewards = [reward for _, reward in curve]
+        assert rewards[0] < 0.02 and min(rewards[19:]) > 0.9, "within 20 rollouts, and never lost again"
     assert f"{curves.BEGIN}\n{curves.table(known)}\n{curves.END}" in (curves.DOCS / "agents.md").read_text()
 
 
@@ -55,3 +59,7 @@ def test_a_task_that_is_none_is_named(curves: Any, capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         curves.main(["calculater", "--draw-only"])
     assert "calculater: none of the tasks calculator, guess" in capsys.readouterr().err
+
+
+def test_a_pretrained_model_is_trained_only_where_it_is_named(curves: Any) -> None:
+    assert set(curves.TASKS) - set(curves.SHIPPED) == PRETRAINED
