@@ -15,7 +15,7 @@ from transformers import Qwen2Config
 
 from lit_rl.algorithms.optim.optimizers import AdamW
 from lit_rl.algorithms.preflight.cut import Step, chosen
-from lit_rl.algorithms.preflight.footprint import numbers_of, policy_network
+from lit_rl.algorithms.preflight.footprint import masters_at_once, numbers_of, policy_network
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, in_words
 from lit_rl.algorithms.preflight.room import room_of
 from lit_rl.errors import ConfigError
@@ -67,6 +67,7 @@ def memory(name: str, rank: int, precision: str) -> Memory:
     policy = policy_network(held, shape_of(name), numbers, "fused")
     lengths = Lengths(PROMPT_TOKENS, NEW_TOKENS, GROUP, shares=True)
     blocks = {"block": block_numbers(GPU, NO_TRUNCATION), "part": part_numbers(GPU)}
+    blocks["masters"] = masters_at_once([policy], numbers, AdamW())
     return Memory(policy, numbers, lengths, decoding=lengths, **blocks, may_recompute=True, may_offload=True)
 
 

@@ -153,8 +153,8 @@ MUTATIONS = [
         "master",
         "small updates of bfloat16 weights are rounded away: masters are taken anew from the weights at every step",
         "lit_rl/algorithms",
-        "            self._begun = True\n",
-        "            self._begun = False\n",
+        "            split(master.data, weight, self._remainders[weight])\n",
+        "            split(master.data, weight, torch.zeros_like(self._remainders[weight]))\n",
         "tests/algorithms/test_master_weights.py",
     ),
     Mutation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from lit_rl.algorithms import AdamW
-from lit_rl.algorithms.optim.master_weights import MASTER, MasterWeights, with_masters
+from lit_rl.algorithms.optim import master_weights
+from lit_rl.algorithms.optim.master_weights import MASTER, REMAINDER, MasterWeights, with_masters
 from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.optim.schedules import Linear, by_group
+from lit_rl.algorithms.optim.split_master import join
+from lit_rl.errors import ConfigError
 
 MAKES = {
     "adamw": AdamW(lr=1e-3, weight_decay=0.1),
@@ -55,7 +59,11 @@ def take(optimizer: Any, parameters: list[nn.Parameter], steps: range, schedule:
 
 
 def masters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [optimizer.state[p].get(MASTER, p.detach()) for group in optimizer.param_groups for p in group["params"]]
+    return [master(p.detach(), optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
+
+
+def master(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
+    return join(weight, state[REMAINDER]) if REMAINDER in state else weight
 
 
 def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
@@ -63,15 +71,20 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert one.dtype == two.dtype and torch.equal(one, two)
 
 
+@pytest.mark.parametrize("bucket", [1 << 23, 1], ids=["together", "one by one"])
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
-def test_masters_are_what_float32_weights_would_be_and_weights_are_the_masters_rounded(make):
+def test_masters_are_what_float32_weights_would_be_and_weights_are_the_masters_rounded(make, bucket, monkeypatch):
+    """At every step, to the bit, whether all weights move together or one after another."""
+    monkeypatch.setattr(master_weights, "BUCKET", bucket)
     ours, theirs = weights(torch.bfloat16), weights(torch.float32)
     narrow, wide = with_masters(make, groups(ours)), with_masters(make, groups(theirs))
     assert isinstance(narrow, MasterWeights) and not isinstance(wide, MasterWeights)
-    take(narrow, ours, range(12), by_group(narrow, 12, [Linear(warmup_steps=2)] * 2))
-    take(wide, theirs, range(12), by_group(wide, 12, [Linear(warmup_steps=2)] * 2))
-    same(masters(narrow), [weight.detach() for weight in theirs])
-    same([weight.detach() for weight in ours], [m.to(w.dtype) for m, w in zip(masters(narrow), ours)])
+    schedules = [by_group(optimizer, 12, [Linear(warmup_steps=2)] * 2) for optimizer in (narrow, wide)]
+    for step in range(12):
+        take(narrow, ours, range(step, step + 1), schedules[0])
+        take(wide, theirs, range(step, step + 1), schedules[1])
+        same(masters(narrow), [weight.detach() for weight in theirs])
+        same([weight.detach() for weight in ours], [m.to(w.dtype) for m, w in zip(masters(narrow), ours)])
     assert ours[0].dtype == torch.bfloat16 and ours[2].dtype == torch.float32
 
 
@@ -104,12 +117,101 @@ def test_a_resumed_run_goes_on_to_the_bit(make: Callable[..., Any], at: int):
             weight.copy_(value)
     again.load_state_dict(saved["o"])
     schedule.load_state_dict(saved["s"])
-    assert at == 0 or {m.dtype for m in masters(again)} == {torch.float32}
+    kept = {state[REMAINDER].dtype for state in again.state.values() if REMAINDER in state}
+    assert kept == (set() if at == 0 else {torch.int16})
     take(again, resumed, range(at, 12), schedule)
     same(masters(again), masters(uncut))
     same([w.detach() for w in resumed], [w.detach() for w in whole])
     for ours, theirs in zip(again.state.values(), uncut.state.values(), strict=True):
         same([v for v in ours.values() if isinstance(v, Tensor)], [v for v in theirs.values() if isinstance(v, Tensor)])
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
+def test_a_checkpoint_of_whole_masters_goes_on_to_the_bit(make: Callable[..., Any]):
+    """Earlier versions kept them, and rounded halves to even: the weights, too, are those of the masters."""
+    whole = weights(torch.bfloat16)
+    uncut = with_masters(make, groups(whole))
+    take(uncut, whole, range(5))
+    between = torch.full((6,), 1 + 2**-8)  # two bfloat16 numbers, of which 1 is even
+    with torch.no_grad():
+        whole[1].fill_(1 + 2**-7)
+        uncut.state[whole[1]][REMAINDER].fill_(-(2**15))
+    assert torch.equal(masters(uncut)[1], between) and (between.bfloat16() == 1).all()
+
+    saved = copy.deepcopy(uncut.state_dict())
+    for kept, moved in zip(saved["state"].values(), masters(uncut)):
+        if kept.pop(REMAINDER, None) is not None:
+            kept[MASTER] = moved
+    resumed = [nn.Parameter(m.to(w.dtype)) for m, w in zip(masters(uncut), whole)]
+    again = with_masters(make, groups(resumed))
+    again.load_state_dict(through_a_file(saved))
+    same(masters(again), masters(uncut))
+    take(uncut, whole, range(5, 9))
+    take(again, resumed, range(5, 9))
+    same(masters(again), masters(uncut))
+    same([w.detach() for w in resumed], [w.detach() for w in whole])
+
+
+class OneStepSize(torch.optim.SGD):
+    """Its steps are as long as the gradients of all weights together are not."""
+
+    def step(self, closure: Any = None) -> Any:
+        moved = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
+        norm = torch.stack([weight.grad.square().sum() for weight in moved]).sum().sqrt()
+        for weight in moved:
+            weight.grad = weight.grad / norm
+        return super().step(closure)
+
+
+def test_an_optimizer_that_may_look_at_all_weights_sees_them_together(monkeypatch):
+    monkeypatch.setattr(master_weights, "BUCKET", 1)
+    make = ByPath(f"{__name__}.OneStepSize", lr=1e-2)
+    ours, theirs = weights(torch.bfloat16), weights(torch.float32)
+    narrow, wide = with_masters(make, groups(ours)), with_masters(make, groups(theirs))
+    take(narrow, ours, range(3))
+    take(wide, theirs, range(3))
+    same(masters(narrow), [weight.detach() for weight in theirs])
+
+
+def test_an_optimizer_that_computes_the_loss_several_times_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.path=torch\.optim\.LBFGS.*trainer\.precision=32-true"):
+        with_masters(ByPath("torch.optim.LBFGS"), [{"params": weights(torch.bfloat16)[:2]}])
+
+
+def live() -> int:
+    """Bytes of all tensors."""
+    found = (thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter))
+    return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in found)}.values())
+
+
+def test_masters_are_there_while_they_are_moved_and_a_weight_takes_sixteen_bytes(monkeypatch):
+    monkeypatch.setattr(master_weights, "BUCKET", 1)
+    gc.collect()
+    before, n, small = live(), 2**20, 2**10
+    parameters = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = with_masters(AdamW(lr=1e-3), [{"params": parameters}])
+    assert isinstance(optimizer, MasterWeights)
+    seen: list[int] = []
+    optimizer.inner.register_step_post_hook(lambda *_: seen.append(live() - before))
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones(n)
+        optimizer.step()
+        assert live() - before == pytest.approx(16 * 3 * n, abs=small)
+    assert seen[3:] == pytest.approx([16 * 3 * n + 4 * n] * 3, abs=small), "and the master of one"
+    optimizer.zero_grad()
+    assert live() - before == pytest.approx(12 * 3 * n, abs=small)
+
+
+def test_weights_without_gradients_stay_to_the_bit_and_keep_nothing():
+    parameters = weights(torch.bfloat16)
+    optimizer = with_masters(AdamW(lr=1e-3, weight_decay=0.1), groups(parameters))
+    before = parameters[1].detach().clone()
+    for step in range(3):
+        parameters[0].grad = gradients(step)[0]
+        optimizer.step()
+    assert torch.equal(parameters[1], before) and set(optimizer.state) == {parameters[0]}
+    assert parameters[0].grad is not None, "it is the caller's"
 
 
 def test_a_state_of_float32_weights_is_taken_and_the_masters_are_the_weights():

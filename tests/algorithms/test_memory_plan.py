@@ -18,12 +18,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GPT2Config, MambaConfig, Qwen2Config
 
 from lit_rl.algorithms import DPO, GKD, GRPO, ORPO, PPO, SFT
-from lit_rl.algorithms.optim.optimizers import AdamW
+from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit, ByPath
 from lit_rl.algorithms.preflight import memory as memory_module
 from lit_rl.algorithms.preflight.cut import Given, Step, chosen, cut, most_decoded
 from lit_rl.algorithms.preflight.footprint import (
     buckets,
     gathered,
+    masters_at_once,
     numbers_of,
     policy_network,
     reference_bytes,
@@ -412,6 +413,36 @@ def test_ddp_holds_gradients_twice_but_where_one_micro_batch_lies_in_its_buckets
             assert len(storages()) == (1 if view else 2)
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("precision", "optimizer", "held", "at_once"),
+    [
+        ("bf16-true", AdamW(), 16, 2**23 + 2**24),  # a bucket, overfilled by the head
+        ("bf16-true", ByPath("torch.optim.SGD"), 8, 2**23 + 2**24),
+        ("bf16-true", ByPath("mine.Prodigy"), 16, 2**26),  # all together
+        ("bf16-true", AdamWSplit(), 10, 0),
+        ("32-true", AdamW(), 16, 0),
+    ],
+)
+def test_a_narrow_weight_has_a_remainder_and_a_step_makes_the_masters_of_some(precision, optimizer, held, at_once):
+    shape = replace(SHAPE, parameters=2**26, hidden=2**10, inner=2**12, vocabulary=2**14)
+    numbers = numbers_of(LanguageModel("tiny"), precision, optimizer)
+    policy = policy_network(LanguageModel("tiny"), shape, numbers, "fused")
+    masters = masters_at_once([policy], numbers, optimizer)
+    assert masters == 4 * at_once
+    run = memory(policy=policy, numbers=numbers, others={})
+    assert sum(run.held(steps_in_parts=False).values()) == held * 2**26
+    alone, beside = (m.plan(1, 1, steps_in_parts=False).learning for m in (run, replace(run, masters=masters)))
+    tokens = sum(beside[name] for name in ("activations", "logits", "working memory"))
+    assert tokens == max(masters, sum(alone[name] for name in ("activations", "logits", "working memory")))
+
+
+def test_adapters_are_float32_and_have_no_masters():
+    described = LanguageModel("tiny", lora=Lora(r=4))
+    numbers = numbers_of(described, "bf16-true", AdamW())
+    policy = policy_network(described, SHAPE, numbers, "fused")
+    assert masters_at_once([policy], numbers, AdamW()) == 0
 
 
 @pytest.mark.parametrize(("precision", "g"), [("bf16-true", 2), ("32-true", 4), ("bf16-mixed", 4)])

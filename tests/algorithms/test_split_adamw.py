@@ -12,24 +12,11 @@ from torch import Tensor, nn
 from lit_rl.algorithms.optim import split_adamw
 from lit_rl.algorithms.optim.master_weights import with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, AdamWSplit
-from lit_rl.algorithms.optim.split_adamw import BLOCK, SplitAdamW, _positive, master_of, split
+from lit_rl.algorithms.optim.split_adamw import BLOCK, SplitAdamW, _positive
+from lit_rl.algorithms.optim.split_master import join
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.algorithms.preflight.precision import optimizer_fits
 from lit_rl.errors import ConfigError
-
-
-def test_two_halves_are_the_master_to_the_bit_and_the_upper_one_is_the_nearest_bfloat16():
-    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=torch.Generator().manual_seed(0))
-    halves = torch.tensor([0x3F808000, 0x3F818000, 0x3F817FFF, -0x407F8000, 0, -(2**31)])  # between two, and zeros
-    every = torch.cat([bits, halves]).to(torch.int32).view(torch.float32)
-    masters = every[every.isfinite() & (every.abs() < 3e38)]
-    weight = torch.zeros(masters.shape, dtype=torch.bfloat16)
-    remainder = torch.zeros(masters.shape, dtype=torch.int16)
-    split(masters, weight, remainder)
-    assert torch.equal(master_of(weight, remainder).view(torch.int32), masters.view(torch.int32))
-    halfway = masters.view(torch.int32) & 0xFFFF == 0x8000  # torch takes the even one of the two nearest
-    assert torch.equal(weight[~halfway], masters[~halfway].bfloat16())
-    assert (weight.double() - masters.double()).abs().le((masters.bfloat16().double() - masters.double()).abs()).all()
 
 
 def parameters(dtype: torch.dtype, count: int = 3 * BLOCK + 5) -> list[nn.Parameter]:
@@ -54,11 +41,12 @@ def take(optimizer: torch.optim.Optimizer, weights: list[nn.Parameter], steps: r
 
 
 def masters(optimizer: torch.optim.Optimizer) -> Tensor:
-    return torch.cat([
-        master_of(weight.detach(), optimizer.state[weight].get("remainder")).flatten()
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    ])  # fmt: skip
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return torch.cat([master(weight.detach(), optimizer.state[weight]).flatten() for weight in weights])
+
+
+def master(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
+    return join(weight, state["remainder"]) if "remainder" in state else weight
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -114,9 +102,9 @@ def test_neither_strides_nor_parts_change_a_weight(monkeypatch):
         return weight.detach(), masters(optimizer)
 
     whole = parameters(torch.bfloat16, 8 * BLOCK)[0].detach().view(64, -1)
-    weight, master = moved(whole.clone(), 2**16)
+    weight, of_weight = moved(whole.clone(), 2**16)
     strided, of_strided = moved(whole.t().contiguous().t(), 2**16)
-    assert not strided.is_contiguous() and torch.equal(strided, weight) and torch.equal(of_strided, master)
+    assert not strided.is_contiguous() and torch.equal(strided, weight) and torch.equal(of_strided, of_weight)
     parts, _ = moved(whole.clone(), 2 * BLOCK)  # which draw in another order
     assert (parts.float() - weight.float()).abs().max() <= 2e-3 and (parts != whole).any()
 

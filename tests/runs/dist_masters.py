@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms import GRPO, SFT, Constant
 from lit_rl.algorithms.optim.optimizers import ByPath
+from lit_rl.algorithms.optim.split_master import join
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import SupervisedDataModule
@@ -47,7 +48,7 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 2, **more: Any)
     )
     trainer.fit(module, datamodule=data)
     state = trainer.optimizers[0].state
-    masters = {key: whole(state.get(p, {}).get("master", p)) for key, p in module.policy.named_parameters()}
+    masters = {key: whole(master(p, state.get(p, {}))) for key, p in module.policy.named_parameters()}
     gradients = {str(p.grad.dtype) for p in module.policy.parameters() if p.grad is not None}
     weights = {key: whole(p) for key, p in module.policy.named_parameters()}
     every = module.ranks.objects({key: float(w.float().sum()) for key, w in weights.items()})
@@ -55,6 +56,10 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 2, **more: Any)
     if trainer.is_global_zero:
         left = {"weights": masters, "working": weights, "metrics": metrics, "gradients": sorted(gradients)}
         torch.save({**left, "alike": all(one == every[0] for one in every)}, folder / f"{name}.pt")
+
+
+def master(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
+    return join(weight.detach(), state["remainder"]) if "remainder" in state else weight
 
 
 def whole(tensor: Tensor) -> Tensor:

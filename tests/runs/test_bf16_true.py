@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from lit_rl.algorithms import GRPO, SFT, AdamW, Constant
 from lit_rl.algorithms.optim.optimizers import AdamWSplit, ByPath
+from lit_rl.algorithms.optim.split_master import join
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import SupervisedDataModule
 from lit_rl.data.tasks import Addition, AdditionText
@@ -42,8 +43,10 @@ def moved(folder: Path, precision: Any, steps: int, accumulate: int = 1, optimiz
     examples = AdditionText(30, 0).train()[:8]
     trainer.fit(module, datamodule=SupervisedDataModule(rows=examples, batch_size=8, shuffle=False, val_fraction=0.0))
     state = trainer.optimizers[0].state
-    masters = {name: state[p].get("master", p) if p in state else p for name, p in module.policy.named_parameters()}
-    return torch.cat([(master.detach() - initial[name].float()).flatten() for name, master in masters.items()])
+    weights = {name: p.detach() for name, p in module.policy.named_parameters()}
+    kept = {name: state[p] for name, p in module.policy.named_parameters() if p in state}
+    masters = {name: join(w, kept[name]["remainder"]) if w.dtype != torch.float32 else w for name, w in weights.items()}
+    return torch.cat([(master - initial[name].float()).flatten() for name, master in masters.items()])
 
 
 def test_at_a_small_learning_rate_masters_move_as_float32_weights(tmp_path):
@@ -119,11 +122,11 @@ def test_a_run_keeps_masters_in_its_checkpoint_and_exports_what_it_computed_with
     saved, exported = newest(run), load_file(run / "hf" / "model.safetensors")
     assert exported and {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
     assert all(torch.equal(tensor, saved["state_dict"][f"policy.{name}"]) for name, tensor in exported.items())
-    masters = [state["master"] for state in saved["optimizer_states"][0]["state"].values()]
-    trained = [f"policy.{name}" for name in in_bfloat16()]
-    assert {m.dtype for m in masters} == {torch.float32}
-    for name, master in zip(trained, masters, strict=True):
-        assert torch.equal(saved["state_dict"][name], master.bfloat16()), name
+    states = saved["optimizer_states"][0]["state"].values()
+    trained = [saved["state_dict"][f"policy.{name}"] for name in in_bfloat16()]
+    assert {state["remainder"].dtype for state in states} == {torch.int16}
+    masters = [join(weight, state["remainder"]) for weight, state in zip(trained, states, strict=True)]
+    assert any(not torch.equal(weight, master) for weight, master in zip(trained, masters, strict=True))
     again = AutoModelForCausalLM.from_pretrained(run / "hf", dtype="auto").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in exported.items())
     assert [row["step"] for row in rows(run) if "train/loss" in row] == [1, 2]

@@ -30,6 +30,7 @@ from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.footprint import (
     buckets,
     gathered,
+    masters_at_once,
     numbers_of,
     policy_network,
     reference_bytes,
@@ -180,6 +181,7 @@ class PolicyModule(L.LightningModule):
         head = self.head if self.head == "none" or self.model.forward_options.fused_head else "logits"
         policy = policy_network(self.model, shape, numbers, head)
         critic, stored = self.critic_network(policy, numbers), stored_bytes(self.model, numbers)
+        networks = list(filter(None, (policy, critic)))
         reference = reference_bytes(self.reference, self.model, policy, numbers) if self.needs_reference else 0
         share = getattr(getattr(self, "generator", None), "share_of_device", 0.0)
         device = trainer.strategy.root_device
@@ -190,7 +192,7 @@ class PolicyModule(L.LightningModule):
             lengths,
             critic=critic,
             beside=self.beside(),
-            buckets=self._buckets(list(filter(None, (policy, critic))), numbers),
+            buckets=self._buckets(networks, numbers),
             others={"reference": reference, **self.read_only()},
             engine=int(share * (whole_device(device, gigabytes=self.memory_gb) or 0)),
             decoding=self.decoding(),
@@ -198,6 +200,7 @@ class PolicyModule(L.LightningModule):
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
+            masters=masters_at_once(networks, numbers, self.optimizer),
             block=block_numbers(device, NO_TRUNCATION),
             part=part_numbers(device),
             may_recompute=may_recompute,

@@ -153,8 +153,8 @@ class OfflineModule(PolicyModule, ABC):
             return
         memory, room = self.memory(), self.room()
         if memory is not None and room is not None:
-            unlearned = replace(memory.numbers, gradient=0, moments=0, master=0)
-            self._scored = rows_scored_at_once(replace(memory, numbers=unlearned), room)
+            unlearned = replace(memory.numbers, gradient=0, moments=0, remainder=0)
+            self._scored = rows_scored_at_once(replace(memory, numbers=unlearned, masters=0), room)
 
     def longest_text(self) -> int:
         """Tokens of the longest text that a step reads."""

@@ -6,8 +6,9 @@ A bfloat16 weight ``w`` has a float32 master ``m``, and the user's optimizer (an
     w <- round(m)                to the nearest bfloat16, after every step
 
 So small updates add up in ``m`` until ``w`` takes the next of its values, and nothing is added that float32 weights
-would not add. What computes (forward passes, the in-process generator, the export) reads ``w``. A trained weight takes
-2 bytes, its master 4 and its gradient 4.
+would not add. What computes (forward passes, the in-process generator, the export) reads ``w``. Between steps a master
+is its weight and a 16-bit remainder (`optim.split_master`), and a step makes the masters of some weights at a time. A
+trained weight takes 2 bytes, its remainder 2 and its gradient 4.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from lit_rl.algorithms.optim.optimizers import AdamWSplit, OptimizerFactory
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.errors import StorageError
+from lit_rl.algorithms.optim.split_master import join, split
+from lit_rl.errors import ConfigError, StorageError
+
+REMAINDER = "remainder"
+"""The key of what makes a weight its master, in the state of the optimizer."""
 
 MASTER = "master"
-"""The masters' key in the state of the optimizer."""
+"""The key of a whole float32 master, in checkpoints of earlier versions."""
 
-_MASTERS = (MASTER, "remainder")
-
-_BUCKET = 1 << 23
+BUCKET = 1 << 23
+"""Numbers, about: of gradients that are sent in one message, and of masters that there are at a time."""
 
 
 def with_masters(make: OptimizerFactory, groups: Iterable[dict[str, Any]]) -> Optimizer:
@@ -58,8 +62,8 @@ def check_masters(
         make: Makes the optimizer of this run.
 
     Raises:
-        StorageError: no trained weight is bfloat16, and an optimizer has masters, or remainders that make them; or one
-            of the two is `SplitAdamW`, whose state no other optimizer can read, and the other is not.
+        StorageError: no trained weight is bfloat16, and an optimizer has masters or remainders; or one of the two is
+            `SplitAdamW`, whose state no other optimizer can read, and the other is not.
     """
     kept = _kept(optimizer_states)
     was_split, is_split = SplitAdamW.BOUND in kept, isinstance(make, AdamWSplit)
@@ -70,7 +74,7 @@ def check_masters(
             "the other's state. Resume with the optimizer of the run's config.yaml, or start a new run from the "
             "exported model: model.name=<run_dir>/hf."
         )
-    if kept.isdisjoint(_MASTERS) or any(is_narrow(weight) for weight in weights):
+    if kept.isdisjoint((MASTER, REMAINDER)) or any(is_narrow(weight) for weight in weights):
         return
     raise StorageError(
         "The checkpoint's optimizer keeps float32 masters of bfloat16 weights, and this run trains float32 weights: "
@@ -80,8 +84,8 @@ def check_masters(
 
 
 def holds_masters(optimizer_states: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether the optimizers of a checkpoint keep masters, or remainders that make them."""
-    return not _kept(optimizer_states).isdisjoint(_MASTERS)
+    """Whether the optimizers of a checkpoint keep masters, or the remainders that make them."""
+    return not _kept(optimizer_states).isdisjoint((MASTER, REMAINDER))
 
 
 def _kept(optimizer_states: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -115,11 +119,11 @@ def average_over_ranks(weights: Iterable[Tensor], world_size: int) -> None:
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Neighbours, about `_BUCKET` numbers together: one message each, and little memory beside the gradients."""
+    """Neighbours, about `BUCKET` numbers together, and at least one: little memory beside what is held of all."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(part.numel() for part in bucket) >= _BUCKET:
+        if sum(part.numel() for part in bucket) >= BUCKET:
             yield bucket
             bucket = []
     if bucket:
@@ -131,84 +135,111 @@ class MasterWeights(Optimizer):
 
     `param_groups` hold the weights: schedules, clipping and `zero_grad` work as with any optimizer. Gradients
     have to be float32, see `with_masters`. `state` holds for each weight what the inner optimizer keeps, and its
-    master; it is the whole state, and restoring it is exact. Masters begin as the weights of the first step. Weights
-    that something else changes after it go back to round(master) with the next step.
+    remainder; it is the whole state, and restoring it is exact. Masters begin as the weights of their first step.
 
     Args:
         make: Makes the inner optimizer.
         groups: Parameter groups.
+
+    Raises:
+        ConfigError: the inner optimizer computes the loss several times a step.
     """
 
     def __init__(self, make: OptimizerFactory, groups: list[dict[str, Any]]) -> None:
         weights = [weight for group in groups for weight in group["params"]]
-        self._stands_for: dict[Tensor, Tensor] = {weight: _master_of(weight) for weight in weights}
+        self._stands_for: dict[Tensor, Tensor] = {weight: _empty_master(weight) for weight in weights}
         """Each weight's master, in the order of the groups; a weight that is not bfloat16 is its own."""
+        self._remainders: dict[Tensor, Tensor] = {}
+        """By weight, of the bfloat16 ones that were moved."""
         moved = [{**group, "params": [self._stands_for[weight] for weight in group["params"]]} for group in groups]
         self.inner = make(moved)
+        if isinstance(self.inner, LBFGS):
+            raise ConfigError(
+                "optimizer.path=torch.optim.LBFGS computes the loss several times a step, and the float32 masters of "
+                "bfloat16 weights move once. Take another optimizer, or trainer.precision=32-true."
+            )
         super().__init__(groups, self.inner.defaults)
-        self._begun = False
         self._copy_settings(self.inner.param_groups, self.param_groups)
-
-    @property
-    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Bfloat16 weights and their masters."""
-        return [(weight, master) for weight, master in self._stands_for.items() if weight is not master]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of the inner optimizer. A weight without a gradient stays, and so does its master."""
+        """One step of the inner optimizer, which is called for some weights after the others.
+
+        A weight without a gradient stays, and so does its remainder. The closure is called once, before.
+        """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        pairs = [pair for pair in self._pairs if pair[0].grad is not None]
-        self._begin()
-        for weight, master in pairs:
-            master.grad = weight.grad
+        gradients = {weight: weight.grad for weight in self._stands_for if weight.grad is not None}
+        for weight in gradients:  # the inner optimizer moves what has a gradient
+            weight.grad = None
         self._copy_settings(self.param_groups, self.inner.param_groups)
-        self.inner.step()
+        for weights in self._moved_together(list(gradients)):
+            self._move({weight: gradients[weight] for weight in weights})
         self._copy_settings(self.inner.param_groups, self.param_groups)
-        if pairs:
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                [weight for weight, _ in pairs], [master for _, master in pairs]
-            )
-        for _, master in pairs:
-            master.grad = None
+        for weight, gradient in gradients.items():
+            weight.grad = gradient
         self._show_state()
         return result
+
+    def _moved_together(self, weights: list[Tensor]) -> Iterable[list[Tensor]]:
+        return _buckets(weights) if moves_each_alone(type(self.inner).__module__) else [weights]
+
+    def _move(self, gradients: dict[Tensor, Tensor]) -> None:
+        """Move these weights, whose masters there are meanwhile."""
+        masters = {weight: self._stands_for[weight] for weight in gradients}
+        narrow = {weight: master for weight, master in masters.items() if weight is not master}
+        for weight, master in narrow.items():
+            if weight not in self._remainders:
+                self._remainders[weight] = torch.zeros_like(weight, dtype=torch.int16)
+            master.data = join(weight, self._remainders[weight])
+        for weight, master in masters.items():
+            master.grad = gradients[weight]
+        self.inner.step()
+        for master in masters.values():
+            master.grad = None
+        for weight, master in narrow.items():
+            split(master.data, weight, self._remainders[weight])
+            master.data = _nothing_like(weight)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` gave, each tensor in the type that it was kept in.
 
         The inner optimizer reads it, whose parameters are the masters: `Optimizer.load_state_dict` casts state to the
-        type of the parameter, which would round masters and moments. A state without masters (of a run with float32
-        weights) makes them of the weights as they are now.
+        type of the parameter, which would round moments. A state of whole masters, as earlier versions kept it, gives
+        the weights too. One without either (of a run with float32 weights) makes masters of the weights as they are.
         """
-        self.inner.load_state_dict(state_dict)
+        ours = (MASTER, REMAINDER)
+        states = state_dict["state"].items()
+        theirs = {number: {name: value for name, value in kept.items() if name not in ours} for number, kept in states}
+        self.inner.load_state_dict({**state_dict, "state": theirs})
         self._copy_settings(self.inner.param_groups, self.param_groups)
-        kept = {master: self.inner.state.get(master, {}).pop(MASTER, None) for _, master in self._pairs}
-        self._begun = False
-        if any(values is not None for values in kept.values()):
-            self._begin()
-        for master, values in kept.items():
-            if values is not None:
-                master.copy_(values)
+        self._remainders.clear()
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, weight in zip(numbers, self._stands_for, strict=True):
+            if is_narrow(weight):
+                self._load_master(weight, state_dict["state"].get(number, {}))
         self._show_state()
 
-    def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            for weight, master in self._pairs:
-                master.copy_(weight)
+    def _load_master(self, weight: Tensor, kept: Mapping[str, Any]) -> None:
+        remainder = torch.zeros_like(weight, dtype=torch.int16)
+        if MASTER in kept:
+            split(torch.empty_like(weight, dtype=torch.float32).copy_(kept[MASTER]), weight, remainder)
+        elif REMAINDER in kept:
+            remainder.copy_(kept[REMAINDER])
+        else:
+            return
+        self._remainders[weight] = remainder
 
     def _show_state(self) -> None:
         """The inner optimizer's state under the names of the weights, not copied."""
         self.state.clear()
         for weight, master in self._stands_for.items():
             kept = dict(self.inner.state.get(master, {}))
-            if weight is not master and self._begun:
-                kept[MASTER] = master.data
+            if weight in self._remainders:
+                kept[REMAINDER] = self._remainders[weight]
             if kept:
                 self.state[weight] = kept
 
@@ -219,7 +250,18 @@ class MasterWeights(Optimizer):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 
 
-def _master_of(weight: Tensor) -> Tensor:
-    if not is_narrow(weight):
-        return weight
-    return nn.Parameter(weight.detach().float())
+def moves_each_alone(path: str) -> bool:
+    """Whether an optimizer, by its dotted path, is known to move a weight by its own gradient and state alone.
+
+    Torch's and bitsandbytes' do. Others may have numbers of all weights together, such as a step size that is learned.
+    """
+    return path.partition(".")[0] in ("torch", "bitsandbytes")
+
+
+def _empty_master(weight: Tensor) -> Tensor:
+    return nn.Parameter(_nothing_like(weight)) if is_narrow(weight) else weight
+
+
+def _nothing_like(weight: Tensor) -> Tensor:
+    """Float32, of the shape of the weight, and without its memory: one number stands for all."""
+    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)

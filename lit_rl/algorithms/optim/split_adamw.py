@@ -1,12 +1,7 @@
 """AdamW (1711.05101) in 4 bytes a bfloat16 weight: its master is split, and its moments are kept in 8 bits.
 
-The bits of the float32 master ``m`` are those of the weight and of a 16-bit remainder, to the bit:
-
-    w = the upper 16 bits of (bits(m) + 2^15)        m rounded to the nearest bfloat16, halves away from zero
-    r = bits(m) - 2^16 w,  in [-2^15, 2^15)          bits(m) = 2^16 w + r
-
-so nothing is lost between steps and no second copy of the weight is held. Moments (2110.02861 keeps them in 8 bits
-too) are codes c below the power of two 2^e that bounds their block of `BLOCK` numbers:
+The float32 master is the weight and a 16-bit remainder, to the bit (`optim.split_master`). Moments (2110.02861 keeps
+them in 8 bits too) are codes c below the power of two 2^e that bounds their block of `BLOCK` numbers:
 
     |m1| ~ 2^(e - (127 - c) / 6), a sign and 7 bits        m2 ~ 2^(e - (255 - c) / 6), 8 bits
 
@@ -25,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lit_rl.algorithms.optim.split_master import join, split
 
 BLOCK = 256
 
@@ -104,7 +101,8 @@ def _move_part(
 ) -> None:
     """One step of some numbers of a weight; their gradient and state are as long."""
     step, (beta1, beta2) = int(state["step"]), group["betas"]
-    grad, master = grad.float(), master_of(weight, state.get("remainder"))
+    grad = grad.float()
+    master = join(weight, state["remainder"]) if "remainder" in state else weight.clone()
     first = _signed(state["first"], state["first_bound"], len(grad)).lerp_(grad, 1 - beta1)
     second = _positive(state["second"], state["second_bound"], len(grad)).lerp_(grad.square(), 1 - beta2)
     scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
@@ -116,21 +114,6 @@ def _move_part(
         split(master, weight, state["remainder"])
     else:
         weight.copy_(master)
-
-
-def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write a float32 master into its two halves."""
-    bits = master.view(torch.int32)
-    upper = (bits + (1 << 15)) >> 16
-    weight.copy_(upper.to(torch.int16).view(torch.bfloat16))
-    remainder.copy_(bits - (upper << 16))
-
-
-def master_of(weight: Tensor, remainder: Tensor | None) -> Tensor:
-    """The float32 master of two halves; of a float32 weight a copy."""
-    if remainder is None:
-        return weight.clone()
-    return ((weight.view(torch.int16).int() << 16) + remainder).view(torch.float32)
 
 
 def _fresh(weight: Tensor) -> dict[str, Tensor]:

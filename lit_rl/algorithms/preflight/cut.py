@@ -175,7 +175,7 @@ def smaller_weights(memory: Memory) -> Sequence[str]:
         found.append("model.quantization=nf4 (the frozen base in 4 bits)")
     if not policy.adapters and memory.numbers.moments == _MOMENTS and not sharded:
         also = "" if narrow else "trainer.precision=bf16-true and "
-        found.append(f"{also}optimizer=adamw_split (10 bytes a trained weight in place of {18 if narrow else 16})")
+        found.append(f"{also}optimizer=adamw_split (10 bytes a trained weight in place of 16)")
         found.append("optimizer=adamw_8bit (moments in 2 bytes a weight in place of 8)")
     if memory.ranks > 1 and not (quantised or sharded):
         found.append(f"strategy=fsdp (spreads weights and what is kept of each over {memory.ranks} devices)")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lit_rl.algorithms.optim.master_weights import BUCKET, moves_each_alone
 from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
 from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
@@ -37,9 +37,22 @@ def numbers_of(model: LanguageModel, precision: str, optimizer: Any, *, shards: 
     if isinstance(optimizer, ByPath) and optimizer.path.endswith(".SGD"):
         moments = 4 if optimizer.kwargs.get("momentum") else 0
     trained_narrow = model.dtype == "bfloat16" and model.lora is None and model.adapter is None
-    numbers = Numbers.of("bf16-true" if trained_narrow else precision, moments, shards=shards)
-    halves = numbers.master and isinstance(optimizer, AdamWSplit)
-    return replace(numbers, master=2) if halves else numbers
+    return Numbers.of("bf16-true" if trained_narrow else precision, moments, shards=shards)
+
+
+def masters_at_once(networks: Iterable[Network], numbers: Numbers, optimizer: Any) -> int:
+    """Bytes of the float32 masters of narrow weights that there are together in a step of the optimizer: of a bucket
+    of `optim.master_weights`, which its largest weight may overfill, or of all weights."""
+    narrow = [network for network in networks if network.trained and not network.adapters]
+    if not numbers.remainder or not narrow or isinstance(optimizer, AdamWSplit):
+        return 0
+    every = sum(network.trained for network in narrow)
+    largest = max(max(network.shape.head, network.shape.hidden * network.shape.inner) for network in narrow)
+    return 4 * (min(every, BUCKET + largest) if _moves_in_buckets(optimizer) else every)
+
+
+def _moves_in_buckets(optimizer: Any) -> bool:
+    return not isinstance(optimizer, ByPath) or moves_each_alone(optimizer.path)
 
 
 def shares_prompts(model: LanguageModel) -> bool:

@@ -4,7 +4,8 @@ With L layers of width d, queries q and keys k wide (heads times their width), M
 s tokens; and bytes of a number w (weights), x (the residual stream), y (what matrix products read and write):
 
     weights         w N                       N parameters; a frozen base, the reference and the critic likewise
-    gradients       4 N', optimizer 8 N'      N' that are trained; AdamW's two moments (1711.05101) in float32
+    gradients       4 N', optimizer 8 N'      N' that are trained; AdamW's two moments (1711.05101) in float32. Beside
+                    narrow weights 2 N' more, the remainders of their float32 masters (optim.split_master)
     buckets         w N'                      DDP's, which hold what is sent between ranks, also where nothing is sent.
                     With `gradient_as_bucket_view` the gradients of a step with one micro-batch lie in them
     activations     what the backward pass of a layer reads, a token:
@@ -31,7 +32,9 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     A critic of its own runs after the policy's head and back before it: its activations are there
                     beside the kept logits, and not beside the head's other blocks; so are texts that are learned
                     beside the rows. Rows of like length run in several
-                    passes, of which each may keep its logits; they are counted as one
+                    passes, of which each may keep its logits; they are counted as one.
+                    Where that is more: 4 bytes of each master that the optimizer's step makes at a time, when
+                    activations are gone
     allocator       a share of what comes and goes: holes between tensors
     cache           2 y k L a token: prompts once a group, completions to their longest. Beside it, under autocast, the
                     narrow copies of weights that the products of a rollout read
@@ -85,8 +88,8 @@ class Numbers:
 
     weight: int = 4
     gradient: int = 4
-    master: int = 0
-    """Of a float32 copy that the optimizer keeps beside a narrow weight."""
+    remainder: int = 0
+    """Of what the optimizer keeps beside a narrow weight to make its float32 master."""
     moments: int = 8
     residual: int = 4
     product: int = 4
@@ -106,7 +109,7 @@ class Numbers:
         if precision in ("bf16-mixed", "16-mixed"):
             return cls(moments=moments, product=2, copies=5, cast=2)
         if precision in ("bf16-true", "16-true"):
-            return cls(weight=2, master=4, moments=moments, product=2)
+            return cls(weight=2, remainder=2, moments=moments, product=2)
         return cls(moments=moments)
 
 
@@ -278,6 +281,7 @@ class Memory:
         spread_over: Ranks over which weights, gradients and optimizer state are spread.
         ranks: Of the run, whether weights are spread over them or not.
         gathered: What is whole all the same; None where the strategy is not FSDP2.
+        masters: Bytes of the float32 masters of narrow weights that there are at a time in the optimizer's step.
         block: Logits in a block of the fused head.
         part: Logits of a block that are worked on at a time.
         may_recompute: Whether the plan may choose gradient checkpointing.
@@ -298,6 +302,7 @@ class Memory:
     spread_over: int = 1
     ranks: int = 1
     gathered: Gathered | None = None
+    masters: int = 0
     block: int = 2**22
     part: int = 2**18
     may_recompute: bool = False
@@ -343,7 +348,7 @@ class Memory:
             "weights": self.policy.weight_bytes,
             "gradients": self.numbers.gradient * trained,
             "buckets": self.buckets.beside_gradients(steps_in_parts) if self.buckets else 0,
-            "optimizer": (self.numbers.moments + self.numbers.master) * trained,
+            "optimizer": (self.numbers.moments + self.numbers.remainder) * trained,
             "critic": self.critic.weight_bytes if self.critic else 0,
             **self.others,
             "engine": self.engine,
@@ -444,7 +449,8 @@ class Memory:
             of_layer += logits
         most = max(of_layer, of_head, self._waiting(rows) if steps_in_parts else 0)
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
-        return {"working memory": most + (4 * self.policy.shape.head if full else 0)}
+        learning = most + (4 * self.policy.shape.head if full else 0)
+        return {"working memory": max(learning, self.masters - sum(self._activations(rows).values()))}
 
     def _waiting(self, rows: int) -> int:
         """Gradients of a micro-batch's later calls, beyond the activations that they were made of.
