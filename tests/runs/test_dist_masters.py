@@ -11,6 +11,7 @@ import torch
 from dist_equal import Ones, left
 from torch import Tensor
 
+from lit_rl.algorithms.optim.split_master import split
 from lit_rl.models import LanguageModel
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
@@ -61,4 +62,8 @@ def test_fsdp2_holds_float32_shards_and_generates_with_them(two):
 def test_ddp_computes_with_bfloat16(two):
     run = left(two, "sft")
     assert {weight.dtype for weight in run["working"].values()} == {torch.bfloat16}
-    assert all(torch.equal(weight, run["weights"][name].bfloat16()) for name, weight in run["working"].items())
+    for name, weight in run["working"].items():
+        rounded, remainder = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.int16)
+        split(run["weights"][name], rounded, remainder)
+        assert torch.equal(weight, rounded), name
+        assert remainder.any(), name

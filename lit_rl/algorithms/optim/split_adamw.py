@@ -6,7 +6,8 @@ them in 8 bits too) are codes c below the power of two 2^e that bounds their blo
     |m1| ~ 2^(e - (127 - c) / 6), a sign and 7 bits        m2 ~ 2^(e - (255 - c) / 6), 8 bits
 
 Codes are drawn between the two nearest so that their mean is the number: a second moment changes by 1 part in 1000 a
-step, which rounding to the nearest would lose. The draws are a function of the step, so a resumed run repeats them.
+step, which rounding to the nearest would lose. The draws are a hash of the step, the weight and the place of the number
+in it, so a resumed run repeats them, and how a weight is cut into parts changes none.
 A bound that moves, does so by whole octaves, which moves codes to codes: only what changes a number adds noise to it.
 The roots of second moments have the range of first ones, and none above 0 becomes 0: steps stay of AdamW's size.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,9 +27,12 @@ from lit_rl.algorithms.optim.split_master import join, split
 
 BLOCK = 256
 
-PART, GPU_PART = 2**16, 2**26
+PART, GPU_PART = 2**17, 2**24
 """Numbers that are moved at a time, multiples of `BLOCK`: what is computed of them stays in the cache of a CPU; a GPU
 is kept busy, and its memory bounded."""
+
+_MIX = (-1640531535, -2048144777, -1028477379)
+"""Odd factors that spread a change of any bit over all bits (those of xxHash, as signed integers of 32 bits)."""
 
 _OCTAVE = 6
 """Codes from one power of two to the next: neighbours differ by 12 %, and a block spans a factor of 2^21."""
@@ -70,11 +75,12 @@ class SplitAdamW(Optimizer):
         if not state:
             state |= _fresh(weight)
         state["step"] += 1
-        draws = torch.Generator(weight.device).manual_seed((int(state["step"]) << 20) + number)
+        seed = (int(state["step"]) << 20) + number
         numbers, of_numbers = weight.flatten(), grad.flatten()  # views, where they lie as they are counted
         size = PART if weight.device.type == "cpu" else GPU_PART
         for start in range(0, len(numbers), size):
             part = slice(start, start + size)
+            draws = _draws(seed, start, len(numbers[part]), weight.device)
             _move_part(group, numbers[part], of_numbers[part], _part_of(state, part), draws)
         if numbers.data_ptr() != weight.data_ptr():
             weight.copy_(numbers.view_as(weight))
@@ -97,19 +103,19 @@ def _part_of(state: dict[str, Tensor], part: slice) -> dict[str, Tensor]:
 
 
 def _move_part(
-    group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor], draws: torch.Generator
+    group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor], draws: tuple[Tensor, Tensor]
 ) -> None:
-    """One step of some numbers of a weight; their gradient and state are as long."""
+    """One step of some numbers of a weight; their gradient, state and draws are as long."""
     step, (beta1, beta2) = int(state["step"]), group["betas"]
     grad = grad.float()
     master = join(weight, state["remainder"]) if "remainder" in state else weight.clone()
-    first = _signed(state["first"], state["first_bound"], len(grad)).lerp_(grad, 1 - beta1)
-    second = _positive(state["second"], state["second_bound"], len(grad)).lerp_(grad.square(), 1 - beta2)
+    first = _signed(state["first"], state["first_bound"]).lerp_(grad, 1 - beta1)
+    second = _positive(state["second"], state["second_bound"]).lerp_(grad.square(), 1 - beta2)
     scale = second.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
     master.mul_(1 - group["lr"] * group["weight_decay"])
     master.addcdiv_(first, scale, value=-group["lr"] / (1 - beta1**step))
-    _keep_signed(first, state, draws)
-    _keep_positive(second, state, draws)
+    _keep_signed(first, state, draws[0])
+    _keep_positive(second, state, draws[1])
     if "remainder" in state:
         split(master, weight, state["remainder"])
     else:
@@ -130,41 +136,73 @@ def _fresh(weight: Tensor) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- 8-bit codes: 0 is 0, c is the largest times a power
 
 
-def _signed(codes: Tensor, bound: Tensor, count: int) -> Tensor:
-    size = _numbers(codes & 127, bound, top=127)[:count]
-    return torch.where(codes < 128, size, -size)
+def _signed(codes: Tensor, bound: Tensor) -> Tensor:
+    return _numbers(codes, bound, _table(codes.device, 127, signed=True))
 
 
-def _positive(codes: Tensor, bound: Tensor, count: int) -> Tensor:
-    return _numbers(codes, bound, top=255)[:count]
+def _positive(codes: Tensor, bound: Tensor) -> Tensor:
+    return _numbers(codes, bound, _table(codes.device, 255))
 
 
-def _keep_signed(numbers: Tensor, state: dict[str, Any], draws: torch.Generator) -> None:
+def _keep_signed(numbers: Tensor, state: dict[str, Any], draws: Tensor) -> None:
     codes = _codes(numbers.abs(), state["first_bound"], draws, top=127)
-    state["first"].copy_(codes + 128 * (numbers < 0))
+    sign = numbers.view(torch.int32).bitwise_right_shift(24).bitwise_and_(128)
+    state["first"].copy_(codes.add_(sign))
 
 
-def _keep_positive(numbers: Tensor, state: dict[str, Any], draws: torch.Generator) -> None:
+def _keep_positive(numbers: Tensor, state: dict[str, Any], draws: Tensor) -> None:
     codes = _codes(numbers, state["second_bound"], draws, top=255)
-    state["second"].copy_(torch.where(numbers > 0, codes.clamp_(min=1), 0))
+    state["second"].copy_(torch.maximum(codes, numbers.sign().int()))  # none above 0 becomes 0
 
 
-def _numbers(codes: Tensor, bound: Tensor, *, top: int) -> Tensor:
-    """What codes `(n,)` stand for: 0, and the bound of the block times 2^(-(top - code) / _OCTAVE)."""
-    table = torch.exp2((torch.arange(top + 1, device=codes.device, dtype=torch.float32) - top) / _OCTAVE)
-    table[0] = 0
-    return table[codes.int()] * bound.repeat_interleave(BLOCK)[: len(codes)]
+@cache
+def _table(device: torch.device, top: int, *, signed: bool = False) -> Tensor:
+    """What each code stands for below a bound of 1: 0, and 2^(-(top - code) / _OCTAVE); negative from `top + 1` on."""
+    sizes = torch.exp2((torch.arange(top + 1, device=device, dtype=torch.float32) - top) / _OCTAVE)
+    sizes[0] = 0
+    return torch.cat([sizes, -sizes]) if signed else sizes
 
 
-def _codes(numbers: Tensor, bound: Tensor, draws: torch.Generator, *, top: int) -> Tensor:
-    """The code below or above each number of at least 0, drawn so that the mean is the number; `bound` is written."""
+def _numbers(codes: Tensor, bound: Tensor, table: Tensor) -> Tensor:
+    """What codes `(n,)` stand for, whose blocks have these bounds."""
+    return table.index_select(0, codes.int()).mul_(bound.repeat_interleave(BLOCK)[: len(codes)])
+
+
+def _codes(numbers: Tensor, bound: Tensor, draws: Tensor, *, top: int) -> Tensor:
+    """The code below or above each number of at least 0, so that over `draws`, even in (0, 1), the mean is the number.
+
+    Neighbours v < q v, q = 2^(1 / _OCTAVE), have a number s between them: q s / (1 + (q - 1) u) is at least the upper
+    one where u is at most (s / v - 1) / (q - 1), and its code is then the upper one. The first two are 0 and the least,
+    v: u is at most s / v. `bound` is written.
+    """
     padded = torch.nn.functional.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK)
     bound.copy_(torch.ldexp(torch.ones_like(bound), torch.frexp(padded.amax(1)).exponent))
     share = (padded / bound[:, None]).flatten()[: len(numbers)]
-    place = share.log2().mul_(_OCTAVE).add_(top).clamp_(max=top)
-    below = place.floor().clamp_(0, top - 1)
-    # Between neighbours, whose ratio is 2^(1 / _OCTAVE), the chance of the upper one is linear in the number itself;
-    # the first two are 0 and the least.
-    chance = torch.exp2((place - below) / _OCTAVE).sub_(1).div_(2 ** (1 / _OCTAVE) - 1)
-    chance = torch.where(below > 0, chance, share * 2 ** ((top - 1) / _OCTAVE))
-    return below + (torch.rand(chance.shape, generator=draws, device=chance.device) < chance)
+    place = (share / (draws * (2 ** (1 / _OCTAVE) - 1)).add_(1)).log2_().mul_(_OCTAVE).add_(top + 1).clamp_(max=top)
+    above_none = share.mul_(2 ** ((top - 1) / _OCTAVE)).sub_(draws).add_(1).clamp_(max=1)
+    return torch.maximum(place, above_none).int()
+
+
+def _draws(seed: int, start: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two independent numbers in (0, 1), in steps of 2^-16, for each place of a weight from `start` on."""
+    places = torch.arange(count, dtype=torch.int32, device=device)
+    bits = places.mul_(_MIX[0]).add_(_as_int32(start * _MIX[0] + seed * _MIX[1]))
+    for factor in _MIX[1:]:
+        _fold(bits).mul_(factor)
+    _fold(bits)
+    return _even(bits >> 16), _even(bits.bitwise_left_shift_(16).bitwise_right_shift_(16))
+
+
+def _fold(bits: Tensor) -> Tensor:
+    """Upper bits onto lower ones, in place. What a shift repeats of the sign is taken off."""
+    return bits.bitwise_xor_((bits >> 15).bitwise_and_(2**17 - 1))
+
+
+def _even(halves: Tensor) -> Tensor:
+    """From integers of 16 bits to numbers in (0, 1)."""
+    return halves.float().mul_(2**-16).add_(0.5 + 2**-17)
+
+
+def _as_int32(number: int) -> int:
+    """Its last 32 bits, as torch takes them."""
+    return (number + 2**31) % 2**32 - 2**31
