@@ -71,10 +71,10 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> None:
         assert one.dtype == two.dtype and torch.equal(one, two)
 
 
-@pytest.mark.parametrize("bucket", [1 << 23, 1], ids=["together", "one by one"])
+@pytest.mark.parametrize("bucket", [1 << 23, 48, 32], ids=["together", "one by one", "in slices"])
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES.keys())
 def test_masters_are_what_float32_weights_would_be_and_weights_are_the_masters_rounded(make, bucket, monkeypatch):
-    """At every step, to the bit, whether all weights move together or one after another."""
+    """At every step, to the bit, whether all weights move together, one after another, or a large one in slices."""
     monkeypatch.setattr(master_weights, "BUCKET", bucket)
     ours, theirs = weights(torch.bfloat16), weights(torch.float32)
     narrow, wide = with_masters(make, groups(ours)), with_masters(make, groups(theirs))
@@ -85,6 +85,9 @@ def test_masters_are_what_float32_weights_would_be_and_weights_are_the_masters_r
         take(wide, theirs, range(step, step + 1), schedules[1])
         same(masters(narrow), [weight.detach() for weight in theirs])
         same([weight.detach() for weight in ours], [m.to(w.dtype) for m, w in zip(masters(narrow), ours)])
+        for weight, other in zip(ours, theirs):
+            for name, value in wide.state[other].items():
+                assert torch.equal(torch.as_tensor(narrow.state[weight][name]), torch.as_tensor(value)), name
     assert ours[0].dtype == torch.bfloat16 and ours[2].dtype == torch.float32
 
 
@@ -164,7 +167,7 @@ class OneStepSize(torch.optim.SGD):
 
 
 def test_an_optimizer_that_may_look_at_all_weights_sees_them_together(monkeypatch):
-    monkeypatch.setattr(master_weights, "BUCKET", 1)
+    monkeypatch.setattr(master_weights, "BUCKET", 32)
     make = ByPath(f"{__name__}.OneStepSize", lr=1e-2)
     ours, theirs = weights(torch.bfloat16), weights(torch.float32)
     narrow, wide = with_masters(make, groups(ours)), with_masters(make, groups(theirs))
@@ -184,10 +187,11 @@ def live() -> int:
     return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in found)}.values())
 
 
-def test_masters_are_there_while_they_are_moved_and_a_weight_takes_sixteen_bytes(monkeypatch):
-    monkeypatch.setattr(master_weights, "BUCKET", 1)
+@pytest.mark.parametrize("slices", [1, 4])
+def test_masters_are_there_while_they_are_moved_and_a_weight_takes_sixteen_bytes(monkeypatch, slices):
     gc.collect()
     before, n, small = live(), 2**20, 2**10
+    monkeypatch.setattr(master_weights, "BUCKET", n // slices)
     parameters = [nn.Parameter(torch.zeros(n, dtype=torch.bfloat16)) for _ in range(3)]
     optimizer = with_masters(AdamW(lr=1e-3), [{"params": parameters}])
     assert isinstance(optimizer, MasterWeights)
@@ -198,7 +202,8 @@ def test_masters_are_there_while_they_are_moved_and_a_weight_takes_sixteen_bytes
             parameter.grad = torch.ones(n)
         optimizer.step()
         assert live() - before == pytest.approx(16 * 3 * n, abs=small)
-    assert seen[3:] == pytest.approx([16 * 3 * n + 4 * n] * 3, abs=small), "and the master of one"
+    second = seen[3 * slices :]
+    assert second == pytest.approx([16 * 3 * n + 4 * n // slices] * 3 * slices, abs=small), "and the master of one"
     optimizer.zero_grad()
     assert live() - before == pytest.approx(12 * 3 * n, abs=small)
 

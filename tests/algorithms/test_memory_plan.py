@@ -383,8 +383,9 @@ def test_ddp_holds_gradients_twice_but_where_one_micro_batch_lies_in_its_buckets
 @pytest.mark.parametrize(
     ("precision", "optimizer", "held", "at_once"),
     [
-        ("bf16-true", AdamW(), 16, 2**23 + 2**24),  # a bucket, overfilled by the head
-        ("bf16-true", ByPath("torch.optim.SGD"), 8, 2**23 + 2**24),
+        ("bf16-true", AdamW(), 16, 2**23 + 2**23),  # a bucket, overfilled by one that is as large
+        ("bf16-true", ByPath("torch.optim.SGD"), 8, 2**23 + 2**23),
+        ("bf16-true", ByPath("torch.optim.Adafactor"), 16, 2**23 + 2**24),  # overfilled by the head
         ("bf16-true", ByPath("mine.Prodigy"), 16, 2**26),  # all together
         ("bf16-true", AdamWSplit(), 10, 0),
         ("32-true", AdamW(), 16, 0),

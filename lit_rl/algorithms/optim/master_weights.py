@@ -7,8 +7,8 @@ A bfloat16 weight ``w`` has a float32 master ``m``, and the user's optimizer (an
 
 So small updates add up in ``m`` until ``w`` takes the next of its values, and nothing is added that float32 weights
 would not add. What computes (forward passes, the in-process generator, the export) reads ``w``. Between steps a master
-is its weight and a 16-bit remainder (`optim.split_master`), and a step makes the masters of some weights at a time. A
-trained weight takes 2 bytes, its remainder 2 and its gradient 4.
+is its weight and a 16-bit remainder (`optim.split_master`), and a step makes the masters of some weights at a time, or
+of slices of a large one. A trained weight takes 2 bytes, its remainder 2 and its gradient 4.
 """
 
 from __future__ import annotations
@@ -175,7 +175,10 @@ class MasterWeights(Optimizer):
         for weight in gradients:  # the inner optimizer moves what has a gradient
             weight.grad = None
         self._copy_settings(self.param_groups, self.inner.param_groups)
-        for weights in self._moved_together(list(gradients)):
+        sliced = [weight for weight in gradients if self._moves_in_slices(weight)]
+        for weight in sliced:
+            self._move_in_slices(weight, gradients[weight])
+        for weights in self._moved_together([weight for weight in gradients if weight not in set(sliced)]):
             self._move({weight: gradients[weight] for weight in weights})
         self._copy_settings(self.inner.param_groups, self.param_groups)
         for weight, gradient in gradients.items():
@@ -184,16 +187,14 @@ class MasterWeights(Optimizer):
         return result
 
     def _moved_together(self, weights: list[Tensor]) -> Iterable[list[Tensor]]:
-        return _buckets(weights) if moves_each_alone(type(self.inner).__module__) else [weights]
+        return _buckets(weights) if moves_each_alone(_path(self.inner)) else [weights]
 
     def _move(self, gradients: dict[Tensor, Tensor]) -> None:
         """Move these weights, whose masters there are meanwhile."""
         masters = {weight: self._stands_for[weight] for weight in gradients}
         narrow = {weight: master for weight, master in masters.items() if weight is not master}
         for weight, master in narrow.items():
-            if weight not in self._remainders:
-                self._remainders[weight] = torch.zeros_like(weight, dtype=torch.int16)
-            master.data = join(weight, self._remainders[weight])
+            master.data = join(weight, self._remainder_of(weight))
         for weight, master in masters.items():
             master.grad = gradients[weight]
         self.inner.step()
@@ -202,6 +203,38 @@ class MasterWeights(Optimizer):
         for weight, master in narrow.items():
             split(master.data, weight, self._remainders[weight])
             master.data = _nothing_like(weight)
+
+    def _moves_in_slices(self, weight: Tensor) -> bool:
+        large = is_narrow(weight) and weight.numel() > BUCKET and weight.is_contiguous()
+        return large and moves_numbers_alone(_path(self.inner))
+
+    def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
+        """Move a large weight. Its master, and what the inner optimizer keeps, are one slice of it after the other."""
+        master, before = self._stands_for[weight], self.inner.state.pop(self._stands_for[weight], {})
+        after: dict[str, Any] = {}
+        parts = (each.reshape(-1).split(BUCKET) for each in (weight, self._remainder_of(weight), gradient))
+        for number, (of_weight, of_remainder, of_gradient) in enumerate(zip(*parts, strict=True)):
+            some = slice(number * BUCKET, (number + 1) * BUCKET)
+            master.data = join(of_weight, of_remainder)
+            master.grad = of_gradient
+            self.inner.state[master] = {name: _in_slice(value, weight, some) for name, value in before.items()}
+            self.inner.step()
+            master.grad = None
+            split(master.data, of_weight, of_remainder)
+            for name, value in self.inner.state.pop(master, {}).items():
+                if isinstance(value, Tensor) and value.shape == of_weight.shape:
+                    whole = before.get(name, after.get(name))
+                    after[name] = value.new_empty(weight.shape) if whole is None else whole
+                    after[name].view(-1)[some] = value
+                else:
+                    after[name] = value
+        self.inner.state[master] = after
+        master.data = _nothing_like(weight)
+
+    def _remainder_of(self, weight: Tensor) -> Tensor:
+        if weight not in self._remainders:
+            self._remainders[weight] = torch.zeros_like(weight, dtype=torch.int16)
+        return self._remainders[weight]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -256,6 +289,28 @@ def moves_each_alone(path: str) -> bool:
     Torch's and bitsandbytes' do. Others may have numbers of all weights together, such as a step size that is learned.
     """
     return path.partition(".")[0] in ("torch", "bitsandbytes")
+
+
+def moves_numbers_alone(path: str) -> bool:
+    """Whether an optimizer, by its dotted path, moves each number of a weight by its own gradient and state alone.
+
+    Many of torch's do; others look at rows and columns of a matrix, as Adafactor and Muon do.
+    """
+    return path.startswith("torch.optim.") and path.rpartition(".")[2] in _BY_NUMBER
+
+
+_BY_NUMBER = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD")
+
+
+def _path(optimizer: Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+
+
+def _in_slice(value: Any, weight: Tensor, some: slice) -> Any:
+    """What an optimizer keeps, of a slice of the weight. A count of steps is copied: each slice takes the same step."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.view(-1)[some] if value.shape == weight.shape else value.clone()
 
 
 def _empty_master(weight: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_rl.algorithms.optim.master_weights import BUCKET, moves_each_alone
-from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
+from lit_rl.algorithms.optim.master_weights import BUCKET, moves_each_alone, moves_numbers_alone
+from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, AdamWSplit, ByPath
 from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear, ModelShape
@@ -42,17 +42,20 @@ def numbers_of(model: LanguageModel, precision: str, optimizer: Any, *, shards: 
 
 def masters_at_once(networks: Iterable[Network], numbers: Numbers, optimizer: Any) -> int:
     """Bytes of the float32 masters of narrow weights that there are together in a step of the optimizer: of a bucket
-    of `optim.master_weights`, which its largest weight may overfill, or of all weights."""
+    of `optim.master_weights`, which its last weight may overfill, or of all weights."""
     narrow = [network for network in networks if network.trained and not network.adapters]
     if not numbers.remainder or not narrow or isinstance(optimizer, AdamWSplit):
         return 0
     every = sum(network.trained for network in narrow)
+    path = optimizer.path if isinstance(optimizer, ByPath) else _PATHS.get(type(optimizer), "torch")
+    if not moves_each_alone(path):
+        return 4 * every
     largest = max(max(network.shape.head, network.shape.hidden * network.shape.inner) for network in narrow)
-    return 4 * (min(every, BUCKET + largest) if _moves_in_buckets(optimizer) else every)
+    last = min(largest, BUCKET) if moves_numbers_alone(path) else largest
+    return 4 * min(every, BUCKET + last)
 
 
-def _moves_in_buckets(optimizer: Any) -> bool:
-    return not isinstance(optimizer, ByPath) or moves_each_alone(optimizer.path)
+_PATHS = {AdamW: "torch.optim.AdamW"}
 
 
 def shares_prompts(model: LanguageModel) -> bool:
