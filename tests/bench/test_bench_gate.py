@@ -56,7 +56,7 @@ def test_the_peer_needs_no_lit_rl() -> None:
                 found if module == "bench" else [module.removeprefix("bench.")] if module.startswith("bench.") else []
             )
             waiting += [each for each in ours if each not in seen]
-    assert seen == {"peer", "protocol", "phases", "record", "reward", "workload"}
+    assert seen == {"frozen_head", "peer", "phases", "protocol", "record", "reward", "workload"}
 
 
 def test_the_same_passes(tmp_path: Path) -> None:

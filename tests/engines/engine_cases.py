@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation import logits_process as peer
 
 from lit_rl.generation.noise import prompt_key
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.rollout import Completions, Prompts
+from lit_rl.rollout import Completions, Prompts, Sampling
 
 LONG = 300
 """Tokens of a long prompt: more than two blocks of vLLM's cache on a CPU, so that a stale one shows."""
@@ -89,3 +90,23 @@ def largest_gap(policy: Any, completions: Completions, prompts: Prompts, tempera
         fresh = (logits_of(policy, prompt, response) / temperature).log_softmax(-1)
         gaps.append((logprobs - fresh.gather(1, torch.tensor(response)[:, None])[:, 0]).abs().max().item())
     return max(gaps)
+
+
+DISTRIBUTIONS: dict[str, tuple[Sampling, list[Any]]] = {
+    "warm": (Sampling(temperature=1.7), [peer.TemperatureLogitsWarper(1.7)]),
+    "cold": (Sampling(temperature=0.7), [peer.TemperatureLogitsWarper(0.7)]),
+    "top_p": (Sampling(temperature=1.7, top_p=0.8), [peer.TemperatureLogitsWarper(1.7), peer.TopPLogitsWarper(0.8)]),
+    "top_k": (Sampling(top_k=4), [peer.TopKLogitsWarper(4)]),
+    "min_p": (Sampling(min_p=0.05), [peer.MinPLogitsWarper(0.05)]),
+    "penalty": (Sampling(repetition_penalty=1.3), [peer.RepetitionPenaltyLogitsProcessor(1.3)]),
+    "bias": (Sampling(logit_bias={20: 3.0, 21: -4.0}), [peer.SequenceBiasLogitsProcessor({(20,): 3.0, (21,): -4.0})]),
+    "greedy": (Sampling(temperature=0, top_p=0.5), []),
+}
+
+
+def drawn_from(processors: list[Any], policy: Any, prompt: list[int], response: list[int]) -> Tensor:
+    """Log-probs of each response token, under transformers' own processors of the text before it."""
+    logits, steps = logits_of(policy, prompt, response), range(len(response))
+    for processor in processors:
+        logits = torch.cat([processor(torch.tensor([prompt + response[:t]]), logits[t : t + 1]) for t in steps])
+    return logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import ask, largest_gap, logits_of, perturb, rows
+from engine_cases import DISTRIBUTIONS, ask, drawn_from, largest_gap, logits_of, perturb, rows
 from engine_fixtures import Case
-from transformers.generation import logits_process as peer
 
 from lit_rl.constraints import Structured
 from lit_rl.errors import ConfigError, GenerationError, NumericError
@@ -81,30 +80,13 @@ def test_greedy_is_native_up_to_ties(case: Case) -> None:
     assert sum(same) >= 3, "a tie may decide one"
 
 
-DISTRIBUTIONS: dict[str, tuple[Sampling, list[Any]]] = {
-    "warm": (Sampling(temperature=1.7), [peer.TemperatureLogitsWarper(1.7)]),
-    "cold": (Sampling(temperature=0.7), [peer.TemperatureLogitsWarper(0.7)]),
-    "top_p": (Sampling(temperature=1.7, top_p=0.8), [peer.TemperatureLogitsWarper(1.7), peer.TopPLogitsWarper(0.8)]),
-    "top_k": (Sampling(top_k=4), [peer.TopKLogitsWarper(4)]),
-    "min_p": (Sampling(min_p=0.05), [peer.MinPLogitsWarper(0.05)]),
-    "penalty": (Sampling(repetition_penalty=1.3), [peer.RepetitionPenaltyLogitsProcessor(1.3)]),
-    "bias": (Sampling(logit_bias={20: 3.0, 21: -4.0}), [peer.SequenceBiasLogitsProcessor({(20,): 3.0, (21,): -4.0})]),
-    "greedy": (Sampling(temperature=0, top_p=0.5), []),
-}
-
-
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_logprobs_are_those_of_the_distribution_drawn_from(tied: Case, name: str) -> None:
     sampling, processors = DISTRIBUTIONS[name]
     policy, prompts = tied.fresh(), ask(tied.model, group_size=2)
     out = tied.generator.generate(prompts, dataclasses.replace(sampling, max_new_tokens=10))
     for prompt, response, logprobs in rows(out, prompts):
-        logits = logits_of(policy, prompt, response)
-        for processor in processors:
-            steps = range(len(response))
-            logits = torch.cat([processor(torch.tensor([prompt + response[:t]]), logits[t : t + 1]) for t in steps])
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
-        torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(logprobs, drawn_from(processors, policy, prompt, response), atol=1e-4, rtol=0)
 
 
 def test_keys_make_the_samples(tied: Case) -> None:

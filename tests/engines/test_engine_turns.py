@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import ask, described, logits_of, perturb
+from engine_cases import DISTRIBUTIONS, ask, described, drawn_from, logits_of, perturb
 from engine_fixtures import Case
 from turn_cases import MAX_TOKENS, Scripted, assert_rows_are_what_was_told, reply, rows_of
 
@@ -62,6 +62,19 @@ def test_what_was_said_and_heard_stands_in_its_row(tied: Case) -> None:
     assert len(set(turns)) >= 3, "the case needs all kinds"
     assert (out.sampler_logprobs[~out.response_mask] == 0).all()
     assert largest_gap(policy, out, prompts) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["top_p", "min_p", "penalty", "bias"])
+def test_turns_are_drawn_from_the_distribution_that_is_asked_for(tied: Case, name: str) -> None:
+    """In every turn, after all that was said and heard before it."""
+    sampling, processors = DISTRIBUTIONS[name]
+    policy = tied.fresh()
+    out, prompts = talk(tied, dataclasses.replace(sampling, max_new_tokens=6))
+    for row, (ids, sampled, _, _) in enumerate(rows_of(out)):
+        expected = drawn_from(processors, policy, prompts.token_ids[row // prompts.group_size], ids)
+        found, own = out.sampler_logprobs[row, : len(ids)], torch.tensor(sampled)
+        torch.testing.assert_close(found[own], expected[own], atol=1e-4, rtol=0)
+    assert out.turn is not None and int(out.turn.max()) > 1
 
 
 def test_weights_of_an_update_are_read_by_later_turns_too(tied: Case) -> None:
