@@ -8,7 +8,8 @@ which lookups fill a few rows. Here is one such tensor ``S``, to which each use 
     a lookup    S[id] += ∂L/∂(W[id])             rows
 
 Megatron-LM calls that gradient accumulation fusion. In the graph a token stands for the weight: an empty tensor that
-each use takes as an input. When the backward passes of all uses are through, the token's own gives ``S`` to the weight.
+each use takes as an input, and to which it gives no gradient. When the backward passes of all uses are through, the
+token's own gives ``S`` to the weight.
 """
 
 from __future__ import annotations
@@ -102,15 +103,15 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, total: GradientTotal, ids: Tensor, padding: int | None) -> Tensor:
         ctx.total, ctx.padding = total, padding
-        ctx.save_for_backward(token, ids)
+        ctx.save_for_backward(ids)
         return F.embedding(ids, total.weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        token, ids = ctx.saved_tensors
+        (ids,) = ctx.saved_tensors
         ids, rows = ids.flatten(), grads[0].reshape(-1, grads[0].shape[-1])
         if ctx.padding is not None:
             there = ids != ctx.padding
             ids, rows = ids[there], rows[there]
         ctx.total.add_rows(ids, rows)
-        return torch.zeros_like(token), None, None, None
+        return None, None, None, None

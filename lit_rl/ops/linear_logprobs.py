@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from lit_rl.ops import logprobs as of_logits
 from lit_rl.ops.gradient_total import GradientTotal, SummedWeight
-from lit_rl.ops.linear_rows import GradientSums, exact, nothing_for, of_whole_rows, slices
+from lit_rl.ops.linear_rows import GradientSums, exact, of_whole_rows, slices
 from lit_rl.ops.token_stats import TokenStats
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
 
@@ -141,14 +141,14 @@ class _LinearScores(torch.autograd.Function):
         entropy = sums.entropy() if distribution.entropy else None
         stats = sums.stats(lse) if distribution.stats else ()
         ctx.distribution, ctx.kept, ctx.total = distribution, kept, total
-        ctx.save_for_backward(hidden, weight, bias, token, ids, lse, entropy if distribution.entropy_gradient else None)
+        ctx.save_for_backward(hidden, weight, bias, ids, lse, entropy if distribution.entropy_gradient else None)
         constants = [] if entropy is None or distribution.entropy_gradient else [entropy]
         ctx.mark_non_differentiable(*constants, *stats)
         return sums.picked - lse, entropy, *stats
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, bias, token, ids, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, ids, lse, entropy = ctx.saved_tensors
         of_entropy = None if entropy is None else grads[1]
         slopes = _Slopes(ctx.distribution.temperature, ids, lse, entropy, grads[0], of_entropy)
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
@@ -158,7 +158,7 @@ class _LinearScores(torch.autograd.Function):
             slopes.write_over(product, rows, columns)
             sums.add(product, rows, columns)
             del product  # before the next one is made
-        return sums.hidden, sums.weight, sums.bias, nothing_for(token), None, None, None, None
+        return sums.hidden, sums.weight, sums.bias, None, None, None, None, None
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:

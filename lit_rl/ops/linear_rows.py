@@ -70,13 +70,13 @@ class _WholeRows(torch.autograd.Function):
         kind = hidden.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         ctx.total, ctx.measure, ctx.size, ctx.learned = total, measure, size, learned
-        ctx.save_for_backward(hidden, weight, bias, token)
+        ctx.save_for_backward(hidden, weight, bias)
         ctx.mark_non_differentiable(*found[learned:])
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, bias, token = ctx.saved_tensors
+        hidden, weight, bias = ctx.saved_tensors
         (kind, dtype, enabled), learned = ctx.autocast, ctx.learned
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad, ctx.total)
         for rows in slices(max(1, len(hidden)), ctx.size):
@@ -86,12 +86,7 @@ class _WholeRows(torch.autograd.Function):
             of_product = torch.autograd.grad(found, product, [grad[rows] for grad in grads[:learned]])[0]
             sums.add(of_product, rows, slice(0, len(weight)))
             del product, found, of_product  # before the next one is made
-        return sums.hidden, sums.weight, sums.bias, nothing_for(token), None, None, None, None
-
-
-def nothing_for(token: Tensor | None) -> Tensor | None:
-    """The gradient of a token: what it stands for is in the sum."""
-    return None if token is None else torch.zeros_like(token)
+        return sums.hidden, sums.weight, sums.bias, None, None, None, None, None
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,14 @@ def completions_of(
 @pytest.fixture
 def make_completions() -> Callable[..., Completions]:
     return completions_of
+
+
+@pytest.fixture
+def completions() -> Completions:
+    """Two prompts of different lengths with three completions each; padding on both sides."""
+    responses = [[1, 2], [3, 4, 5, 258], [258], [9, 9, 9], [2, 258], [7, 1, 4, 2]]
+    rows = completions_of([[5, 6, 7, 8, 9, 10]] * 3 + [[11, 12, 13]] * 3, responses, left=1, right=1)
+    return dataclasses.replace(rows, group_id=torch.tensor([4, 4, 4, 7, 7, 7]))
 
 
 @pytest.fixture

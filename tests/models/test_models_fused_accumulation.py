@@ -23,17 +23,6 @@ SUMMED, APART = ForwardOptions(), ForwardOptions(fused_accumulation=False)
 
 
 @pytest.fixture
-def completions(make_completions):
-    rows = make_completions(
-        [[5, 6, 7, 8, 9, 10]] * 3 + [[11, 12, 13]] * 3,
-        [[1, 2], [3, 4, 5, 258], [258], [9, 9, 9], [2, 258], [7, 1, 4, 2]],
-        left=1,
-        right=1,
-    )
-    return dataclasses.replace(rows, group_id=torch.tensor([4, 4, 4, 7, 7, 7]))
-
-
-@pytest.fixture
 def texts():
     mask = torch.ones(3, 8, dtype=torch.bool)
     mask[1, 5:] = mask[2, 2:] = False

@@ -7,7 +7,6 @@ The kernels themselves are interpreted on the CPU, in the environment that has t
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib.util
 import os
 import sys
@@ -113,17 +112,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.skipif(not INTERPRETED, reason="liger-kernel or its interpreter is not there: make test-agents")
 @pytest.mark.usefixtures("kernels")
 class TestKernels:
-    @pytest.fixture
-    def completions(self, make_completions):
-        """Two prompts with three completions each; padding on both sides."""
-        rows = make_completions(
-            [[5, 6, 7, 8, 9, 10]] * 3 + [[11, 12, 13]] * 3,
-            [[1, 2], [3, 4, 5, 258], [258], [9, 9, 9], [2, 258], [7, 1, 4, 2]],
-            left=1,
-            right=1,
-        )
-        return dataclasses.replace(rows, group_id=torch.tensor([4, 4, 4, 7, 7, 7]))
-
     @pytest.fixture
     def ways(self, make_model) -> Callable[..., list[Any]]:
         """The same model without and with the kernels."""

@@ -18,14 +18,6 @@ from lit_rl.rollout import Sampling, select
 
 REPEATED, FOLDED = ForwardOptions(folded_attention=False), ForwardOptions()
 SHAPE = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-RESPONSES = [[1, 2], [3, 4, 5, 258], [258], [9, 9, 9], [2, 258], [7, 1, 4, 2]]
-
-
-@pytest.fixture
-def completions(make_completions):
-    """Two prompts of different lengths with three completions each; padding on both sides."""
-    rows = make_completions([[5, 6, 7, 8, 9, 10]] * 3 + [[11, 12, 13]] * 3, RESPONSES, left=1, right=1)
-    return dataclasses.replace(rows, group_id=torch.tensor([4, 4, 4, 7, 7, 7]))
 
 
 @pytest.fixture

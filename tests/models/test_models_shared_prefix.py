@@ -17,16 +17,7 @@ from lit_rl.rollout import Sampling, select
 KINDS = ["gpt2", "qwen2", "qwen3", "smollm2", "llama3.2", "gemma2"]
 SAMPLING = Sampling(temperature=0.7)
 PLAIN, SHARED = ForwardOptions(shared_prompts=False), ForwardOptions()
-PROMPTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
 SHAPE = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
-RESPONSES = [[1, 2], [3, 4, 5, 258], [258], [9, 9, 9], [2, 258], [7, 1, 4, 2]]
-
-
-@pytest.fixture
-def completions(make_completions):
-    """Two prompts of different lengths with three completions each; padding on both sides."""
-    rows = make_completions([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, RESPONSES, left=1, right=1)
-    return dataclasses.replace(rows, group_id=torch.tensor([4, 4, 4, 7, 7, 7]))
 
 
 def calls_of(model):

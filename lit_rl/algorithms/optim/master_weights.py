@@ -13,6 +13,7 @@ of slices of a large one. A trained weight takes 2 bytes, its remainder 2 and it
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -175,10 +176,10 @@ class MasterWeights(Optimizer):
         for weight in gradients:  # the inner optimizer moves what has a gradient
             weight.grad = None
         self._copy_settings(self.param_groups, self.inner.param_groups)
-        sliced = [weight for weight in gradients if self._moves_in_slices(weight)]
+        sliced = {weight for weight in gradients if self._moves_in_slices(weight)}
         for weight in sliced:
             self._move_in_slices(weight, gradients[weight])
-        for weights in self._moved_together([weight for weight in gradients if weight not in set(sliced)]):
+        for weights in self._moved_together([weight for weight in gradients if weight not in sliced]):
             self._move({weight: gradients[weight] for weight in weights})
         self._copy_settings(self.inner.param_groups, self.param_groups)
         for weight, gradient in gradients.items():
@@ -210,25 +211,25 @@ class MasterWeights(Optimizer):
 
     def _move_in_slices(self, weight: Tensor, gradient: Tensor) -> None:
         """Move a large weight. Its master, and what the inner optimizer keeps, are one slice of it after the other."""
-        master, before = self._stands_for[weight], self.inner.state.pop(self._stands_for[weight], {})
+        master = self._stands_for[weight]
+        before = self.inner.state.pop(master, {})  # nothing, if this is its first step
+        of_numbers = {name: value for name, value in before.items() if _is_like(value, weight)}
         after: dict[str, Any] = {}
         parts = (each.reshape(-1).split(BUCKET) for each in (weight, self._remainder_of(weight), gradient))
         for number, (of_weight, of_remainder, of_gradient) in enumerate(zip(*parts, strict=True)):
             some = slice(number * BUCKET, (number + 1) * BUCKET)
+            master.grad = None
             master.data = join(of_weight, of_remainder)
             master.grad = of_gradient
             self.inner.state[master] = {name: _in_slice(value, weight, some) for name, value in before.items()}
             self.inner.step()
-            master.grad = None
             split(master.data, of_weight, of_remainder)
-            for name, value in self.inner.state.pop(master, {}).items():
-                if isinstance(value, Tensor) and value.shape == of_weight.shape:
-                    whole = before.get(name, after.get(name))
-                    after[name] = value.new_empty(weight.shape) if whole is None else whole
-                    after[name].view(-1)[some] = value
-                else:
-                    after[name] = value
-        self.inner.state[master] = after
+            after = self.inner.state.pop(master, {})
+            for name, value in after.items():
+                if _is_like(value, of_weight):
+                    _room(of_numbers, name, value, weight).view(-1)[some] = value
+        self.inner.state[master] = {name: of_numbers.get(name, value) for name, value in after.items()}
+        master.grad = None
         master.data = _nothing_like(weight)
 
     def _remainder_of(self, weight: Tensor) -> Tensor:
@@ -306,11 +307,20 @@ def _path(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__name__}"
 
 
+def _is_like(value: Any, weight: Tensor) -> bool:
+    """Whether an optimizer keeps it of each number of a weight."""
+    return isinstance(value, Tensor) and value.shape == weight.shape
+
+
 def _in_slice(value: Any, weight: Tensor, some: slice) -> Any:
-    """What an optimizer keeps, of a slice of the weight. A count of steps is copied: each slice takes the same step."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.view(-1)[some] if value.shape == weight.shape else value.clone()
+    """Of what an optimizer keeps of a weight. A count of steps is copied: each slice takes the same step."""
+    return value.view(-1)[some] if _is_like(value, weight) else copy.deepcopy(value)
+
+
+def _room(of_numbers: dict[str, Tensor], name: str, value: Tensor, weight: Tensor) -> Tensor:
+    if name not in of_numbers:
+        of_numbers[name] = value.new_empty(weight.shape)
+    return of_numbers[name]
 
 
 def _empty_master(weight: Tensor) -> Tensor:

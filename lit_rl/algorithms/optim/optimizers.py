@@ -48,6 +48,8 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
 
+    path: ClassVar[str] = "torch.optim.AdamW"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
         _check(self.lr, self.betas, self.weight_decay)
@@ -71,6 +73,8 @@ class AdamW8bit:
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
+
+    path: ClassVar[str] = "bitsandbytes.optim.AdamW8bit"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))

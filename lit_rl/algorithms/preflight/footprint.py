@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.algorithms.optim.master_weights import BUCKET, moves_each_alone, moves_numbers_alone
-from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, AdamWSplit, ByPath
+from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
 from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear, ModelShape
@@ -47,15 +47,12 @@ def masters_at_once(networks: Iterable[Network], numbers: Numbers, optimizer: An
     if not numbers.remainder or not narrow or isinstance(optimizer, AdamWSplit):
         return 0
     every = sum(network.trained for network in narrow)
-    path = optimizer.path if isinstance(optimizer, ByPath) else _PATHS.get(type(optimizer), "torch")
+    path = getattr(optimizer, "path", "")  # a function of the user's does not say what it makes
     if not moves_each_alone(path):
         return 4 * every
     largest = max(max(network.shape.head, network.shape.hidden * network.shape.inner) for network in narrow)
     last = min(largest, BUCKET) if moves_numbers_alone(path) else largest
     return 4 * min(every, BUCKET + last)
-
-
-_PATHS = {AdamW: "torch.optim.AdamW"}
 
 
 def shares_prompts(model: LanguageModel) -> bool:

@@ -93,12 +93,10 @@ def disagreement(
     if not in_blocks:
         return Disagreement(*compared(slice(None), mine), aux_loss=aux_loss)
     head = linear_head(student)
-    size = max(1, LOGITS // max(len(each.weight) for each in (head, head_of_teacher)))  # pyright: ignore
+    size = max(1, LOGITS // max(each.weight.shape[0] for each in (head, head_of_teacher)))  # pyright: ignore
     if len(at) <= size:
         return Disagreement(*compared(slice(None), head(mine)), aux_loss=aux_loss)
-    hidden, weight, bias, summed = factors(mine, head)
-    found = of_whole_rows(hidden, weight, bias, compared, size=size, summed=summed)
-    return Disagreement(*found, aux_loss=aux_loss)  # pyright: ignore[reportArgumentType]
+    return Disagreement(*of_whole_rows(*factors(mine, head), compared, size=size), aux_loss=aux_loss)  # pyright: ignore
 
 
 def _last(

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lit_rl.models.policy.loading import Float32Head
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.rows_by_length import Call, together
 from lit_rl.models.policy.trunk import base_of
-from lit_rl.ops.gradient_total import SummedWeight
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
 from lit_rl.ops.logprobs import score_tokens
 from lit_rl.ops.token_stats import TokenStats, token_stats
@@ -138,21 +137,10 @@ def linear_head(model: nn.Module) -> nn.Linear:
     return base_of(model).get_output_embeddings()
 
 
-class Factors(NamedTuple):
-    """Of the head's product."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    summed: SummedWeight | None
-    """Where the gradient of the weight is added, which is a constant then."""
-
-
-def factors(hidden: Tensor, head: nn.Linear) -> Factors:
+def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
     """Hidden states, weight and bias in the type in which the head itself would multiply them."""
-    dtype, bias, summed = _dtype_of_product(hidden, head), head.bias, summed_weight(head.weight)
-    weight = head.weight.detach() if summed else head.weight
-    return Factors(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), summed)
+    dtype, bias = _dtype_of_product(hidden, head), head.bias
+    return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 _RETURNS_IT: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
@@ -174,7 +162,9 @@ def _returns_what_its_head_does(model: nn.Module, head: nn.Linear) -> bool:
 
 def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: Distribution) -> TargetScores:
     at = targets.wanted.flatten().nonzero().flatten()
-    rows, weight, bias, summed = factors(hidden.flatten(0, 1).index_select(0, at), head)
+    rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
+    summed = summed_weight(head.weight)
+    weight = weight.detach() if summed else weight
     with torch.autocast(hidden.device.type, enabled=False):
         found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, bias=bias, summed=summed)
 
