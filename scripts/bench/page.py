@@ -67,7 +67,7 @@ METHOD = f"""\
   turns, a ratio one of such medians, with the lowest and highest ratio of a round in brackets; half of all timed steps
   lie in the "middle half". Where other processes took over {FOREIGN:.0%} of the processor in a turn, the round begins
   anew, once or twice at most. `make bench-full` starts a process for each turn; `make bench` lets those that were
-  measured last wait for the next round, in half of the memory at most.
+  measured last wait for the next round, in half of the memory at most. Each workload says which it was.
 - **Commit.** Each workload says of which commit its figures are (with a plus: of files that differed from it) and of
   which day. Rows of one table may be of different commits, never of different machines or versions.
 - **Ours.** Its precision is always named, and only that, but for what a contender's name says; all else is what
@@ -75,12 +75,13 @@ METHOD = f"""\
 - **TRL.** "default" is its config as it comes, which computes in bfloat16. Without units for that a step takes minutes,
   so on such a processor it is float32, and called so. "tuned" is the fastest of all settings measured for a workload,
   the default among them. Threads of lit_rl that wait for each other spin for a moment and then sleep, and its processes
-  keep the memory that they free (`train.py` sees to both); TRL is measured with sleeping threads, with spinning ones,
-  and with threads and memory as `train.py` has them. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are
+  keep the memory that they free (`train.py` sees to both); TRL can be measured with sleeping threads, with spinning
+  ones, and with threads and memory as `train.py` has them, and each workload lists those that it was measured with. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are
   rounded away); they count as a tuning nevertheless. With LoRA it trains other parameters, and stands for no ratio.
-- **The limit.** Matrix rate and memory bandwidth are measured first. The bound of a step is what its least work takes
-  at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU
-  counts useful FLOPs of the training alone, HFU executed ones of the whole step, MBU the bytes that decoding must read.
+- **The limit.** Matrix rate and memory bandwidth are measured first, anew for each command: the cores of a shared machine
+  are not always equally fast. The bound of a step is what its least work takes at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU
+  counts useful FLOPs of the training alone, of every row from its first token on: where rows share a prompt that is
+  computed once, it may be above 100 %. HFU executed ones of the whole step, MBU the bytes that decoding must read.
 """
 
 NOT_YET = "*Not yet run here.* The command above writes the figures."
@@ -109,7 +110,7 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield from _overview(compared)
         yield f"![Times as fast as TRL](images/benchmarks/{kind}_ratios.png)\n"
     for result in whole:
-        yield from _benchmark(result, run["machine"])
+        yield from _benchmark(result, result.get("rates") or run["machine"])
     for axis in ("completions", "tokens"):
         if points := summary.series(run["benchmarks"], axis):
             yield from _series(points, axis)
@@ -162,14 +163,14 @@ def _commit(result: Result) -> str:
 def _benchmark(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
     workload = Workload(**result["workload"])
     yield f"### {workload.name}\n"
-    yield _described(workload, result)
+    yield _described(workload, result, machine)
     yield from _contenders(result, machine)
     yield from _ablations(result)
     yield from _gate(result)
     yield from _settings(result)
 
 
-def _described(workload: Workload, result: Result) -> str:
+def _described(workload: Workload, result: Result, machine: Mapping[str, Any]) -> str:
     longest = f"{'up to ' * (workload.lengths == 'variable')}{workload.completion_tokens}"
     what = {
         "grpo": f"{workload.prompts} prompts of {workload.prompt_tokens} tokens x {workload.group} completions of "
@@ -185,9 +186,11 @@ def _described(workload: Workload, result: Result) -> str:
         what += f", {workload.micro_batches} micro-batches a step"
     loud, turns = summary.noisy(result, FOREIGN)
     rounds = f"{_count(result['rounds'], 'round')} of {_count(result['steps'], 'step')}"
+    waits = "processes wait between their turns" if result.get("resident") else "each turn is a fresh process"
+    rates = " and ".join(f"{value / 1e9:,.0f} GFLOP/s in {name}" for name, value in machine["flops"].items())
     return (
         f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds} in turns, after {result['warmups']} that "
-        f"do not count; {result['minutes']:.0f} minutes. Others took over {FOREIGN:.0%} of the processor in {loud} of "
+        f"do not count; {waits}; {result['minutes']:.0f} minutes. The machine gave {rates}. Others took over {FOREIGN:.0%} of the processor in {loud} of "
         f"{turns} turns; load average {result['load'][0]:.1f} before and {result['load'][1]:.1f} after. "
         f"{result['date']}, commit {_commit(result)}.{_counted(result)}\n"
     )
