@@ -76,12 +76,14 @@ METHOD = f"""\
   so on such a processor it is float32, and called so. "tuned" is the fastest of all settings measured for a workload,
   the default among them. Threads of lit_rl that wait for each other spin for a moment and then sleep, and its processes
   keep the memory that they free (`train.py` sees to both); TRL can be measured with sleeping threads, with spinning
-  ones, and with threads and memory as `train.py` has them, and each workload lists those that it was measured with. Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are
-  rounded away); they count as a tuning nevertheless. With LoRA it trains other parameters, and stands for no ratio.
-- **The limit.** Matrix rate and memory bandwidth are measured first, anew for each command: the cores of a shared machine
-  are not always equally fast. The bound of a step is what its least work takes at these rates (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU
-  counts useful FLOPs of the training alone, of every row from its first token on: where rows share a prompt that is
-  computed once, it may be above 100 %. HFU executed ones of the whole step, MBU the bytes that decoding must read.
+  ones, and with threads and memory as `train.py` has them, and each workload lists those that it was measured with.
+  Weights in bfloat16 under AdamW at 1e-6 hardly move (updates are rounded away); they count as a tuning nevertheless.
+  With LoRA it trains other parameters, and stands for no ratio.
+- **The limit.** Matrix rate and memory bandwidth are measured first, anew for each command: the cores of a shared
+  machine are not always equally fast. The bound of a step is what its least work takes at these rates
+  (`scripts/bench/bounds.py` has the formulas); the share of the limit is the bound over the seconds. MFU counts useful
+  FLOPs of the training alone, of every row from its first token on: where rows share a prompt that is computed once, it
+  may be above 100 %. HFU counts executed ones of the whole step, MBU the bytes that decoding must read.
 """
 
 NOT_YET = "*Not yet run here.* The command above writes the figures."
@@ -190,9 +192,9 @@ def _described(workload: Workload, result: Result, machine: Mapping[str, Any]) -
     rates = " and ".join(f"{value / 1e9:,.0f} GFLOP/s in {name}" for name, value in machine["flops"].items())
     return (
         f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds} in turns, after {result['warmups']} that "
-        f"do not count; {waits}; {result['minutes']:.0f} minutes. The machine gave {rates}. Others took over {FOREIGN:.0%} of the processor in {loud} of "
-        f"{turns} turns; load average {result['load'][0]:.1f} before and {result['load'][1]:.1f} after. "
-        f"{result['date']}, commit {_commit(result)}.{_counted(result)}\n"
+        f"do not count; {waits}; {result['minutes']:.0f} minutes. The machine gave {rates}. Others took over "
+        f"{FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before and "
+        f"{result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
     )
 
 
