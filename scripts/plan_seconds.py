@@ -44,13 +44,20 @@ def expected(words: list[str]) -> float:
     return float(found[1])
 
 
-def measured(words: list[str], folder: Path) -> float:
-    """Seconds a step, as the median step of a training took."""
-    off = ["trainer.limit_val_batches=0", "logger=none", f"trainer.max_steps={STEPS}", f"run_dir={folder}"]
-    subprocess.run([sys.executable, "train.py", *words, *off], cwd=ROOT, capture_output=True, check=True)
+def measured(words: list[str], folder: Path, checkout: Path = ROOT, steps: int = STEPS) -> float:
+    """Seconds a step, as the median step of a training took, after its first.
+
+    Args:
+        words: Of the command line.
+        folder: Of the run; a new one.
+        checkout: Whose train.py runs.
+        steps: Of the training.
+    """
+    off = ["trainer.limit_val_batches=0", "logger=none", f"trainer.max_steps={steps}", f"run_dir={folder}"]
+    subprocess.run([sys.executable, "train.py", *words, *off], cwd=checkout, capture_output=True, check=True)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = [sum(line[name] for name in PHASES) for line in lines if PHASES[-1] in line]
-    return statistics.median(steps[1:])
+    seconds = [sum(line[name] for name in PHASES) for line in lines if PHASES[-1] in line]
+    return statistics.median(seconds[1:])
 
 
 def main() -> None:

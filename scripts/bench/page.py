@@ -112,7 +112,7 @@ def _kind(run: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield from _overview(compared)
         yield f"![Times as fast as TRL](images/benchmarks/{kind}_ratios.png)\n"
     for result in whole:
-        yield from _benchmark(result, result.get("rates") or run["machine"])
+        yield from _benchmark(result)
     for axis in ("completions", "tokens"):
         if points := summary.series(run["benchmarks"], axis):
             yield from _series(points, axis)
@@ -124,7 +124,7 @@ def _machine(run: Mapping[str, Any]) -> Iterator[str]:
     flags = ", ".join(name for name, there in machine["flags"].items() if there) or "none of those that matter"
     missing = ", ".join(name for name, there in machine["flags"].items() if not there)
     flags += f"; without {missing}" if missing else ""
-    rates = ", ".join(f"{value / 1e9:,.0f} GFLOP/s in {name}" for name, value in machine["flops"].items())
+    rates = ", ".join(_rates(machine))
     name = machine.get("gpu", machine["processor"])
     yield (
         f"{name}, {machine['cores']} cores ({flags}), {machine['memory'] / 1e9:.0f} GB; "
@@ -162,17 +162,17 @@ def _commit(result: Result) -> str:
     return f"{code['commit'][:9]}{'+' if code['changed'] else ''}" if code.get("commit") else "unknown"
 
 
-def _benchmark(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
+def _benchmark(result: Result) -> Iterator[str]:
     workload = Workload(**result["workload"])
     yield f"### {workload.name}\n"
-    yield _described(workload, result, machine)
-    yield from _contenders(result, machine)
+    yield _described(workload, result)
+    yield from _contenders(result)
     yield from _ablations(result)
     yield from _gate(result)
     yield from _settings(result)
 
 
-def _described(workload: Workload, result: Result, machine: Mapping[str, Any]) -> str:
+def _described(workload: Workload, result: Result) -> str:
     longest = f"{'up to ' * (workload.lengths == 'variable')}{workload.completion_tokens}"
     what = {
         "grpo": f"{workload.prompts} prompts of {workload.prompt_tokens} tokens x {workload.group} completions of "
@@ -188,14 +188,18 @@ def _described(workload: Workload, result: Result, machine: Mapping[str, Any]) -
         what += f", {workload.micro_batches} micro-batches a step"
     loud, turns = summary.noisy(result, FOREIGN)
     rounds = f"{_count(result['rounds'], 'round')} of {_count(result['steps'], 'step')}"
-    waits = "processes wait between their turns" if result.get("resident") else "each turn is a fresh process"
-    rates = " and ".join(f"{value / 1e9:,.0f} GFLOP/s in {name}" for name, value in machine["flops"].items())
+    waits = "processes wait between their turns" if result["resident"] else "each turn is a fresh process"
+    rates = " and ".join(_rates(result["rates"]))
     return (
         f"{workload.method.upper()}, shape {workload.shape}: {what}. {rounds} in turns, after {result['warmups']} that "
         f"do not count; {waits}; {result['minutes']:.0f} minutes. The machine gave {rates}. Others took over "
         f"{FOREIGN:.0%} of the processor in {loud} of {turns} turns; load average {result['load'][0]:.1f} before and "
         f"{result['load'][1]:.1f} after. {result['date']}, commit {_commit(result)}.{_counted(result)}\n"
     )
+
+
+def _rates(machine: Mapping[str, Any]) -> list[str]:
+    return [f"{value / 1e9:,.0f} GFLOP/s in {name}" for name, value in machine["flops"].items()]
 
 
 def _count(number: int, what: str) -> str:
@@ -208,8 +212,8 @@ def _counted(result: Result) -> str:
     return f' "TRL default" is `{default}`, "TRL tuned" `{tuned}`.' if default and tuned else ""
 
 
-def _contenders(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
-    tokens, bound = summary.generated_tokens(result), summary.limit(result, machine)
+def _contenders(result: Result) -> Iterator[str]:
+    tokens, bound = summary.generated_tokens(result), summary.limit(result, result["rates"])
     columns = ("", "s a step (rounds)", "middle half of steps", "CPU s", "generate, reward, train, optimize")
     more = ("tokens/s generated, trained", "peak GB", "of the limit", "MFU, HFU, MBU")
     yield f"| {' | '.join((*columns, *more))} |"
@@ -217,7 +221,7 @@ def _contenders(result: Result, machine: Mapping[str, Any]) -> Iterator[str]:
     for name, one in result["contenders"].items():
         if one["technique"] is not None:
             continue
-        parts, share = summary.phases(result, name), summary.shares(result, name, machine)
+        parts, share = summary.phases(result, name), summary.shares(result, name, result["rates"])
         split = ", ".join(f"{parts[phase]:.2f}" for phase in ("generate", "reward", "train", "optimize"))
         low, high = summary.quartiles(result, name)
         rates = [tokens / parts["generate"] if tokens else None, summary.trained_tokens(result) / parts["train"]]

@@ -58,7 +58,8 @@ def result(workload: Workload, contenders: Mapping[str, Any], **more: Any) -> di
     shape = {"rounds": 2, "steps": 3, "warmups": 2, "resident": True, "series": None, "factor": 1}
     code = {"commit": "0123456789abcdef", "changed": False}
     when = {"minutes": 3.0, "date": "2026-01-01", "load": [0.1, 0.2], "code": code}
-    return {"workload": asdict(workload), **shape, **when, **more, "contenders": dict(contenders)}
+    rates = {"rates": {name: MACHINE[name] for name in ("flops", "copy", "read")}}
+    return {"workload": asdict(workload), **shape, **when, **rates, **more, "contenders": dict(contenders)}
 
 
 def run(*results: Mapping[str, Any], suite: str = "bench") -> dict[str, Any]:

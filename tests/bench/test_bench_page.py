@@ -55,6 +55,19 @@ def test_a_benchmark_that_was_not_measured_anew_stays() -> None:
     assert len(merged(run(result(C1, {OURS: contender([[1.0]])})), other)["benchmarks"]) == 1
 
 
+def test_a_benchmark_that_stays_is_held_against_the_machine_of_its_own_time() -> None:
+    one = result(C1, {OURS: contender([[2.0]])})
+    before = page.page({"cpu": run(one)})
+    slower = run(result(DPO, {OURS: contender([[2.0]])}))
+    slower["machine"] = slower["machine"] | {"flops": {"float32": 2e10, "bfloat16": 4e10}}
+    after = page.page({"cpu": merged(slower, run(one))})
+    part = before.partition("### C1, prompt 64")[2].partition("###")[0]
+    assert (
+        part
+        and after.partition("### C1, prompt 64")[2].partition("###")[0].strip() == part.partition("## On")[0].strip()
+    )
+
+
 def test_a_wider_gate_and_code_that_differs_from_its_commit_are_told() -> None:
     deep, code = contender([[2.0]]), {"commit": "0123456789abcdef", "changed": True}
     text = page.page({"cpu": run(result(C1, {OURS: deep}, code=code))})
