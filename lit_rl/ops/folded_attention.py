@@ -36,6 +36,12 @@ BLOCK = 2**19
 COLUMNS = 32
 """Columns of queries in a block, at least."""
 
+WORTH = 2**15
+"""Scores of one prompt's queries and one key head, at least, for which products of their own are worth their calls.
+
+Below, attention over repeated keys was faster on two threads of a CPU, twice so at 500 (docs/speed.md).
+"""
+
 ALIGNED = 32
 """Padding is cut off a prompt in steps of so many columns: each new width makes oneDNN build kernels."""
 
@@ -50,6 +56,18 @@ class Sharers:
     """One behind the last row."""
     padding: int = 0
     """Columns of the prompt's keys, the first ones, that no row sees. Fewer than all."""
+
+
+def is_worth(rows: float, queries_per_key: float, t: int, p: int) -> bool:
+    """Whether this attention is expected to be no slower than attention over repeated keys.
+
+    Args:
+        rows: Rows of a prompt, on average.
+        queries_per_key: Query heads that a key head serves.
+        t: A row's own tokens.
+        p: Tokens of a prompt.
+    """
+    return rows * queries_per_key * t * (p + t) >= WORTH
 
 
 def keeps_weights(t: int, d: int, e: int) -> bool:

@@ -21,7 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,9 @@ def header(suite: str, place: measure.Place, **settings: int) -> dict[str, Any]:
     return {"suite": suite, "machine": found, "threads": place.threads, "versions": versions(place.peer_python)}
 
 
-def rates_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the machine could do when a benchmark ran: shared cores are not always equally fast."""
-    return {name: found[name] for name in ("flops", "copy", "read")}
+def of_machine(run: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """A benchmark's result with what the machine could do: shared cores are not equally fast at all hours."""
+    return result | {"rates": {name: run["machine"][name] for name in ("flops", "copy", "read")}}
 
 
 def merged(run: dict[str, Any], earlier: dict[str, Any] | None) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def main() -> None:
             if not run["machine"]["has_bfloat16"]:
                 benchmarks = [without_bfloat16(one) for one in benchmarks]
             for result in measure.run(contenders_of(benchmarks, given.contenders), place):
-                run["benchmarks"].append(result | {"rates": rates_of(run["machine"])})
+                run["benchmarks"].append(of_machine(run, result))
                 if docs is not None:
                     save(run, docs / "benchmarks" / f"{kind}.json", docs)
         except (GateError, ContenderFailed) as error:

@@ -11,7 +11,7 @@ from bench import measure
 from bench.contenders import OURS, REFERENCE, ours, peers
 from bench.gate import GateError
 from bench.protocol import ContenderFailed
-from bench.run import header, save
+from bench.run import header, of_machine, save
 from bench.workload import Workload
 from bench_results import small
 
@@ -26,7 +26,8 @@ def place(folder: Path) -> measure.Place:
 def test_a_step_of_ours_is_timed_beside_one_of_trl(tmp_path: Path) -> None:
     benchmark = small(WORK, [*peers(WORK, []), ours(OURS)])
     where = place(tmp_path)
-    run = header("smoke", where, size=64, floats=2**16, times=2) | {"benchmarks": list(measure.run([benchmark], where))}
+    run = header("smoke", where, size=64, floats=2**16, times=2)
+    run["benchmarks"] = [of_machine(run, result) for result in measure.run([benchmark], where)]
     save(run, tmp_path / "docs" / "benchmarks" / "cpu.json", tmp_path / "docs")
     (found,) = json.loads((tmp_path / "docs" / "benchmarks" / "cpu.json").read_text())["benchmarks"]
     assert list(found["contenders"]) == [REFERENCE, OURS]

@@ -14,6 +14,7 @@ from lit_rl.models.policy import shared_attention, shared_prefix
 from lit_rl.models.policy.forward import response_logprobs, score
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.shared_attention import FoldedCache
+from lit_rl.ops import folded_attention as ops
 from lit_rl.rollout import Sampling, select
 
 REPEATED, FOLDED = ForwardOptions(folded_attention=False), ForwardOptions()
@@ -22,7 +23,8 @@ SHAPE = dict(vocab_size=264, hidden_size=32, intermediate_size=48, num_hidden_la
 
 @pytest.fixture
 def folded(monkeypatch):
-    """The rows of every call that ran so."""
+    """The rows of every call that ran so, however few scores they have."""
+    monkeypatch.setattr(ops, "WORTH", 0)
     rows, whole = [], FoldedCache.attend
 
     def attend(self, module, layer, query, scaling):
@@ -157,6 +159,15 @@ def test_a_trial_finds_attention_that_is_wrong(make_model, monkeypatch):
     assert not shared_prefix._proven(model)
 
 
+@pytest.mark.parametrize(("scores", "runs"), [(360, [6]), (361, [])])
+def test_groups_with_few_scores_have_their_keys_repeated(make_model, completions, folded, monkeypatch, scores, runs):
+    """Three rows of a prompt times two query heads of a key head times 5 tokens that look at 7 + 5: 360."""
+    assert completions.prompt_ids.shape == (6, 7) and completions.response_ids.shape == (6, 5)
+    monkeypatch.setattr(ops, "WORTH", scores)
+    result(LanguageModel(str(make_model())).load(), completions, FOLDED)
+    assert folded == runs
+
+
 def test_prompts_with_holes_have_their_keys_repeated(make_model, completions, folded):
     model = LanguageModel(str(make_model())).load().double()
     mask = completions.prompt_mask.clone()
@@ -166,7 +177,7 @@ def test_prompts_with_holes_have_their_keys_repeated(make_model, completions, fo
     assert folded == []
 
 
-def test_what_a_model_asks_for_after_its_trial_is_refused_by_name(make_model, completions):
+def test_what_a_model_asks_for_after_its_trial_is_refused_by_name(make_model, completions, folded):
     model = LanguageModel(str(make_model())).load()
     result(model, completions, FOLDED)
     layer = model.model.layers[0].self_attn

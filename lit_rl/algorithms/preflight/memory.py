@@ -53,7 +53,7 @@ from typing import Literal
 from lit_rl.models.policy.disagreement import LOGITS
 from lit_rl.models.policy.shape import ModelShape
 from lit_rl.models.policy.shared_prefix import WORTH
-from lit_rl.ops.folded_attention import keeps_weights
+from lit_rl.ops.folded_attention import is_worth, keeps_weights
 from lit_rl.ops.linear_logprobs import COLUMNS, KEPT
 
 GIB = 2**30
@@ -365,7 +365,8 @@ class Memory:
         shares = self.lengths.shares and network is self.policy and not network.checkpointing and t > 1
         prompts = -(-rows // g)
         if shares and (rows - prompts) * p >= WORTH * rows * (p + t):
-            folded = self.lengths.folds and not network.eager
+            of_key = network.shape.query_width / network.shape.kv_width
+            folded = self.lengths.folds and not network.eager and is_worth(rows / prompts, of_key, t, p)
             return [Call(prompts, p, p), Call(rows, t - 1, p + t - 1, folded)]
         return [Call(rows * self.lengths.texts, p + t, p + t)]
 

@@ -20,6 +20,12 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def queries_per_key(config: Any) -> float:
+    """Query heads that a key head serves, by the config of text layers."""
+    keys = getattr(config, "num_key_value_heads", None)
+    return config.num_attention_heads / keys if keys else 1.0
+
+
 @contextmanager
 def attending_by(model: Any, implementation: str) -> Iterator[None]:
     """Inside, the model's layers look up this attention and its masks in transformers' registries."""

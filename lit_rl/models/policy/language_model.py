@@ -58,7 +58,7 @@ class LanguageModel:
         shared_prompts: Compute the prompt of a group once in training too, where that is exact. The same numbers.
         rows_by_length: Run rows of like length together, with less padding. The same numbers.
         folded_attention: Attend to the keys of a shared prompt where they lie, in models in which a trial shows that
-            it is exact, on a CPU. The same numbers.
+            it is exact, on a CPU, where a group has enough of them for that to be faster. The same numbers.
         fused_accumulation: Sum what the calls of a micro-batch give the embedding and the head in one tensor, on a
             CPU. The same numbers.
         use_liger_kernel: Compute norms, rotary embedding and MLP by Liger's kernels, on a CUDA device (extra `liger`).

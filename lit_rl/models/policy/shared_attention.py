@@ -26,10 +26,11 @@ from lit_rl.models.policy.attention import (
     is_causal,
     keeps_whole_texts,
     plain_attention,
+    queries_per_key,
     text_config,
 )
 from lit_rl.models.policy.trunk import base_of
-from lit_rl.ops.folded_attention import Sharers, folded_attention
+from lit_rl.ops.folded_attention import Sharers, folded_attention, is_worth
 
 IMPLEMENTATION = "lit_rl_folded"
 """What a model's config calls this attention while it runs responses behind their prompts."""
@@ -42,20 +43,29 @@ class NotFolded(ConfigError):
         super().__init__(f"model.folded_attention=true cannot run this model: {why}. Set it to false.")
 
 
-def can_fold(model: nn.Module, mask: Tensor, p: int) -> bool:
-    """Whether a model may be able to, at these texts: ``(b, s)``, whose first ``p`` columns are prompts padded left.
+def can_fold(model: nn.Module, mask: Tensor, p: int, rows: int) -> bool:
+    """Whether a model may be able to, at texts that are long enough for it to pay.
 
     On a CPU: on other devices it is not measured.
+
+    Args:
+        model: A causal language model.
+        mask: Bool ``(n, p + t)``: the tokens of a row of each prompt. Prompts are padded left.
+        p: Columns of the prompts.
+        rows: Of all prompts.
     """
     base = base_of(model)
     if not isinstance(base, PreTrainedModel) or mask.device.type != "cpu":
         return False
     if text_config(base)._attn_implementation != "sdpa":
         return False
+    n, s = mask.shape
+    if not is_worth(rows / n, queries_per_key(text_config(base)), s - p, p):
+        return False
     prompt = mask[:, :p]
     if not bool((prompt[:, 1:] >= prompt[:, :-1]).all()) or not bool(prompt[:, -1].all()):
         return False
-    return keeps_whole_texts(DynamicCache(config=base.config), mask.shape[1])
+    return keeps_whole_texts(DynamicCache(config=base.config), s)
 
 
 class FoldedLayer(CacheLayerMixin):

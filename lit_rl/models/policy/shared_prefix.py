@@ -117,7 +117,7 @@ def run_shared(
     from lit_rl.models.policy.shared_attention import FoldedCache, can_fold
 
     folds = options.folded_attention and can_fold(
-        model, completions.attention_mask[prompts.rows], completions.prompt_ids.shape[1]
+        model, completions.attention_mask[prompts.rows], completions.prompt_ids.shape[1], len(prompts.of_row)
     )
     cache = FoldedCache if folds and _proven(model) else None
     return _run_behind(model, completions, prompts, distribution, options, cache)
