@@ -55,18 +55,27 @@ def their_rollout(
     case: Case,
     said: Sequence[Sequence[str]],
     rows: Sequence[dict[str, Any]],
+    logprobs: Sequence[Sequence[float]] | None = None,
 ) -> Theirs:
-    """TRL's rollout of these rows of the data, one a completion, in which each says its turns."""
+    """TRL's rollout of these rows of the data, one a completion, in which each says its turns.
+
+    `logprobs` are what the engine reports of all that a row says.
+    """
     trainer, turns, seen, columns = oracle.trainer, [0] * ROWS, [], dict[str, Any]()
     tokenizer = trainer.processing_class
 
-    def says(prompt_ids: Sequence[Any], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+    reported = None if logprobs is None else [list(row) for row in logprobs]
+
+    def says(prompt_ids: Sequence[Any], *_: Any, **__: Any) -> tuple[list[list[int]], list[list[float]] | None]:
         going = [row for row in range(ROWS) if turns[row] < len(said[row])]
         assert len(going) == len(prompt_ids), "TRL goes on with other rows than those that called a tool"
         texts = [said[row][turns[row]] for row in going]
         for row in going:
             turns[row] += 1
-        return [ids_of(tokenizer, text) for text in texts], None
+        ids = [ids_of(tokenizer, text) for text in texts]
+        if reported is None:
+            return ids, None
+        return ids, [[reported[row].pop(0) for _ in said_now] for row, said_now in zip(going, ids)]
 
     def watched(completions: Any, **given: Any) -> list[float | None]:
         seen.extend(copy.deepcopy(completions))

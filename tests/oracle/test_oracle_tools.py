@@ -6,23 +6,29 @@ TRL's `_generate_and_score_completions` runs as it is, and calls its tools; ours
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import oracle_ours
 import pytest
-from oracle_cases import GIVEN, GROUP, ROWS, Case, assert_same_step, second
+import torch
+from oracle_cases import GIVEN, GROUP, ROWS, TEMPERATURE, Case, assert_same_step, second
 from oracle_ours import our_grpo, ours
 from oracle_trl import Oracle
 from oracle_turns import LONGEST, call, chat_tokenizer, plain, their_rollout, tokens
 from said_turns import drawn, ids_of
 from torch import Tensor
 
+from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs
 from lit_rl.environments import FunctionTools
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.source import EpisodeSource
 from lit_rl.generation import RolloutFunction
 from lit_rl.generation.collect import as_reward_input, texts_of
 from lit_rl.generation.rollout_function import RolloutCalls
-from lit_rl.rollout import Completions, PromptBatch
+from lit_rl.ops.reductions import constant_mean
+from lit_rl.rollout import Completions, PromptBatch, Sampling
 
 QUESTIONS = ["What is 3 times 4?", "What is 17 times 25?"]
 CHATS = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -140,16 +146,47 @@ def test_calls_that_fail_are_counted_and_answered_with_an_error(
         assert told == [row in failing for row in range(ROWS)]
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo"])
-def test_loss_and_gradient(oracle: Oracle, loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def engine_logprobs(oracle: Oracle, completions: Completions) -> Completions:
+    """With what an engine reports that is a little off."""
+    oracle.at("rollout")
+    exact = frozen_logprobs(oracle.model, completions, sampling=Sampling(temperature=TEMPERATURE), rows_at_once=ROWS)
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(4))
+    return replace(completions, sampler_logprobs=(exact + 0.1 * noise).masked_fill(~completions.response_mask, 0.0))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{loss_type: {"loss_type": loss_type} for loss_type in ("dapo", "grpo", "cispo", "dr_grpo", "bnpo", "luspo")},
+    "sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02},
+    "delta": {"delta": 1.55},
+    "entropy": {"entropy_coef": 0.3},
+    "top_entropy": {"top_entropy_quantile": 0.37},
+    "off_policy": {"off_policy_mask_threshold": 0.02},
+    **{
+        mode: {
+            "use_vllm": True,
+            "vllm_mode": "server",  # the other one would be asked for its longest text
+            "vllm_importance_sampling_mode": mode,
+            "vllm_importance_sampling_clip_max": 1.1,
+        }
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
+}
+"""What TRL computes over tokens, and would compute otherwise if it took what tools said for the policy's."""
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_loss_and_gradient(oracle: Oracle, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.trainer.utils import split_tensor_dict
 
-    settings, case = {"loss_type": loss_type, "beta": 0.3, "epsilon_high": 0.4}, Case(micro_batches=1)
-    theirs = their_rollout(oracle, monkeypatch, settings, case, SAID, rows())
+    settings, case = {"beta": 0.3, "epsilon_high": 0.4} | OPTIONS[name], Case(micro_batches=1)
+    completions = engine_logprobs(oracle, our_completions(oracle)[1])
+    reported = tokens(completions.sampler_logprobs, completions.response_mask)
+    corrected = settings.get("use_vllm", False) or "off_policy_mask_threshold" in settings
+    theirs = their_rollout(oracle, monkeypatch, settings, case, SAID, rows(), reported if corrected else None)
     oracle.at("update")
     other = oracle.step(split_tensor_dict(theirs.taken, case.micro_batches))
     other.advantages = theirs.taken["advantages"]
-    _, completions = our_completions(oracle)
+    monkeypatch.setitem(oracle_ours.REDUCTIONS, "dr_grpo", partial(constant_mean, length=LONGEST))
     mine = ours(oracle, our_grpo(settings), case, completions)
     assert_same_step(mine, other, size=1.0)
     heard = completions.attended & ~completions.response_mask  # type: ignore[operator]
