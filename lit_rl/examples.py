@@ -15,6 +15,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from lit_rl.vision import Vision
+
 
 @dataclass
 class TokenBatch:
@@ -29,6 +31,8 @@ class TokenBatch:
     predicts."""
     segment: Tensor | None = None
     """Long ``(b, s)``: which text of a packed row a token belongs to, from 0. None where every row is one text."""
+    vision: Vision | None = None
+    """What the model sees beside the tokens, of prompts with which the rows begin. None where no row has images."""
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -53,8 +57,13 @@ class TokenBatch:
     def take(self, rows: slice | Tensor, width: int | None = None) -> TokenBatch:
         """Some of the rows; of them the first `width` columns, where that is given."""
         segment = None if self.segment is None else self.segment[rows, :width]
+        numbers = torch.arange(len(self))[rows.cpu() if isinstance(rows, Tensor) else rows]
         return TokenBatch(
-            self.input_ids[rows, :width], self.attention_mask[rows, :width], self.loss_mask[rows, :width], segment
+            self.input_ids[rows, :width],
+            self.attention_mask[rows, :width],
+            self.loss_mask[rows, :width],
+            segment,
+            None if self.vision is None else self.vision.select(numbers),
         )
 
     def to(self, device: Any) -> Self:

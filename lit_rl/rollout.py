@@ -21,6 +21,7 @@ from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.ops.transforms import Truncation
 from lit_rl.turns import Responder
+from lit_rl.vision import PromptVision, Vision
 
 Message = dict[str, Any]
 """One chat message: at least ``role`` and ``content``."""
@@ -146,6 +147,8 @@ class PromptBatch:
     """0..R-1: which of the R micro-batches of this rollout Lightning's loop is at. 0 generates."""
     upcoming: PromptBatch | None = None
     """At slot 0, where the generator lags: the prompts of the next rollout. None elsewhere, and in a run's last one."""
+    vision: Callable[[], Sequence[PromptVision | None]] | None = None
+    """Makes what the model sees of each prompt beside its tokens. None where no prompt of the data has images."""
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -173,6 +176,8 @@ class Prompts:
     """Text to token ids, without special tokens around it. Needed only where ``Sampling.bad_words`` is set."""
     responder: Responder | None = None
     """What answers each turn of a row. None: a row is over with its first turn."""
+    vision: Sequence[PromptVision | None] = ()
+    """What the model sees of each prompt beside its tokens; empty where no prompt has images."""
     on_finished: Callable[[int, list[int]], None] | None = None
     """Wants to hear of responses of one turn while others are still written: called with the row and its tokens, EOS
     included, in the thread that called ``generate``. A generator tells it of each row once, or not at all."""
@@ -215,8 +220,8 @@ class Completions:
     they cut nothing, and outside ``response_mask``. None where none of them is in force, or the engine cannot tell."""
     turn: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
-    model_inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """Per-row extra inputs of the forward pass, ``(b, ...)`` (pixels of a vision model). Empty for text."""
+    vision: Vision | None = None
+    """What the model sees beside tokens. None where no prompt has images."""
     episodes: tuple[Episode, ...] | None = None
     """One a row: what was said and answered, in words. None where nothing answers the policy."""
 
@@ -281,6 +286,8 @@ def select(item: Any, rows: Tensor) -> Any:
     """The given rows of a frozen dataclass of tensors, recursively; what has no row dimension is kept as it is."""
     if isinstance(item, Tensor):
         return item[rows.to(item.device)]
+    if isinstance(item, Vision):
+        return item.select(rows)
     if isinstance(item, Mapping):
         return {key: select(value, rows) for key, value in item.items()}
     if isinstance(item, tuple):
@@ -336,20 +343,14 @@ def join_completions(first: Completions, second: Completions) -> Completions:
     """Rows of both; `version` is the first's.
 
     What one of them lacks is filled with what its absence means: all that was sampled was attended, in the first turn;
-    how much truncation left is known of all rows, or of none.
-
-    Raises:
-        ValueError: one has model inputs that the other lacks: nothing says what their absence means.
+    how much truncation left is known of all rows, or of none; rows without images see none.
     """
-    if first.model_inputs.keys() != second.model_inputs.keys():
-        raise ValueError(
-            f"Completions with the model inputs {sorted(first.model_inputs)} cannot be joined with completions that "
-            f"have {sorted(second.model_inputs)}."
-        )
     joined = _joined(_filled(first, second), _filled(second, first))
-    inputs = {key: torch.cat([value, second.model_inputs[key]]) for key, value in first.model_inputs.items()}
+    vision = None
+    if first.vision is not None or second.vision is not None:
+        vision = (first.vision or Vision.blind(len(first))).joined(second.vision or Vision.blind(len(second)))
     episodes = None if first.episodes is None or second.episodes is None else (*first.episodes, *second.episodes)
-    return dataclasses.replace(joined, model_inputs=inputs, episodes=episodes)
+    return dataclasses.replace(joined, vision=vision, episodes=episodes)
 
 
 def join_rollouts(first: Rollout, second: Rollout) -> Rollout:

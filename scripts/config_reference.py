@@ -93,7 +93,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
         "",
         [
             *("Addition", "Largest", "ReasoningGym", "Repeated", "Products"),
-            *("GuessDemonstrations", "CalculatorDemonstrations", "RandomPlay"),
+            *("GuessDemonstrations", "CalculatorDemonstrations", "RandomPlay", "Digits"),
         ],
     ),
     ("reward", "", ["from_paths", "Rewards", "RewardRecipes"]),

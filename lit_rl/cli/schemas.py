@@ -90,6 +90,8 @@ TARGETS = {
     "ReasoningGymText": "lit_rl.data.tasks.ReasoningGymText",
     "LargestPairs": "lit_rl.data.tasks.LargestPairs",
     "AdditionSteps": "lit_rl.data.tasks.AdditionSteps",
+    "Digits": "lit_rl.data.digits.Digits",
+    "DigitTexts": "lit_rl.data.digits.DigitTexts",
     "GuessDemonstrations": "lit_rl.environments.guess.GuessDemonstrations",
     "CalculatorDemonstrations": "lit_rl.environments.calculator.CalculatorDemonstrations",
     "ProductQuestions": "lit_rl.environments.calculator.ProductQuestions",

@@ -84,11 +84,11 @@ def data_check(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*have a training prompt.*")  # the report says so too
         if isinstance(data, RolloutDataModule):
-            data.prepare(tokenizer, stage="predict")
+            data.prepare(tokenizer, processor=model.processor, stage="predict")
             look = _prompts(data, rows)
         else:
             kind = kind or _kind_of_first_row(data)
-            data.prepare(tokenizer, kind, stage="predict")
+            data.prepare(tokenizer, kind, processor=model.processor, stage="predict")
             look = _examples(data, kind, rows)
     console.print(Text(look.title))
     if (size := getattr(data, "stream_buffer", None)) is not None:
@@ -104,7 +104,7 @@ def data_check(
     _say_counts(console, data.report)
     _say_repeats(console, look, data.report)
     try:
-        data.prepare(tokenizer, *((kind,) if kind else ()), stage="fit")
+        data.prepare(tokenizer, *((kind,) if kind else ()), processor=model.processor, stage="fit")
     except DataError as error:  # a few rows are enough to look at, none are not
         if not data.report["train"]["kept"]:
             raise
@@ -133,7 +133,7 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
 def _prompts(data: RolloutDataModule, rows: int) -> Look:
     all_rows = data.peek(data.report["train"]["kept"])
     shown = [[("prompt, which the policy answers", ids, [False] * len(ids))] for ids in all_rows.prompt_ids[:rows]]
-    keys = [prompt_key(prompt) for prompt in all_rows.prompts]
+    keys = data.prompt_keys
     columns = {name: next((v for v in values if v is not None), None) for name, values in all_rows.columns.items()}
     wholes = [
         json.dumps([key, {name: values[i] for name, values in all_rows.columns.items()}], default=str)
@@ -162,7 +162,7 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> Look:
 
 
 def _key(example: Example) -> str:
-    return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt)
+    return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt, example.shown)
 
 
 def _texts(example: Example) -> list[tuple[str, list[int], list[bool]]]:

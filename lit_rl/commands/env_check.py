@@ -99,7 +99,7 @@ class _Checked:
             )
         assert hasattr(data, "peek")
         rows: Any = data
-        rows.prepare(module.tokenizer, stage="predict")
+        rows.prepare(module.tokenizer, processor=module.model.processor, stage="predict")
         preflight.rewarded(factory, module.reward_functions)
         preflight.fits(factory, module.generator, module.sampling, module.evaluation)
         interaction = preflight.source_of(factory, module.model, rows)

@@ -99,14 +99,16 @@ def closing_lines(
     run_dir: Path, command: str, export: str | None, logged: bool, loaded_by: str = "AutoModelForCausalLM"
 ) -> list[str]:
     """Where everything is, and the commands to go on with. `loaded_by` is transformers' class for the export."""
-    writes = loaded_by == "AutoModelForCausalLM"
+    sees = loaded_by == "AutoModelForImageTextToText"
+    writes = sees or loaded_by == "AutoModelForCausalLM"
     lines = [f"samples       {run_dir}/samples/ (parquet, one file a rollout)"] if writes else []
     lines.append(f"metrics       {run_dir}/metrics.jsonl")
     if logged:
         lines.append(f"curves        tensorboard --logdir {_quoted(run_dir)}")
     if export is not None:
         lines.append(f"model         {run_dir}/hf  ({export})")
-        lines.append(f"use it        {loaded_by}.from_pretrained({str(run_dir / 'hf')!r}), AutoTokenizer likewise")
+        beside = "AutoProcessor" if sees else "AutoTokenizer"
+        lines.append(f"use it        {loaded_by}.from_pretrained({str(run_dir / 'hf')!r}), {beside} likewise")
     sampled = " eval.group_size=8 eval.temperature=1" if writes else ""
     lines.append(f"evaluate it   {command} task=eval ckpt_path=last{sampled}")
     return lines

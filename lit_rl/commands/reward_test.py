@@ -54,7 +54,7 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
     given = None if completions is None else _read(Path(completions).expanduser())
     tokenizer, reward = run.generating.tokenizer, run.generating.reward_functions
     data: Any = run.data
-    data.prepare(tokenizer, stage="predict")
+    data.prepare(tokenizer, processor=run.generating.model.processor, stage="predict")
     reward.bind(data.columns)
     for columns in data.columns_of_sets():
         reward.check(columns)

@@ -192,7 +192,8 @@ def _announce(run: Run) -> None:
 
 def _has_validation(run: Run) -> bool:
     data, kind = run.data, getattr(run.module, "learns_from", None)
-    data.prepare(run.module.tokenizer, *([kind] if kind else []))  # pyright: ignore
+    model = run.module.model
+    data.prepare(model.tokenizer, *([kind] if kind else []), processor=model.processor)  # pyright: ignore
     sets = [*data.val_names, *getattr(data, "loss_names", ())]  # pyright: ignore
     return bool(sets) and run.trainer.limit_val_batches != 0
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lit_rl.data.image_prompts import Processor
 from lit_rl.data.prompt_set import Example, PromptOptions, PromptSet, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import count_overlap, hold_out, prompt_key
@@ -35,6 +36,7 @@ def read_corpus(
     tokenizer: PreTrainedTokenizerBase,
     options: PromptOptions,
     *,
+    processor: Processor | None = None,
     val_fraction: float = 0.0,
     seed: int = 0,
 ) -> Corpus:
@@ -47,24 +49,30 @@ def read_corpus(
         DataError: a row or a whole set cannot be used; a validation set has no rows left.
     """
     report: Report = {}
-    sources = [_examples(rows, tokenizer, options, report, "train") for rows in train]
-    held_out = {name: _examples(rows, tokenizer, options, report, set_key(name)) for name, rows in val.items()}
+
+    def examples(rows: Rows, key: str) -> list[Example]:
+        found, counts = read_examples(rows, tokenizer, options, processor)
+        _add(counts, report.setdefault(key, {}))
+        return found
+
+    sources = [examples(rows, "train") for rows in train]
+    held_out = {name: examples(rows, set_key(name)) for name, rows in val.items()}
     report["train"]["held_out"] = 0
     if val_fraction > 0:
         if not any(sources):
             raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
-        sources, held = hold_out(sources, val_fraction, seed, lambda example: prompt_key(example.prompt))
+        sources, held = hold_out(sources, val_fraction, seed, lambda example: prompt_key(example.prompt, example.shown))
         held_out[""] = held
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] -= len(held)
         report["val"] = {"rows": len(held), "kept": len(held)}
-    train_set = PromptSet.of([example for source in sources for example in source])
-    val_sets = {name: PromptSet.of(examples) for name, examples in held_out.items()}
+    train_set = PromptSet.of([example for source in sources for example in source], processor)
+    val_sets = {name: PromptSet.of(held, processor) for name, held in held_out.items()}
     for name, prompts in val_sets.items():
         counts = report[set_key(name)]
         if not len(prompts):
             raise DataError(f"The validation set {set_key(name)} has no rows left: {list_counts(counts)}.")
-        counts["overlap"] = count_overlap(train_set.prompts, prompts.prompts)
+        counts["overlap"] = count_overlap(train_set.keys, prompts.keys)
     return Corpus(train_set, tuple(map(len, sources)), val_sets, report)
 
 
@@ -78,12 +86,7 @@ def list_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
-def _examples(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, report: Report, key: str
-) -> list[Example]:
-    examples, counts = read_examples(rows, tokenizer, options)
-    total = report.setdefault(key, {})
+def _add(counts: Mapping[str, int], total: dict[str, int]) -> None:
     for name, count in counts.items():
         before = total.get(name, 0)
         total[name] = max(before, count) if name == "longest" else before + count
-    return examples

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import Corpus, list_counts, read_corpus, set_key
+from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader, RolloutLoader
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.prompt_set import PromptOptions
@@ -17,6 +18,7 @@ from lit_rl.data.spare import SparePrompts
 from lit_rl.data.tasks import Repeated
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.rollout import PromptBatch
+from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,21 +57,28 @@ class RolloutDataModule(SourcedDataModule):
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._corpus: Corpus | None = None
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase, *, stage: str = "fit") -> None:
+    def prepare(
+        self, tokenizer: PreTrainedTokenizerBase, *, processor: Processor | None = None, stage: str = "fit"
+    ) -> None:
         """Load, format, tokenise, split and count, once for a tokenizer. Needs no weights.
+
+        Args:
+            tokenizer: Of the policy.
+            processor: Of a policy that sees; None: of one over text.
+            stage: `fit` also checks that the rows fill a rollout.
 
         Raises:
             DataError: a set cannot be used; for the stage `fit` also where its rows do not fill one rollout.
             BackendError: the hub cannot be reached.
         """
         if self._tokenizer is not tokenizer:
-            self._corpus = self._read(tokenizer)
+            self._corpus = self._read(tokenizer, processor)
             self._tokenizer = tokenizer
         if stage == "fit":
             self._order(self.shuffle)
 
     def setup(self, stage: str) -> None:
-        self.prepare(self.module_attribute("tokenizer"), stage=stage)
+        self.prepare(self.module_attribute("tokenizer"), processor=self.processor_of_run(), stage=stage)
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
@@ -100,6 +109,11 @@ class RolloutDataModule(SourcedDataModule):
     def longest_val_prompt(self) -> int:
         """Tokens of the longest validation prompt of any set; 0 where there is none."""
         return max((len(ids) for rows in self._prepared().val.values() for ids in rows.prompt_ids), default=0)
+
+    @property
+    def prompt_keys(self) -> list[str]:
+        """Of each training row a text that is equal for rows of equal prompts and images."""
+        return self._prepared().train.keys
 
     def columns_of_sets(self) -> list[Mapping[str, Sequence[Any]]]:
         """The columns of the training rows, and of each validation set, with their values."""
@@ -150,11 +164,16 @@ class RolloutDataModule(SourcedDataModule):
         """Training prompts beyond those of the epochs, for what a rollout drops."""
         return SparePrompts(self._prepared().train, self._order(self.shuffle))
 
-    def _read(self, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+    def vision(self, row: int) -> PromptVision | None:
+        """What the model sees of a training prompt beside its tokens."""
+        return self._prepared().train.vision(row)
+
+    def _read(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None) -> Corpus:
         val = self.val_rows()
         self.say_if_unvalidated(val)
         fraction = self.held_out(val)
-        corpus = read_corpus(self.train_rows(), val, tokenizer, self.options, val_fraction=fraction, seed=self.seed)
+        how = {"processor": processor, "val_fraction": fraction, "seed": self.seed}
+        corpus = read_corpus(self.train_rows(), val, tokenizer, self.options, **how)
         for name in corpus.val:
             overlap = corpus.report[set_key(name)]["overlap"]
             if overlap and not isinstance(self.task, Repeated):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_rl.data.checks import excerpt
+from lit_rl.data.image_parts import PART, sound_parts, text_of
 from lit_rl.errors import DataError, did_you_mean
 from lit_rl.rollout import Message, Prompt
 
@@ -30,7 +31,8 @@ def rename_columns(row: Mapping[str, Any], where: str, rename: Mapping[str, str]
 def split_prompt(row: Mapping[str, Any], where: str, *, prompt_key: str = "prompt") -> tuple[Prompt, dict[str, Any]]:
     """The prompt of a row, checked and in one form, and its other columns.
 
-    Message content may be a list of parts if all are text: they are joined.
+    Message content may be a list of parts: texts are joined, and bare image parts stay where they are
+    (`lit_rl.data.image_parts`).
 
     Raises:
         DataError: no such column, or the prompt is neither a text nor a sound list of chat messages.
@@ -71,7 +73,9 @@ def is_empty(prompt: Prompt) -> bool:
     if isinstance(prompt, str):
         return not prompt.strip()
     return not any(
-        m["content"].strip() or m.get("tool_calls") for m in prompt if m["role"] not in ("system", "developer")
+        text_of(m["content"]).strip() or isinstance(m["content"], list) or m.get("tool_calls")
+        for m in prompt
+        if m["role"] not in ("system", "developer")
     )
 
 
@@ -102,20 +106,12 @@ def checked_message(message: Any, where: str) -> Message:
     if content is None and extras.get("tool_calls"):
         content = ""
     if isinstance(content, list):
-        content = _joined(content, where)
-    if not isinstance(content, str):
-        raise DataError(
-            f"{where} has the content {excerpt(repr(content))}; allowed is a string or a list of text parts."
-        )
-    return {"role": role, "content": _sound_text(content, where), **extras}
-
-
-def _joined(parts: list[Any], where: str) -> str:
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    sound = [text for text in texts if isinstance(text, str)]
-    if len(sound) < len(parts):
-        raise DataError(f"{where} has content parts that are not text: {excerpt(repr(parts))}; only text is supported.")
-    return "".join(sound)
+        content = sound_parts(content, where)
+        content = content if PART in content else text_of(content)
+    if not isinstance(content, str | list):
+        raise DataError(f"{where} has the content {excerpt(repr(content))}; allowed is a string or a list of parts.")
+    _sound_text(text_of(content), where)
+    return {"role": role, "content": content, **extras}
 
 
 def _sound_text(text: str, where: str) -> str:

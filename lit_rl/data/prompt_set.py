@@ -8,15 +8,22 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
+from lit_rl.data.image_parts import RowImages
+from lit_rl.data.image_prompts import Processor, Shown
+from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.sources import Rows
-from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt
-from lit_rl.errors import DataError, LitRLError, did_you_mean, in_range
+from lit_rl.data.splits import prompt_key
+from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt, render_prompt
+from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean, in_range
+from lit_rl.images import ImageRef
 from lit_rl.rollout import Prompt, PromptBatch
+from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,9 +45,11 @@ class PromptOptions:
     max_prompt_tokens: int = 512
     overlong: Overlong = "drop"
     on_bad_row: OnBadRow = "error"
+    max_image_pixels: int = MAX_IMAGE_PIXELS
 
     def __post_init__(self) -> None:
         in_range("data.max_prompt_tokens", self.max_prompt_tokens, low=1)
+        in_range("data.max_image_pixels", self.max_image_pixels, low=1)
         one_of("data.overlong", self.overlong, OVERLONG)
         one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
         check_template_kwargs(self.chat_template_kwargs)
@@ -54,6 +63,8 @@ class Example:
     prompt_ids: list[int]
     columns: dict[str, Any]
     where: str
+    shown: Shown | None = None
+    """None: a prompt without images."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +74,29 @@ class PromptSet:
     prompts: Sequence[Prompt]
     prompt_ids: Sequence[list[int]]
     columns: Mapping[str, Sequence[Any]]
+    shown: Sequence[Shown | None] = ()
+    """What each prompt shows; empty where none shows anything."""
+    processor: Processor | None = None
+    """Makes pixels of it."""
 
     def __len__(self) -> int:
         return len(self.prompts)
 
     @classmethod
-    def of(cls, examples: Sequence[Example]) -> PromptSet:
+    def of(cls, examples: Sequence[Example], processor: Processor | None = None) -> PromptSet:
         """A set of the examples, in their order; a column that a row lacks is None there.
 
         Raises:
             DataError: a column mixes kinds of values that no lossless change makes one.
         """
         names = dict.fromkeys(name for example in examples for name in example.columns)
+        shown = [example.shown for example in examples]
         return cls(
             prompts=[example.prompt for example in examples],
             prompt_ids=[example.prompt_ids for example in examples],
             columns={name: _column(name, examples) for name in names},
+            shown=shown if any(shown) else (),
+            processor=processor,
         )
 
     @functools.cached_property
@@ -86,9 +104,33 @@ class PromptSet:
         """Equal for equal prompts, token ids and columns in the same order."""
         digest = hashlib.blake2b(digest_size=16)
         for i, prompt in enumerate(self.prompts):
-            row = [prompt, self.prompt_ids[i], {name: values[i] for name, values in self.columns.items()}]
+            row: list[Any] = [prompt, self.prompt_ids[i], {name: values[i] for name, values in self.columns.items()}]
+            if self.shown and self.processor:
+                row += [self.processor.name, [str(image) for image in self._images(i)]]
             digest.update(json.dumps(row, sort_keys=True, skipkeys=True, default=_plain).encode())
         return digest.hexdigest()
+
+    @functools.cached_property
+    def keys(self) -> list[str]:
+        """Of each row a text that is equal for rows of equal prompts and images."""
+        return [prompt_key(prompt, self.shown[i] if self.shown else None) for i, prompt in enumerate(self.prompts)]
+
+    def _images(self, row: int) -> Sequence[ImageRef]:
+        shown = self.shown[row]
+        return shown.images if shown else ()
+
+    def vision(self, row: int) -> PromptVision | None:
+        """What the model sees of a prompt beside its tokens: made anew, and equal to the bit, each time.
+
+        Raises:
+            DataError: an image is gone, or has changed since the data were read.
+        """
+        shown = self.shown[row] if self.shown else None
+        return shown.vision(self.processor, row) if shown and self.processor else None
+
+    def visions(self, rows: Sequence[int]) -> list[PromptVision | None]:
+        """`vision` of each of the rows."""
+        return [self.vision(row) for row in rows]
 
     def batch(
         self, rows: Sequence[int], *, occurrences: Sequence[int] | None = None, rollout: int = 0, slot: int = 0
@@ -102,11 +144,12 @@ class PromptSet:
             occurrences=[0] * len(rows) if occurrences is None else list(occurrences),
             rollout=rollout,
             slot=slot,
+            vision=functools.partial(self.visions, tuple(rows)) if self.shown else None,
         )
 
 
 def read_examples(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, processor: Processor | None = None
 ) -> tuple[list[Example], Counter[str]]:
     """Every row that passes the filters, and how many each filter took.
 
@@ -120,7 +163,7 @@ def read_examples(
     counts = Counter(
         rows=len(rows) + rows.skipped, bad=rows.skipped, empty=0, overlong=0, truncated=0, kept=0, longest=0
     )
-    reader = _Reader(tokenizer, options)
+    reader = _Reader(tokenizer, options, processor, rows.folder)
     kept, first_error = [], None
     for i in range(len(rows)):
         try:
@@ -137,6 +180,12 @@ def read_examples(
         counts["longest"] = max(counts["longest"], len(example.prompt_ids))
         if len(example.prompt_ids) <= options.max_prompt_tokens:
             kept.append(example)
+        elif options.overlong == "truncate_left" and example.shown:
+            raise ConfigError(
+                f"{example.where}: the prompt has {len(example.prompt_ids)} tokens with its images, "
+                f"data.max_prompt_tokens={options.max_prompt_tokens}, and data.overlong=truncate_left would cut "
+                "through an image. Use drop or error, raise the limit, or make images smaller."
+            )
         elif options.overlong == "truncate_left":
             counts["truncated"] += 1
             tail = example.prompt_ids[-options.max_prompt_tokens :]
@@ -155,10 +204,19 @@ def read_examples(
 class _Reader:
     """Reads rows one at a time and remembers what only all rows together can prove wrong."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: PromptOptions) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: PromptOptions,
+        processor: Processor | None,
+        folder: Path | None,
+    ) -> None:
+        self.tokenizer, self.processor = tokenizer, processor
         self.options = options
+        self.images = RowImages(processor is not None, folder, options.max_image_pixels)
         self.control = control_tokens(tokenizer)
+        if processor is not None:
+            self.control = sorted({*self.control, *processor.reserved})
         self.kinds: dict[type, str] = {}
         self.columns: dict[str, None] = {}
 
@@ -169,11 +227,16 @@ class _Reader:
             row = mapped_row(options.map_row, row, where)
         self.columns.update(dict.fromkeys(row))
         row = rename_columns(row, where, options.rename)
+        row, images = self.images.read(row, where, options.prompt_key)
         prompt, columns = split_prompt(row, where, prompt_key=options.prompt_key)
         self.kinds.setdefault(type(prompt), where)
         if is_empty(prompt):
             return None
         prompt = add_system_prompt(prompt, options.system_prompt)
+        if images and self.processor is not None and not isinstance(prompt, str):
+            text = render_prompt(self.tokenizer, prompt, where, options.chat_template_kwargs, self.control)
+            ids, _ = self.processor.process(text, images, where)
+            return Example(prompt, ids, columns, where, Shown(text, images, where))
         ids = encode_prompt(
             self.tokenizer,
             prompt,

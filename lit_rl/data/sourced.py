@@ -8,6 +8,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
+from lit_rl.data.image_prompts import Processor
+from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sources import Rows
@@ -32,6 +34,7 @@ class SourcedDataModule(L.LightningDataModule):
         system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.
         chat_template_kwargs: Further arguments of the chat template.
         shuffle: A new order of the rows in every epoch.
+        max_image_pixels: Width times height of an image, at most, by its header. For a model over images.
         on_bad_row: What to do with a row that cannot be read or is not sound: `error` refuses the data, `skip` leaves
             it out.
         val_path: A validation set, or several by name. Read like `path`.
@@ -56,6 +59,7 @@ class SourcedDataModule(L.LightningDataModule):
         map_row: Callable | None = None,
         system_prompt: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
         shuffle: bool = True,
         on_bad_row: OnBadRow = "error",
         val_path: str | dict[str, str] | None = None,
@@ -83,6 +87,7 @@ class SourcedDataModule(L.LightningDataModule):
             "system_prompt": system_prompt,
             "chat_template_kwargs": chat_template_kwargs or {},
             "on_bad_row": on_bad_row,
+            "max_image_pixels": max_image_pixels,
         }
         """How every kind of row is read: fields of `PromptOptions` and of `ExampleOptions`."""
         self.on_bad_row: OnBadRow = on_bad_row
@@ -144,6 +149,11 @@ class SourcedDataModule(L.LightningDataModule):
     def shuffles(self) -> bool:
         """Whether the training order is shuffled: `overfit_batches` means the same few batches again and again."""
         return self.shuffle and not getattr(self.trainer_of_run(), "overfit_batches", 0)
+
+    def processor_of_run(self) -> Processor | None:
+        """What makes pixels for the run's policy. None: it reads text, or the module is one of yours without any."""
+        model = getattr(self.trainer_of_run().lightning_module, "model", None)
+        return getattr(model, "processor", None)
 
     def trainer_of_run(self) -> L.Trainer:
         if self.trainer is None:

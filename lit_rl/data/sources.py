@@ -36,6 +36,8 @@ class Rows(Sequence[dict[str, Any]]):
         skipped: int = 0,
     ) -> None:
         self.name = name
+        self.folder: Path | None = None
+        """Where the source lies on this machine, which relative paths of its rows begin at. None: nowhere."""
         self.skipped = skipped
         self._rows = rows
         self._lines = lines
@@ -83,6 +85,8 @@ def load_rows(
         rows = Rows(str(local), from_saved(local, split=split, name=name))
     else:
         rows = _read_file(local, split, name, on_bad_row)
+    if local is not None:
+        rows.folder = local if local.is_dir() else local.parent
     if not len(rows):
         left_out = f" ({rows.skipped} bad rows were left out)" if rows.skipped else ""
         raise DataError(f"data.path={path}: no rows{left_out}.")

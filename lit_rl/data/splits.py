@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lit_rl.data.image_prompts import Shown
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
@@ -119,15 +120,16 @@ def hold_out(
     return train, val
 
 
-def count_overlap(train: Sequence[Prompt], val: Sequence[Prompt]) -> int:
-    """How many validation rows have a prompt that a training row has."""
-    seen = {prompt_key(prompt) for prompt in train}
-    return sum(prompt_key(prompt) in seen for prompt in val)
+def count_overlap(train: Iterable[str], val: Iterable[str]) -> int:
+    """How many of the keys of validation rows a training row has."""
+    seen = set(train)
+    return sum(key in seen for key in val)
 
 
-def prompt_key(prompt: Prompt) -> str:
-    """A text that is equal for equal prompts."""
-    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+def prompt_key(prompt: Prompt, shown: Shown | None = None) -> str:
+    """A text that is equal for equal prompts which show equal images."""
+    text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
+    return text if shown is None else " ".join([text, *(image.digest for image in shown.images)])
 
 
 def named_rows(key: str, rows: Any) -> Rows:

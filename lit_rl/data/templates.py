@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.data.checks import excerpt
+from lit_rl.data.image_parts import text_of
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.rollout import Message, Prompt
 
@@ -14,6 +15,28 @@ if TYPE_CHECKING:
 
 OURS = ("add_generation_prompt", "continue_final_message", "conversation", "return_dict", "return_tensors", "tokenize")
 """Arguments of `apply_chat_template` that a prompt's rendering fixes."""
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    where: str,
+    kwargs: Mapping[str, Any],
+    control: Sequence[str] | None = None,
+) -> str:
+    """The text of messages up to the assistant's turn, as the chat template writes it.
+
+    Raises:
+        DataError: there is no chat template, it refuses them, or a message holds the text of a control token.
+        ConfigError: `kwargs` sets what is fixed here.
+    """
+    require_chat_template(tokenizer, where)
+    refuse_control_tokens(control_tokens(tokenizer) if control is None else control, messages, where)
+    check_template_kwargs(kwargs)
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+    except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
+        raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
 
 
 def encode_prompt(
@@ -41,9 +64,8 @@ def encode_prompt(
     if isinstance(prompt, str):
         ids = _encode_text(tokenizer, prompt)
     else:
-        require_chat_template(tokenizer, where)
-        refuse_control_tokens(control_tokens(tokenizer) if control is None else control, prompt, where)
-        ids = _encode_messages(tokenizer, prompt, where, chat_template_kwargs or {})
+        text = render_prompt(tokenizer, prompt, where, chat_template_kwargs or {}, control)
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise DataError(f"{where}: the tokenizer makes no token of this prompt: {excerpt(str(prompt))}")
     return ids
@@ -86,17 +108,6 @@ def _encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def _encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], where: str, kwargs: Mapping[str, Any]
-) -> list[int]:
-    check_template_kwargs(kwargs)
-    try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
-    except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
-        raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
-    return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
-
-
 def refuse_control_tokens(control: Sequence[str], messages: list[Message], where: str) -> None:
     """Text that stands for a control token would become that token, and so could close a turn or open another role.
 
@@ -105,7 +116,7 @@ def refuse_control_tokens(control: Sequence[str], messages: list[Message], where
     """
     for i, message in enumerate(messages):
         for token in control:
-            if token in message["content"]:
+            if token in text_of(message["content"]):
                 raise DataError(
                     f"{where}: message {i} ({message['role']}) holds the text {token!r}, which the tokenizer would "
                     "turn into a control token. Take it out, or leave such rows out with data.on_bad_row=skip."

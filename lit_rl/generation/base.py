@@ -73,6 +73,9 @@ class Generator(ABC):
     converses: bool = False
     """Whether ``generate`` tells ``Prompts.responder`` of each turn, and goes on with what it answers."""
 
+    sees: bool = False
+    """Whether ``generate`` shows the policy what ``Prompts.vision`` has beside the tokens."""
+
     gap: Gap | None = None
     """What the probe of the last update saw; None where nothing was probed."""
 

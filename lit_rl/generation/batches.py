@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lit_rl.generation import noise
 from lit_rl.rollout import Completions, Prompts
+from lit_rl.vision import PromptVision, Vision
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class DecodeBatch:
     """Of the ``n`` prompts among those of the request."""
     begun: Tensor | None = None
     """Long ``(n * repeats,)``: tokens of each response that stand in the prompt here already. None: none."""
+    vision: tuple[PromptVision | None, ...] = ()
+    """What the model sees of each of the ``n`` prompts; empty where none of the request has images."""
 
     def repeated(self) -> tuple[Tensor, Tensor]:
         """Prompt ids and mask of every row, both ``(n * repeats, p)``."""
@@ -97,7 +100,8 @@ class Waiting:
         rows = (torch.tensor(chosen)[:, None] * group + samples).flatten()
         device = self._device
         keys = self._keys[rows].to(device)
-        return DecodeBatch(ids.to(device), mask.to(device), len(samples), keys, rows, chosen)
+        seen = tuple(prompts.vision[i] for i in chosen) if prompts.vision else ()
+        return DecodeBatch(ids.to(device), mask.to(device), len(samples), keys, rows, chosen, vision=seen)
 
 
 def decode_batches(prompts: Prompts, batch_size: int | None, device: torch.device) -> Iterator[DecodeBatch]:
@@ -141,4 +145,5 @@ def assemble(
         attended=joined("attended", False, "attended") if turns else None,
         kept_logmass=None if decoded[0][1].kept_logmass is None else joined("kept_logmass", 0.0),
         turn=joined("turn", 0, "attended") if turns else None,
+        vision=Vision.of(prompts.vision, prompts.group_size) if prompts.vision else None,
     )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_rl.environments.source import Agree, EpisodeRequest, EpisodeSource, Result
 from lit_rl.episodes import Episode
-from lit_rl.errors import GenerationError
+from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.base import ConversationsLost, EngineLost, Generator
 from lit_rl.generation.noise import prompt_key, row_keys
 from lit_rl.generation.ranks import beside_the_training, together
@@ -84,6 +84,9 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         for row, occurrence in zip(batch.rows, batch.occurrences, strict=True)
     ]
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
+    if batch.vision is not None:
+        asked = replace(asked, vision=tuple(batch.vision()))
+        _check_sees(generator, interaction)
     if interaction is None:
         return partial(generator.generate, replace(asked, on_finished=on_finished), sampling)
     agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
@@ -97,6 +100,15 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
         return replace(drawn, version=version, **moved)
 
     return partial(_twice_where_lost, draw, partial(generator.sync, policy, version))
+
+
+def _check_sees(generator: Generator, interaction: EpisodeSource | None) -> None:
+    if not generator.sees:
+        raise ConfigError(
+            f"{type(generator).__name__} would not see the images of the prompts. Use generator=native or hf."
+        )
+    if interaction is not None:
+        raise ConfigError("Prompts with images have one answer each: leave env out, or the images.")
 
 
 def _alone(work: Callable[[], Result]) -> Result:

@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_rl.errors import ConfigError
 from lit_rl.generation.batches import DecodeBatch
+from lit_rl.models.policy.positions import prompt_positions
+from lit_rl.vision import Vision
 
 
 class DecodingSteps:
@@ -36,14 +38,17 @@ class DecodingSteps:
         self._joined = False
         mask = batch.prompt_mask
         self._last_position = mask.shape[1] + max_new_tokens - 1
-        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        positions = prompt_positions(policy, batch.prompt_ids, mask, batch.vision)
+        seen = Vision.of(batch.vision, 1)
+        shown = {} if seen is None else seen.model_inputs(mask.shape[1], 0, mask.device)
         # The last column by its number: of a slice, whose rows lie apart, torch makes one product a row where the head
         # is frozen (LoRA), which in bfloat16 on a CPU takes up to hundreds of times as long.
         last = torch.arange(mask.shape[1] - 1, mask.shape[1], device=mask.device)
         named = {"logits_to_keep": last} if "logits_to_keep" in self._named else {}
-        logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named)
+        logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named, **shown)
         self.logits = logits.repeat_interleave(batch.repeats, 0)
-        self._next_position = (positions[:, -1:] + 1).repeat_interleave(batch.repeats, 0)
+        last = positions[:, -1:] if positions.ndim == 2 else positions.amax((0, 2))[:, None]
+        self._next_position = (last + 1).repeat_interleave(batch.repeats, 0)
         self._share_out(batch)
 
     def advance(self, tokens: Tensor) -> None:

@@ -18,6 +18,7 @@ from lit_rl.generation.finished import tell_batch
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.generation.turn_by_turn import TurnByTurn
 from lit_rl.rollout import Prompts, Sampling
+from lit_rl.vision import Vision
 
 
 class HFGenerator(InProcessGenerator):
@@ -32,6 +33,8 @@ class HFGenerator(InProcessGenerator):
             transformers then compiles the decode step to a CUDA graph, anew for other numbers of rows and for longer
             texts than before.
     """
+
+    sees = True
 
     def __init__(self, batch_size: int | None = None, static_cache: bool = False) -> None:
         super().__init__(batch_size)
@@ -65,6 +68,8 @@ class HFGenerator(InProcessGenerator):
         stop = _Stop(EndDetector(prompts, sampling, ids.device), ids)
         # By its number, not as a slice: see `DecodingSteps`.
         named = {"logits_to_keep": torch.full((1,), -1, device=ids.device)} if "logits_to_keep" in names else {}
+        if seen := Vision.of(batch.vision, batch.repeats):
+            named |= seen.model_inputs(ids.shape[1], 0, ids.device)
         with blank_generation_config(policy):
             sequences = model.generate(
                 input_ids=ids,

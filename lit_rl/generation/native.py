@@ -41,6 +41,8 @@ class NativeGenerator(InProcessGenerator):
             groups begin when all rows of those before are over. Samples do not depend on it.
     """
 
+    sees = True
+
     def __init__(
         self,
         batch_size: int | None = None,
@@ -65,7 +67,7 @@ class NativeGenerator(InProcessGenerator):
     ) -> Iterator[tuple[Tensor, Decoded]]:
         (whole,) = decode_batches(prompts, None, device)
         longest = prompts.longest_response(sampling)
-        kind = self._kind(policy, whole.prompt_ids.shape[1] + longest)
+        kind = DecodingSteps if prompts.vision else self._kind(policy, whole.prompt_ids.shape[1] + longest)
         if prompts.responder is not None and kind is DecodingSteps:
             _refuse_partial_caches(policy)
         places = self.rows_a_batch or len(whole.rows)

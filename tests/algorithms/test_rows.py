@@ -26,6 +26,7 @@ from lit_rl.rollout import (
     trim,
     trim_rollout,
 )
+from lit_rl.vision import PromptVision, Vision
 
 
 def part(rows: list[int], weights: list[list[float]]) -> Scored:
@@ -94,16 +95,23 @@ def test_a_kept_mass_that_is_told_of_some_rows_only_is_told_of_none(told):
     assert joint.response_mask.tolist() == [[True, False, False], [True, True, False], [True] * 3, [True, False, False]]
 
 
-@pytest.mark.parametrize("has", [(True, False), (False, True)])
-def test_rows_with_other_model_inputs_are_not_joined(has):
-    image = {"pixel_values": torch.ones(2, 3)}
+@pytest.mark.parametrize("has", [(True, True), (True, False), (False, True), (False, False)])
+def test_rows_that_see_are_joined_with_rows_that_do_not(has):
     parts = [
-        dataclasses.replace(completions([1, 2], 2), model_inputs=image if with_image else {}) for with_image in has
+        dataclasses.replace(completions([1, 2], 2), vision=seen(number) if with_image else None)
+        for number, with_image in enumerate(has)
     ]
-    with pytest.raises(ValueError, match="pixel_values"):
-        join_completions(*parts)
-    both = dataclasses.replace(completions([1, 2], 2), model_inputs=image)
-    assert join_completions(both, both).model_inputs["pixel_values"].shape == (4, 3)
+    joint = join_completions(*parts)
+    if not any(has):
+        assert joint.vision is None
+        return
+    shown = [None if row is None else int(row.inputs["pixels"]) for row in joint.vision.rows]
+    assert shown == [number if has[number] else None for number in (0, 1) for _ in range(2)]
+
+
+def seen(number: int, rows: int = 2) -> Vision:
+    """Of rows that all see an image of this number."""
+    return Vision([PromptVision({"pixels": torch.tensor([number])})], torch.zeros(rows, dtype=torch.long))
 
 
 def with_a_tools_tokens(drawn: Completions) -> Completions:
@@ -175,7 +183,7 @@ def drawn_of(rows: list[tuple[int, int, int]], first: int, *, wider: int = 0) ->
         attended=attended,
         kept_logmass=-numbers[:, :t] * mask / 9.0,
         turn=(attended & ~mask).long(),
-        model_inputs={"pixels": numbers[:, :3].float()},
+        vision=Vision([PromptVision({"pixels": row[None, :3]}) for row in numbers], torch.arange(len(rows))),
     )
 
 
@@ -210,7 +218,7 @@ def test_joining_and_taking_apart_again_gives_every_column_back(rows, others, wi
     for part_of, at in zip(parts, (torch.arange(count), count + torch.arange(len(others)))):
         found, expected = trim_rollout(select(joint, at)), trim_rollout(part_of)
         assert same(found, expected) and same(found.completions, expected.completions)
-        pixels = [taken.completions.model_inputs["pixels"] for taken in (found, expected)]
+        pixels = [taken.completions.vision.inputs(torch.device("cpu"))["pixels"] for taken in (found, expected)]
         assert torch.equal(*pixels)
 
 

@@ -229,7 +229,9 @@ class TestTinysRecommendation:
         assert tree["optimizer"]["lr"] > 1e-5
         assert tree["sampling"]["max_new_tokens"] == 6 and tree["scheduler"]["warmup_steps"] == 20
 
-    @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("model/") and file != "model/tiny"])
+    @pytest.mark.parametrize(
+        "file", [file for file in FILES if file.startswith("model/") and file not in ("model/tiny", "model/digits")]
+    )
     def test_is_no_other_models(self, composed, file):
         tree = composed(*VALUES.get(file, []), f"model={file.rpartition('/')[2]}")
         assert tree["optimizer"]["lr"] == 1e-6
@@ -261,6 +263,9 @@ class TestModels:
         "qwen3_0.6b": "Qwen/Qwen3-0.6B",
         "smollm2_135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
         "llama3.2_1b": "meta-llama/Llama-3.2-1B-Instruct",
+        "smolvlm_256m": "HuggingFaceTB/SmolVLM-256M-Instruct",
+        "qwen2.5_vl_3b": "Qwen/Qwen2.5-VL-3B-Instruct",
+        "qwen3_vl_2b": "Qwen/Qwen3-VL-2B-Instruct",
     }
 
     @pytest.mark.parametrize("choice, name", HUB.items())

@@ -79,7 +79,15 @@ def test_the_commands_of_the_readme_compose(root: Path, cwd: Path) -> None:
         composes(overrides)
 
 
-RUN = ["README.md", "docs/agents.md", "docs/rewards.md", "docs/data.md", "docs/datasets.md", "docs/configuration.md"]
+RUN = [
+    "README.md",
+    "docs/agents.md",
+    "docs/vision.md",
+    "docs/rewards.md",
+    "docs/data.md",
+    "docs/datasets.md",
+    "docs/configuration.md",
+]
 """Documents whose commands are run."""
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lit_rl.models.policy.trunk import trunk_inputs
+from lit_rl.models.policy.positions import trunk_inputs
 from lit_rl.rollout import Completions
 
 
 def token_logits(model: nn.Module, completions: Completions) -> Tensor:
     """`(b, t, v)`, in the model's own type: those that predict each response token."""
-    inputs: dict[str, Any] = {**trunk_inputs(completions)}
+    inputs: dict[str, Any] = {**trunk_inputs(model, completions)}
     kept = completions.response_ids.shape[1] + 1
     return model(**inputs, logits_to_keep=kept, use_cache=False).logits[:, -kept:-1]

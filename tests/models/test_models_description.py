@@ -187,7 +187,7 @@ def edit(folder: Path, **changes) -> str:
     [
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification; a causal"),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "encoder-decoder"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, "images"),
+        ({"architectures": ["Qwen2AudioForConditionalGeneration"], "model_type": "qwen2_audio"}, "sound"),
         ({"architectures": ["ViTForImageClassification"], "model_type": "vit"}, "a causal"),
         ({"model_type": "unheard-of"}, "unheard-of"),
         ({"model_type": "unheard-of", "auto_map": {"AutoConfig": "code.Config"}}, r"model\.trust_remote_code"),

@@ -16,6 +16,7 @@ from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.logprobs import logprobs_and_entropy
 from lit_rl.ops.transforms import Truncation
 from lit_rl.rollout import Sampling, trim
+from lit_rl.vision import PromptVision, Vision
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
 RESPONSES = [[1, 2], [3, 4, 5, 258], [258]]
@@ -94,14 +95,15 @@ def test_the_head_never_sees_the_prompt(make_model, make_completions):
     assert seen == [4]
 
 
-def test_extra_inputs_of_the_rows_reach_the_model(make_completions):
+def test_what_rows_see_reaches_the_model(make_completions):
     class Spy(torch.nn.Module):
         def forward(self, **inputs):
             self.seen = inputs
             return type("Output", (), {"logits": torch.zeros(1, 4, 8)})
 
     spy = Spy()
-    completions = dataclasses.replace(make_completions([[5]], [[1, 2, 3]]), model_inputs={"pixels": torch.ones(1, 2)})
+    vision = Vision.of([PromptVision({"pixels": torch.ones(1, 2)})], 1)
+    completions = dataclasses.replace(make_completions([[5]], [[1, 2, 3]]), vision=vision)
     response_logprobs(spy, completions, Sampling(), ForwardOptions(fused_head=False))
     assert torch.equal(spy.seen["pixels"], torch.ones(1, 2))
 

@@ -338,10 +338,14 @@ class PolicyModule(L.LightningModule):
             folder: A new folder, or an earlier export, which is replaced.
             facts: Of the model card, see `model_card`.
         """
-        return export_policy(self.model, weights, self.policy, folder, card=model_card(facts))
+        pipeline = "image-text-to-text" if self.model.sees else "text-generation"
+        card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline)
+        return export_policy(self.model, weights, self.policy, folder, card=card)
 
-    loaded_by = "AutoModelForCausalLM"
-    """The class of transformers that loads what `export` writes."""
+    @property
+    def loaded_by(self) -> str:
+        """The class of transformers that loads what `export` writes."""
+        return "AutoModelForImageTextToText" if self.model.sees else "AutoModelForCausalLM"
 
     def companions(self, policy: nn.Module) -> dict[str, nn.Module]:
         """What is trained beside the policy, made from the policy as it is loaded, by attribute name."""

@@ -543,12 +543,18 @@ class OnPolicyModule(GeneratingModule, ABC):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
-        self.source.load_state(saved, device)
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        see = getattr(data, "vision", _nothing_seen)
+        self.source.load_state(saved, device, see)
         if "rollout" in saved:
-            self.rollout, self._dealt = state.rollout_of(saved["rollout"], device), None
+            self.rollout, self._dealt = state.made(state.rollout_of(saved["rollout"], device), see), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
             self.stopwatch.load(saved["seconds"], saved.get("parts", {}))
+
+
+def _nothing_seen(row: int) -> None:
+    """Of a data module without images."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from lit_rl.generation.native import for_another_policy
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Sampling
+from lit_rl.vision import PromptVision
 
 
 @dataclass(frozen=True)
@@ -200,11 +201,13 @@ class RolloutSource:
         (rollout, rows), completions = found
         return {"ahead": {"rollout": rollout, "rows": list(rows), "completions": state.to_plain(completions)}}
 
-    def load_state(self, saved: dict[str, Any], device: torch.device) -> None:
-        """The counterpart of `state`."""
+    def load_state(
+        self, saved: dict[str, Any], device: torch.device, see: Callable[[int], PromptVision | None]
+    ) -> None:
+        """The counterpart of `state`; `see` makes what a training row shows."""
         if ahead := saved.get("ahead"):
             name = ahead["rollout"], tuple(ahead["rows"])
-            self._ahead.put(name, state.completions_of(ahead["completions"], device))
+            self._ahead.put(name, state.made(state.completions_of(ahead["completions"], device), see))
 
 
 @contextmanager

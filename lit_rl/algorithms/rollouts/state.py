@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,16 @@ from torch import Tensor
 from lit_rl.episodes import Episode
 from lit_rl.errors import StorageError
 from lit_rl.rollout import Completions, Rollout
+from lit_rl.vision import PromptVision, Vision
 
 
 def to_plain(item: Any) -> Any:
-    """Dataclasses to dicts, tensors to copies on the CPU."""
+    """Dataclasses to dicts, tensors to copies on the CPU, and what is seen to the rows of the data that show it."""
     if isinstance(item, Tensor):
         return item.detach().cpu().clone()
+    if isinstance(item, Vision):
+        used = item.used()
+        return {"rows": [-1 if prompt is None else prompt.row for prompt in used.prompts], "index": used.index}
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
     if isinstance(item, Mapping):
@@ -38,6 +42,8 @@ def to_device(item: Any, device: torch.device) -> Any:
 
 def to_device_dataclass(item: Any, device: torch.device) -> Any:
     """A dataclass with its tensors, and those of dataclasses inside it, on `device`."""
+    if isinstance(item, Vision):
+        return item  # it goes to a device with each pass
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         fields = {f.name: to_device_dataclass(getattr(item, f.name), device) for f in dataclasses.fields(item)}
         return dataclasses.replace(item, **fields)
@@ -46,17 +52,39 @@ def to_device_dataclass(item: Any, device: torch.device) -> Any:
 
 def completions_of(plain: dict[str, Any], device: torch.device) -> Completions:
     """The completions that `to_plain` took apart."""
-    episodes = plain.get("episodes")
+    episodes, vision = plain.get("episodes"), plain.get("vision")
     parts = to_device(plain, device)
     return Completions(
-        **parts | {"episodes": None if episodes is None else tuple(Episode(**each) for each in episodes)}
+        **parts
+        | {"episodes": None if episodes is None else tuple(Episode(**each) for each in episodes)}
+        | {"vision": None if vision is None else _unmade(vision)}
     )
+
+
+def _unmade(plain: Mapping[str, Any]) -> Vision:
+    """Names the rows of the data whose images are seen; `made` makes pixels of them."""
+    return Vision([None if row < 0 else PromptVision({}, row=row) for row in plain["rows"]], plain["index"].cpu())
+
+
+def made(item: Any, see: Callable[[int], PromptVision | None]) -> Any:
+    """A rollout or completions that were loaded, with the pixels of the rows that they name.
+
+    Args:
+        item: What `rollout_of` or `completions_of` gave.
+        see: Makes them of the number of a training row: `RolloutDataModule.vision`.
+    """
+    if isinstance(item, Rollout):
+        return dataclasses.replace(item, completions=made(item.completions, see))
+    if item.vision is None:
+        return item
+    prompts = [None if prompt is None else see(prompt.row) for prompt in item.vision.prompts]
+    return dataclasses.replace(item, vision=Vision(prompts, item.vision.index))
 
 
 def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:
     """The rollout that `to_plain` took apart."""
-    plain = to_device(plain, device)
-    return Rollout(**{**plain, "completions": Completions(**plain["completions"])})
+    completions = completions_of(plain["completions"], device)
+    return Rollout(**{**to_device(plain, device), "completions": completions})
 
 
 FORMAT = 2

@@ -9,6 +9,7 @@ from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import add_system_prompt, checked_message, split_prompt
+from lit_rl.data.image_parts import text_of
 from lit_rl.errors import DataError
 from lit_rl.rollout import Message, Prompt
 
@@ -44,7 +45,9 @@ def is_blank(text: Text) -> bool:
     if isinstance(text, str):
         return not text.strip()
     spoken = (m for m in text if m["role"] not in ("system", "developer"))
-    return not any(m["content"].strip() or m.get("tool_calls") for m in spoken)
+    return not any(
+        text_of(m["content"]).strip() or isinstance(m["content"], list) or m.get("tool_calls") for m in spoken
+    )
 
 
 def with_system(prompt: Prompt, system_prompt: str | None) -> Prompt:

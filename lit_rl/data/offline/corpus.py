@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lit_rl.data.corpus import Report, list_counts, set_key
+from lit_rl.data.image_prompts import Processor
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.data.offline.packing import packed
 from lit_rl.data.offline.read import ExampleOptions, add_counts, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import hold_out, prompt_key
-from lit_rl.errors import DataError
+from lit_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ def read_example_corpus(
     kind: Kind,
     options: ExampleOptions,
     *,
+    processor: Processor | None = None,
     val_fraction: float = 0.0,
     seed: int = 0,
 ) -> ExampleCorpus:
@@ -52,12 +54,13 @@ def read_example_corpus(
         DataError: a row or a whole set cannot be used; a set has no rows left.
     """
     report: Report = {}
-    sources, formats = [], []
-    for rows in train:
-        examples, found = _examples(rows, tokenizer, kind, options, report, "train")
-        sources.append(examples)
-        formats.append(found)
-    held_out = {name: _examples(rows, tokenizer, kind, options, report, set_key(name))[0] for name, rows in val.items()}
+
+    def read(rows: Rows, key: str) -> tuple[list[Example], str]:
+        return _examples(rows, tokenizer, kind, options, report, key, processor)
+
+    found = [read(rows, "train") for rows in train]
+    sources, formats = [examples for examples, _ in found], [name for _, name in found]
+    held_out = {name: read(rows, set_key(name))[0] for name, rows in val.items()}
     report["train"]["held_out"] = 0
     if not any(sources):
         raise DataError(f"No row is left to train on: {list_counts(report['train'])}.")
@@ -67,7 +70,7 @@ def read_example_corpus(
         report["train"]["held_out"] = len(held)
         report["train"]["kept"] = sum(map(len, sources))
         report["val"] = {"rows": len(held), "kept": len(held)}
-    train_set, sizes = training_set(sources, kind, pad_id(tokenizer), options)
+    train_set, sizes = training_set(sources, kind, pad_id(tokenizer), options, processor)
     return _corpus(train_set, sizes, held_out, report, tuple(formats), options)
 
 
@@ -94,10 +97,14 @@ def streamed_corpus(
 
 
 def training_set(
-    sources: Sequence[Sequence[Example]], kind: Kind, pad: int, options: ExampleOptions
+    sources: Sequence[Sequence[Example]],
+    kind: Kind,
+    pad: int,
+    options: ExampleOptions,
+    processor: Processor | None = None,
 ) -> tuple[ExampleSet, tuple[int, ...]]:
     """The rows of all sources, each packed by itself where rows are packed, and how many each has."""
-    parts = [_set(examples, kind, pad, options) for examples in sources]
+    parts = [_set(examples, kind, pad, options, processor) for examples in sources]
     return _joined(parts), tuple(map(len, parts))
 
 
@@ -115,7 +122,8 @@ def _corpus(
     formats: tuple[str, ...],
     options: ExampleOptions,
 ) -> ExampleCorpus:
-    sets = {name: _set(rows, train_set.kind, train_set.pad_id, options) for name, rows in held_out.items()}
+    how = train_set.kind, train_set.pad_id, options, train_set.processor
+    sets = {name: _set(rows, *how) for name, rows in held_out.items()}
     for name, examples in sets.items():
         counts = report[set_key(name)]
         if not len(examples):
@@ -128,9 +136,16 @@ def _corpus(
     return ExampleCorpus(train_set, sizes, sets, report, formats)
 
 
-def _set(examples: Sequence[Example], kind: Kind, pad: int, options: ExampleOptions) -> ExampleSet:
+def _set(
+    examples: Sequence[Example], kind: Kind, pad: int, options: ExampleOptions, processor: Processor | None
+) -> ExampleSet:
     if options.packing == "none":
-        return ExampleSet(kind, examples, pad)
+        return ExampleSet(kind, examples, pad, processor=processor)
+    if seeing := next((example for example in examples if example.shown), None):
+        raise ConfigError(
+            f"{seeing.where}: the row has images, and data.packing={options.packing} puts texts together: set it to "
+            "none."
+        )
     assert options.max_length is not None
     return ExampleSet(kind, examples, pad, packed(examples, options.max_length, options.packing))
 
@@ -139,17 +154,23 @@ def _joined(parts: Sequence[ExampleSet]) -> ExampleSet:
     examples = [example for part in parts for example in part.examples]
     first = parts[0]
     packs = None if first.packs is None else [pack for part in parts for pack in part.packs or ()]
-    return ExampleSet(first.kind, examples, first.pad_id, packs)
+    return ExampleSet(first.kind, examples, first.pad_id, packs, first.processor)
 
 
 def _examples(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, kind: Kind, options: ExampleOptions, report: Report, key: str
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    options: ExampleOptions,
+    report: Report,
+    key: str,
+    processor: Processor | None = None,
 ) -> tuple[list[Example], str]:
-    examples, counts, found = read_examples(rows, tokenizer, kind, options)
+    examples, counts, found = read_examples(rows, tokenizer, kind, options, processor)
     report[key] = dict(add_counts(report.get(key, {}), counts))
     return examples, found
 
 
 def _key(example: Example) -> str:
     """Equal for rows of equal prompts; a text without a prompt is its own."""
-    return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt)
+    return json.dumps(example.texts[0].ids) if example.prompt is None else prompt_key(example.prompt, example.shown)

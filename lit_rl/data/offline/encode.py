@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.data.checks import excerpt
+from lit_rl.data.image_prompts import Processor
 from lit_rl.data.offline.conversations import Text
 from lit_rl.data.offline.example import Encoded
 from lit_rl.data.offline.rendering import check_prefix, marked_tokens, render
@@ -18,6 +19,7 @@ from lit_rl.data.templates import (
     require_chat_template,
 )
 from lit_rl.errors import ConfigError, DataError
+from lit_rl.images import ImageRef
 from lit_rl.rollout import Message, Prompt
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Encoder:
     Args:
         tokenizer: The policy's.
         template_kwargs: Further arguments of the chat template.
+        processor: Of a policy that sees: makes tokens of messages with images. None: of one over text.
         learn: `completion`: what follows the prompt. `assistant`: of it what the chat template marks as the
             assistant's. `all`: every token.
 
@@ -55,10 +58,13 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     learn: Learn = "completion"
+    processor: Processor | None = None
 
     def __post_init__(self) -> None:
         check_template_kwargs(self.template_kwargs)
         self.control = control_tokens(self.tokenizer)
+        if self.processor is not None:
+            self.control = sorted({*self.control, *self.processor.reserved})
         self.marks_start = marks_start(self.tokenizer)
         self.spaces: dict[int, bool] = {}
         self.latest: tuple[str, list[int]] = ("", [])
@@ -72,6 +78,7 @@ class Encoder:
         *,
         tools: Sequence[Any] | None = None,
         every_turn: bool = False,
+        images: Sequence[ImageRef] = (),
     ) -> Encoded:
         """A prompt, if there is one, and what follows it, of one kind: strings or messages.
 
@@ -86,19 +93,29 @@ class Encoder:
             assert prompt is None or isinstance(prompt, str)
             return self._text(prompt, completion, where)
         assert not isinstance(prompt, str)
-        text = self._messages(prompt or [], completion, where, tools)
+        text = self._messages(prompt or [], completion, where, tools, images)
         if self.learn == "completion":
             learned = [True] * self._end(text.ids)
         elif self.learn == "all":
             learned = [True] * len(text)
+        elif images:
+            raise ConfigError(
+                f"{where}: data.learn=assistant cannot tell whose tokens are whose beside images: set it to completion."
+            )
         else:
             learned = marked_tokens(self.tokenizer, [*(prompt or []), *completion], where, self._kwargs(tools))
         start = 0 if self.learn == "all" or (self.learn == "assistant" and every_turn) else text.prompt_tokens
         learned = learned + [False] * (len(text) - len(learned))
-        return Encoded(text.ids, _from(start, learned), text.prompt_tokens)
+        return Encoded(text.ids, _from(start, learned), text.prompt_tokens, text.shown)
 
     def pair(
-        self, prompt: Prompt, completions: Sequence[Text], where: str, *, tools: Sequence[Any] | None = None
+        self,
+        prompt: Prompt,
+        completions: Sequence[Text],
+        where: str,
+        *,
+        tools: Sequence[Any] | None = None,
+        images: Sequence[ImageRef] = (),
     ) -> tuple[Encoded, ...]:
         """Several completions of one prompt; all texts begin with the same prompt tokens.
 
@@ -107,7 +124,7 @@ class Encoder:
         Raises:
             DataError, ConfigError: as `encode`.
         """
-        texts = [self.encode(prompt, completion, where, tools=tools) for completion in completions]
+        texts = [self.encode(prompt, completion, where, tools=tools, images=images) for completion in completions]
         common = min(text.prompt_tokens for text in texts)
         for text in texts:
             common = min(common, _shared(texts[0].ids[:common], text.ids))
@@ -165,7 +182,12 @@ class Encoder:
         return Encoded(ids, _from(0 if self.learn == "all" else count, [True] * len(ids)), count)
 
     def _messages(
-        self, prompt: list[Message], completion: list[Message], where: str, tools: Sequence[Any] | None
+        self,
+        prompt: list[Message],
+        completion: list[Message],
+        where: str,
+        tools: Sequence[Any] | None,
+        images: Sequence[ImageRef],
     ) -> Encoded:
         require_chat_template(self.tokenizer, where)
         refuse_control_tokens(self.control, [*prompt, *completion], where)
@@ -173,6 +195,10 @@ class Encoder:
         whole = render(self.tokenizer, [*prompt, *completion], where, kwargs)
         begin = render(self.tokenizer, prompt, where, kwargs, add_generation_prompt=True) if prompt else ""
         check_prefix(begin, whole, where)
+        if images and self.processor is not None:
+            ids, _ = self.processor.process(whole, images, where)
+            first, _ = self.processor.process(begin, images, where) if begin else (ids, None)
+            return Encoded(ids, [], _shared(first, ids) if begin else 0, begin or whole)
         ids, count = self._split(whole, len(begin))
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(whole)}")
@@ -215,7 +241,7 @@ def _moved(text: Encoded, start: int) -> Encoded:
     if start == text.prompt_tokens:
         return text
     learned = [start <= i < text.prompt_tokens or flag for i, flag in enumerate(text.learned)]
-    return Encoded(text.ids, _from(0, learned), start)
+    return Encoded(text.ids, _from(0, learned), start, text.shown)
 
 
 def _from(start: int, learned: Sequence[bool]) -> list[bool]:

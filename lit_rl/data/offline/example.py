@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lit_rl.data.image_prompts import Shown
 from lit_rl.rollout import Prompt
 
 Kind = Literal["texts", "pairs", "verdicts", "stepwise"]
@@ -22,6 +23,8 @@ class Encoded:
     """True on tokens that are learned; never the first. As long as ``ids``."""
     prompt_tokens: int
     """Tokens of the prompt that are left of it at the start; 0 for a text without a prompt."""
+    shown: str | None = None
+    """The rendering of its prompt, where that shows images."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -43,5 +46,7 @@ class Example:
     """Pairs: by how much the chosen one is better, where the data say so."""
     desirable: bool | None = None
     """Verdicts: whether the completion was found good."""
+    shown: Shown | None = None
+    """What the prompt shows; None: no images."""
     labels: tuple[float, ...] = ()
     """Labelled steps: 1 or 0 for each learned token of the text, in their order."""

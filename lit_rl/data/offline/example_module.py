@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import list_counts, set_key
+from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader
 from lit_rl.data.offline import streaming
 from lit_rl.data.offline.corpus import ExampleCorpus, read_example_corpus
@@ -83,12 +84,20 @@ class ExampleDataModule(SourcedDataModule):
         self._windows: Windows | None = None
         self._corpus: ExampleCorpus | None = None
 
-    def prepare(self, tokenizer: PreTrainedTokenizerBase, kind: Kind | None = None, *, stage: str = "fit") -> None:
+    def prepare(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: Kind | None = None,
+        *,
+        processor: Processor | None = None,
+        stage: str = "fit",
+    ) -> None:
         """Read, tokenise, split and count, once for a tokenizer. Needs no weights.
 
         Args:
             tokenizer: The policy's.
             kind: What the method learns from; None is the first of `serves`.
+            processor: Of a policy that sees; None: of one over text.
             stage: For `fit` there must be rows for one step.
 
         Raises:
@@ -102,7 +111,7 @@ class ExampleDataModule(SourcedDataModule):
                 f"{type(self).__name__} makes {' or '.join(self.serves)}, and the algorithm needs {kind}."
             )
         if self._read_for is None or self._read_for[0] is not tokenizer or self._read_for[1] != kind:
-            self._corpus = self._read(tokenizer, kind)
+            self._corpus = self._read(tokenizer, kind, processor)
             self._read_for = (tokenizer, kind)
         if stage == "fit":
             if self._windows is None:
@@ -113,7 +122,8 @@ class ExampleDataModule(SourcedDataModule):
     def setup(self, stage: str) -> None:
         if stage == "fit":
             self.check_trainer(self.trainer_of_run())
-        self.prepare(self.module_attribute("tokenizer"), self.module_attribute("learns_from"), stage=stage)
+        kind = self.module_attribute("learns_from")
+        self.prepare(self.module_attribute("tokenizer"), kind, processor=self.processor_of_run(), stage=stage)
 
     @property
     def report(self) -> dict[str, dict[str, int]]:
@@ -237,13 +247,14 @@ class ExampleDataModule(SourcedDataModule):
             for prompts in sets
         ]
 
-    def _read(self, tokenizer: PreTrainedTokenizerBase, kind: Kind) -> ExampleCorpus:
+    def _read(self, tokenizer: PreTrainedTokenizerBase, kind: Kind, processor: Processor | None) -> ExampleCorpus:
         val = self.val_rows()
         if self.stream_buffer is None:
             self.say_if_unvalidated(val)
-            corpus = read_example_corpus(
-                self.train_rows(), val, tokenizer, kind, self.options, val_fraction=self.held_out(val), seed=self.seed
-            )
+            how = {"processor": processor, "val_fraction": self.held_out(val), "seed": self.seed}
+            corpus = read_example_corpus(self.train_rows(), val, tokenizer, kind, self.options, **how)
+        elif processor is not None:
+            raise ConfigError("data.stream_buffer reads rows of text alone: leave it out with a model over images.")
         else:
             self._windows = None  # its rows go before others come
             sources, weights = [RowStream(source, self.on_bad_row) for source in self.sources], self.weights or (1.0,)

@@ -6,17 +6,19 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lit_rl.data.image_prompts import Processor
 from lit_rl.data.offline.example import Encoded, Example, Kind
 from lit_rl.data.prompt_set import Example as PromptExample
 from lit_rl.data.prompt_set import PromptSet
 from lit_rl.data.splits import prompt_key
 from lit_rl.examples import ExampleBatch, PairBatch, StepwiseBatch, TextBatch, TokenBatch, Totals, VerdictBatch
+from lit_rl.vision import Vision
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class ExampleSet:
     pad_id: int
     packs: Sequence[Sequence[Encoded]] | None = None
     """Texts: the pieces of each packed row, which are then the rows. None where every example is a row."""
+    processor: Processor | None = None
+    """Makes pixels of what prompts show."""
 
     def __len__(self) -> int:
         return len(self.examples) if self.packs is None else len(self.packs)
@@ -40,6 +44,8 @@ class ExampleSet:
             pieces = [(text.ids, [int(token) for token in text.learned]) for text in self._pieces(row)]
             label = None if self.packs is not None else _label(self.examples[row])
             digest.update(json.dumps([pieces, label]).encode())
+            if self.packs is None and self.processor and (shown := self.examples[row].shown):
+                digest.update(json.dumps([self.processor.name, *map(str, shown.images)]).encode())
         return digest.hexdigest()
 
     @functools.cached_property
@@ -48,12 +54,13 @@ class ExampleSet:
         first: dict[str, Example] = {}
         for example in self.examples:
             if example.prompt is not None:
-                first.setdefault(prompt_key(example.prompt), example)
+                first.setdefault(prompt_key(example.prompt, example.shown), example)
         return PromptSet.of(
             [
-                PromptExample(example.prompt or "", _prompt_ids(example), example.columns, example.where)
+                PromptExample(example.prompt or "", _prompt_ids(example), example.columns, example.where, example.shown)
                 for example in first.values()
-            ]
+            ],
+            self.processor,
         )
 
     @property
@@ -116,7 +123,7 @@ class ExampleSet:
             return TextBatch(token_batch([self.packs[row] for row in rows], self.pad_id), **common)
         examples = [self.examples[row] for row in rows]
         texts = [[text] for part in zip(*(example.texts for example in examples)) for text in part]
-        tokens = token_batch(texts, self.pad_id)
+        tokens = replace(token_batch(texts, self.pad_id), vision=self._vision(rows, len(texts) // len(rows)))
         if self.kind == "pairs":
             margins = [example.margin for example in examples]
             known = None if any(margin is None for margin in margins) else torch.tensor(margins)
@@ -124,11 +131,21 @@ class ExampleSet:
         if self.kind == "verdicts":
             pairs = [(example, self.examples[other]) for example, other in zip(examples, before)]
             mismatched = token_batch([[_mismatched(*pair)] for pair in pairs], self.pad_id)
+            mismatched = replace(mismatched, vision=tokens.vision)
             desirable = torch.tensor([bool(example.desirable) for example in examples])
             return VerdictBatch(tokens, **common, desirable=desirable, mismatched=mismatched)
         if self.kind == "stepwise":
             return StepwiseBatch(tokens, **common, labels=_step_labels(examples, tokens.loss_mask))
         return TextBatch(tokens, **common)
+
+    def _vision(self, rows: Sequence[int], texts: int) -> Vision | None:
+        """What is seen by so many texts of each of the rows, all first ones before all second ones."""
+        if self.processor is None:
+            return None
+        shown = [self.examples[row].shown for row in rows]
+        made = [each and each.vision(self.processor, row) for each, row in zip(shown, rows)]
+        seen = Vision.of(made, 1)
+        return None if seen is None else seen.select(torch.arange(len(rows)).repeat(texts))
 
     def _pieces(self, row: int) -> Sequence[Encoded]:
         return self.examples[row].texts if self.packs is None else self.packs[row]

@@ -23,6 +23,7 @@ from lit_rl.data.offline.conversations import (
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.tokenised import masked_tokens
 from lit_rl.errors import DataError, did_you_mean
+from lit_rl.images import ImageRef
 from lit_rl.rollout import Prompt
 
 COLUMNS: dict[str, tuple[str, ...]] = {
@@ -68,6 +69,8 @@ class Record:
     margin: float | None = None
     desirable: bool | None = None
     labels: tuple[bool, ...] = ()
+    images: tuple[ImageRef, ...] = ()
+    """Those that its prompt shows."""
     tokens: tuple[list[int], list[bool]] | None = None
     """Rows that are tokenised already: ids, and which of them are learned."""
 

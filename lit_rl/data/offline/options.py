@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.data.checks import one_of
+from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.offline.encode import LEARN, Learn
 from lit_rl.data.offline.example import Kind
@@ -33,6 +34,7 @@ class ExampleOptions:
         overlong: What to do with a row over either limit: `truncate` cuts it in token space, and drops it where
             nothing learned is left; `drop` leaves the row out and counts it; `error` refuses it.
         on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it.
+        max_image_pixels: Width times height of an image, at most.
         max_dropped: Share of the rows that may be dropped as empty, equal or without a common prompt, in [0, 1].
         learn: Texts: which tokens are learned; see `Encoder`. Of a row of `messages`, `completion` is the last message,
             and `assistant` all that the assistant says. Of other rows both learn nothing of the prompt.
@@ -51,6 +53,7 @@ class ExampleOptions:
     keep: Keep = "start"
     overlong: Overlong = "truncate"
     on_bad_row: OnBadRow = "error"
+    max_image_pixels: int = MAX_IMAGE_PIXELS
     max_dropped: float = 0.1
     learn: Learn = "completion"
     packing: Packing = "none"
@@ -61,6 +64,7 @@ class ExampleOptions:
         for key, low in (("max_length", 2), ("max_completion_tokens", 1)):
             if getattr(self, key) is not None:
                 in_range(f"data.{key}", getattr(self, key), low=low)
+        in_range("data.max_image_pixels", self.max_image_pixels, low=1)
         in_range("data.max_dropped", self.max_dropped, low=0, high=1)
         one_of("data.keep", self.keep, KEEP)
         one_of("data.overlong", self.overlong, OVERLONG)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lit_rl.data.corpus import list_counts
+from lit_rl.data.image_prompts import Processor
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.reader import Reader, nothing_in
@@ -22,7 +23,11 @@ DROPPED = ("empty", "equal", "promptless")
 
 
 def read_examples(
-    rows: Rows, tokenizer: PreTrainedTokenizerBase, kind: Kind, options: ExampleOptions
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    options: ExampleOptions,
+    processor: Processor | None = None,
 ) -> tuple[list[Example], Counter[str], str]:
     """Every row that passes the filters, how many rows each filter took, and the name of the format.
 
@@ -42,7 +47,7 @@ def read_examples(
         ConfigError: an option that this kind has no use for, or that the chat template does not allow.
     """
     options.check_kind(kind)
-    reader = Reader(tokenizer, kind, options)
+    reader = Reader(tokenizer, kind, options, processor, rows.folder)
     kept, counts = read_on(rows, reader, {})
     return kept, counts, next(iter(reader.formats), "")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.data.formats import rename_columns
+from lit_rl.data.image_parts import RowImages
+from lit_rl.data.image_prompts import Processor, Shown
 from lit_rl.data.offline.conversations import Text, is_blank
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Encoded, Example, Kind
@@ -13,20 +16,32 @@ from lit_rl.data.offline.formats import Record, read_record
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.truncation import cut, cut_labels, windows
 from lit_rl.data.prompt_set import mapped_row
-from lit_rl.errors import DataError, did_you_mean
+from lit_rl.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+COMPLETIONS = ("completion", "chosen", "rejected", "completions")
+"""Columns that show no images: what is answered is text."""
+
+
 class Reader:
     """Reads rows one at a time and remembers what only all rows together can prove wrong."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kind: Kind, options: ExampleOptions) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kind: Kind,
+        options: ExampleOptions,
+        processor: Processor | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.kind: Kind = kind
-        self.options = options
+        self.options, self.processor = options, processor
+        self.images = RowImages(processor is not None, folder, options.max_image_pixels)
         self.vocabulary = len(tokenizer)
-        self.encoder = Encoder(tokenizer, options.chat_template_kwargs, options.learn)
+        self.encoder = Encoder(tokenizer, options.chat_template_kwargs, options.learn, processor)
         self.formats: dict[str, str] = {}
         self.margins: dict[bool, str] = {}
         self.columns: dict[str, None] = {}
@@ -38,7 +53,9 @@ class Reader:
             row = mapped_row(options.map_row, row, where)
         self.columns.update(dict.fromkeys(row))
         row = rename_columns(row, where, options.rename)
+        row, images = self.images.read(row, where, "prompt", "messages", without=COMPLETIONS)
         record = read_record(row, where, self.kind, system_prompt=options.system_prompt, learn=options.learn)
+        record = replace(record, images=images) if images else record
         if self.kind == "texts" and record.format.startswith("preference ("):
             return replace(record, completions=record.completions[:1])
         return record
@@ -52,18 +69,21 @@ class Reader:
         prompt, parts, tools = record.prompt, record.completions, record.tools
         if self.kind == "stepwise":
             assert prompt is not None
+            if record.images:
+                raise ConfigError(f"{where}: the row has images, and labelled steps are learned from text alone.")
             steps = [str(step) for step in parts]
             return (self.encoder.steps(prompt, steps, self.options.separator, where, tools=tools),)
         if self.kind != "texts" and len(parts) == 2:
             assert prompt is not None
-            return self.encoder.pair(prompt, parts, where, tools=tools)
+            return self.encoder.pair(prompt, parts, where, tools=tools, images=record.images)
         whole = record.format.startswith("language")
         if whole and self.options.learn == "completion" and not _closed(parts[0]):
             raise DataError(
                 f"{where}: the last of the messages is not the assistant's, and data.learn=completion learns that one: "
                 "set data.learn to assistant or all, or leave such rows out with data.on_bad_row=skip."
             )
-        return (self.encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole),)
+        images = record.images
+        return (self.encoder.encode(prompt, parts[0], where, tools=tools, every_turn=whole, images=images),)
 
     def examples(self, record: Record, texts: tuple[Encoded, ...], where: str) -> tuple[str, list[Example]]:
         """What becomes of the row, as its counts say, and the examples that it gives."""
@@ -77,6 +97,11 @@ class Reader:
             raise DataError(self._too_long(texts, where))
         if not whole and options.overlong == "drop":
             return "overlong", []
+        if not whole and record.images:
+            raise ConfigError(
+                f"{where}: the text is too long with its images, and data.overlong=truncate would cut through one: "
+                f"{self._too_long(texts, where)}"
+            )
         short = tuple(cut(text, window) for text, window in zip(texts, kept))
         if not all(any(text.learned) for text in short):
             return "empty" if whole else "overlong", []
@@ -85,7 +110,9 @@ class Reader:
         prompt = record.prompt if short[0].prompt_tokens and not is_blank(record.prompt or "") else None
         if self.kind == "stepwise":
             labels = cut_labels(texts[0], labels, kept[0])
-        common = Example(short, where, prompt, record.columns, record.margin, record.desirable, labels)
+        rendered = texts[0].shown
+        shown = None if rendered is None else Shown(rendered, record.images, where)
+        common = Example(short, where, prompt, record.columns, record.margin, record.desirable, shown, labels)
         examples = [common]
         if self.kind == "verdicts" and len(short) == 2:
             examples = [replace(common, texts=(text,), desirable=good) for text, good in zip(short, (True, False))]

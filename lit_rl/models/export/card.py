@@ -41,7 +41,7 @@ def model_card(
     body = [
         f"# {_cell(facts.get('title', f'{base} trained with {algorithm}'))}",
         f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
-        _HOW_TO_LOAD.replace("AutoModelForCausalLM", loaded_by),
+        _how_to_load(loaded_by),
         *_table("Results", "metric", facts.get("results", {})),
         *_table("Versions", "package", facts.get("versions", {})),
     ]
@@ -57,6 +57,13 @@ folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)
 ```"""
+
+
+def _how_to_load(loaded_by: str) -> str:
+    text = _HOW_TO_LOAD.replace("AutoModelForCausalLM", loaded_by)
+    if loaded_by != "AutoModelForImageTextToText":
+        return text
+    return text.replace("AutoTokenizer", "AutoProcessor").replace("tokenizer", "processor")
 
 
 def _table(title: str, column: str, rows: Mapping[str, Any]) -> list[str]:

@@ -109,6 +109,8 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
             raise StorageError(f"The adapter cannot be merged: {error}") from error
     model.save_pretrained(staged)
     description.tokenizer.save_pretrained(staged)
+    if description.processor is not None:
+        description.processor.processor.save_pretrained(staged)
     return model
 
 

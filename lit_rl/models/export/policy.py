@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lit_rl.errors import StorageError
 from lit_rl.models.export.card import model_card
 from lit_rl.models.export.checked_folder import ExportReport, write_checked
-from lit_rl.models.export.verify import verify
+from lit_rl.models.export.verify import verify, verify_processor
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loading import auto_class
 from lit_rl.models.policy.trunk import base_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,9 @@ def export_policy(
 ) -> ExportReport:
     """Write model, tokenizer, generation config and card to ``folder``, which appears whole and checked, or not at all.
 
-    A LoRA policy is merged into its base, and its adapter stands by itself in ``folder/adapter``. One process calls
-    this. The weights are ``policy_state``'s: ``policy`` gives configs only, so it may be sharded and on any device.
+    With a model over images its processor is written. A LoRA policy is merged into its base, and its adapter stands by
+    itself in ``folder/adapter``. One process calls this. The weights are ``policy_state``'s: ``policy`` gives configs
+    only, so it may be sharded and on any device.
 
     Args:
         description: What the policy was loaded from.
@@ -55,7 +57,11 @@ def export_policy(
 
 def verify_policy(staged: Path, state: Mapping[str, Tensor], description: LanguageModel) -> float:
     """The largest difference between the tensors that were written and their reload."""
-    return verify(staged, state, description.tokenizer, trust_remote_code=description.trust_remote_code)
+    how = {"trust_remote_code": description.trust_remote_code}
+    if description.processor is not None:
+        verify_processor(staged, description.processor, **how)
+    loaded_by = auto_class(description.config).__name__
+    return verify(staged, state, description.tokenizer, loaded_by=loaded_by, **how)
 
 
 def _rebuild(description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> PreTrainedModel | PeftModel:
@@ -89,11 +95,9 @@ def refilled(
 
 
 def _empty(config: PreTrainedConfig, description: LanguageModel) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
     remote = {"trust_remote_code": True, "code_revision": description.revision} if description.trust_remote_code else {}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, **remote)
+        return auto_class(config).from_config(config, **remote)
 
 
 def unquantized(description: LanguageModel) -> LanguageModel:

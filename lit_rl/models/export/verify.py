@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import StorageError
+from lit_rl.images import pillow
 from lit_rl.models.policy.hub import reading
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
+    from lit_rl.models.policy.processor import VisionProcessor
+
+_PROBE_SIZE = (80, 56)
 _PROBES = ("Hello, world!", "2 + 2 = 4\n\t x", " two  spaces ", "naïve 日本語 🙂 \u202e")
 
 
@@ -24,6 +28,7 @@ def verify(
     state: Mapping[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
     *,
+    loaded_by: str = "AutoModelForCausalLM",
     trust_remote_code: bool = False,
 ) -> float:
     """Load ``folder`` as a user would and compare it with what it should hold. Returns the largest difference, 0.
@@ -32,13 +37,14 @@ def verify(
         folder: An exported model.
         state: The state dict that it should have, tied weights included.
         tokenizer: The tokenizer that it should have.
+        loaded_by: The class of transformers that loads it.
         trust_remote_code: The model comes with code of its own.
 
     Raises:
         StorageError: a tensor is missing, unexpected or differs in shape or in any bit, a weight is NaN, or the
             tokenizer encodes, decodes or renders otherwise.
     """
-    difference = compare_folder(folder, state, "AutoModelForCausalLM", trust_remote_code=trust_remote_code)
+    difference = compare_folder(folder, state, loaded_by, trust_remote_code=trust_remote_code)
     verify_tokenizer(folder, tokenizer, trust_remote_code=trust_remote_code)
     return difference
 
@@ -86,6 +92,25 @@ def verify_tokenizer(
     for what in ("chat_template", "eos_token_id", "pad_token_id", "bos_token_id", "padding_side"):
         if getattr(found, what) != getattr(tokenizer, what):
             raise StorageError(f"{folder}: the {what} of the tokenizer was not written as it is.")
+
+
+def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_remote_code: bool = False) -> None:
+    """Raises StorageError where the processor in ``folder`` is not ``processor`` in what it does to an image."""
+    from transformers import AutoProcessor
+
+    with reading("export", str(folder), str(folder)):
+        found: Any = AutoProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    original = processor.processor
+    if type(found) is not type(original) or found.chat_template != original.chat_template:
+        raise StorageError(f"{folder}: the processor or its chat template was not written as it is.")
+    image = pillow().linear_gradient("L").resize(_PROBE_SIZE).convert("RGB")
+    wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
+    if wanted.keys() != read.keys() or any(not _equal(wanted[name], read[name]) for name in wanted):
+        raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
+
+
+def _equal(value: Any, other: Any) -> bool:
+    return torch.equal(value, other) if isinstance(value, Tensor) else value == other
 
 
 def _same_keys(folder: str | Path, what: str, wanted: set[str], found: set[str]) -> None:

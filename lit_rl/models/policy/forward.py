@@ -13,9 +13,10 @@ from lit_rl.errors import ConfigError
 from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
+from lit_rl.models.policy.positions import trunk_inputs
 from lit_rl.models.policy.rows_by_length import by_length
 from lit_rl.models.policy.shared_prefix import run_shared, shared_prompts
-from lit_rl.models.policy.trunk import base_of, trunk_inputs
+from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.rollout import Completions, Sampling, select, trim
 
@@ -108,7 +109,8 @@ def _one_call(
     model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions, **extra: Any
 ) -> tuple[TargetScores, Any]:
     targets = Targets(completions.response_ids, completions.response_mask, first=-_kept(completions))
-    return run(model, targets, distribution, fused=options.fused_head, **_inputs(completions), **extra)
+    inputs = {**trunk_inputs(model, completions), "logits_to_keep": _kept(completions), "use_cache": False}
+    return run(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
 
 
 def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
@@ -117,13 +119,6 @@ def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
 
 def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenScores:
     return TokenScores(found.logprobs, found.entropy, aux_loss)
-
-
-def _inputs(completions: Completions) -> dict[str, Any]:
-    """Positions count attended tokens, so padding changes nothing, also where positions are absolute (GPT-2)."""
-    inputs: dict[str, Any] = {**trunk_inputs(completions)}
-    inputs["logits_to_keep"] = _kept(completions)
-    return inputs | {"use_cache": False}
 
 
 def _kept(completions: Completions) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lit_rl.models.policy.loading import Float32Head
+from lit_rl.models.policy.loading import Float32Head, RulingHead
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.gradient_total import SummedWeight
@@ -68,7 +68,7 @@ def in_its_place(layer: nn.Module, forward: Callable[[Tensor], Tensor]) -> Itera
 
 
 def _gets_a_gradient(layer: Any) -> bool:
-    if type(layer) not in (nn.Embedding, nn.Linear, Float32Head):
+    if type(layer) not in (nn.Embedding, nn.Linear, Float32Head, RulingHead):
         return False
     weight = layer.weight
     whole = weight.is_leaf and weight.dim() == 2 and not isinstance(weight, DTensor)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.models.policy.fused_accumulation import in_its_place, summed_weight
-from lit_rl.models.policy.loading import Float32Head
+from lit_rl.models.policy.loading import Float32Head, RulingHead
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.rows_by_length import Call, together
 from lit_rl.models.policy.trunk import base_of
@@ -129,7 +129,7 @@ def without_head(model: nn.Module) -> Iterator[None]:
 def has_linear_head(model: nn.Module) -> bool:
     """Whether the head of a model is a plain linear map: no adapter on it, no quantisation."""
     find = getattr(base_of(model), "get_output_embeddings", lambda: None)
-    return type(find()) in (nn.Linear, Float32Head)
+    return type(find()) in (nn.Linear, Float32Head, RulingHead)
 
 
 def linear_head(model: nn.Module) -> nn.Linear:
@@ -139,7 +139,8 @@ def linear_head(model: nn.Module) -> nn.Linear:
 
 def factors(hidden: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
     """Hidden states, weight and bias in the type in which the head itself would multiply them."""
-    dtype, bias = _dtype_of_product(hidden, head), head.bias
+    dtype = _dtype_of_product(hidden, head)
+    bias = head.ruling if isinstance(head, RulingHead) else head.bias
     return hidden.to(dtype), head.weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
@@ -176,7 +177,7 @@ def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: 
 
 def _dtype_of_product(hidden: Tensor, head: nn.Linear) -> torch.dtype:
     """What the head itself would multiply in."""
-    if isinstance(head, Float32Head):
+    if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
         return torch.float32
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype

@@ -13,6 +13,12 @@ from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError, d
 TINY = Path(__file__).parents[1] / "tiny"
 """The policy that comes with the package: small enough to learn on a laptop CPU."""
 
+DIGITS = Path(__file__).parents[1] / "digits"
+"""The one over images: it reads handwritten digits, a third of them right when it samples."""
+
+SHIPPED = {"tiny": TINY, "digits": DIGITS}
+"""Policies that come with the package, by their names."""
+
 _MODEL_FILES = ("config.json", "adapter_config.json")
 """What a folder that can be read as a model or as an adapter holds one of."""
 

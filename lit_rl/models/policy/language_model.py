@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,10 +15,13 @@ from lit_rl.models.policy import hub
 from lit_rl.models.policy import tokenizer as tokenizers
 from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.vision_parts import freeze, sees
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from lit_rl.models.policy.processor import VisionProcessor
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _OWN = {  # from_pretrained arguments that are settings here, or would undo a safety of ours
@@ -42,7 +46,8 @@ class LanguageModel:
     """Names a Hugging Face causal language model and how to hold it. Nothing heavy happens before `load`.
 
     Args:
-        name: "tiny" (the policy that comes with the package), a folder, or a hub id.
+        name: "tiny" or "digits" (the policies that come with the package, over text and over images), a folder, or a
+            hub id.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored). Weights in bfloat16 are
             trained by float32 masters in the optimizer; adapters are always float32. None is float32, where
             `trainer.precision` does not make it bfloat16.
@@ -52,6 +57,8 @@ class LanguageModel:
         lora: Train fresh low-rank adapters instead of the weights.
         adapter: Continue training this PEFT LoRA adapter: a folder or a hub id.
         quantization: Hold the frozen base in 4 bits ("nf4") or 8 ("int8"). Needs ``lora`` or ``adapter``.
+        freeze: Parts of a model over images that are not trained: "vision", what sees, and "projector", what brings it
+            to the width of the text. Not for a model over text.
         disable_dropout: Set every dropout probability of the model to 0.
         lm_head_fp32: Compute the logits in float32, whatever the type of the weights and of autocast.
         fused_head: Compute log-probs from hidden states, without the logits in memory. The same numbers.
@@ -86,6 +93,7 @@ class LanguageModel:
         lora: Lora | None = None,
         adapter: str | None = None,
         quantization: Literal["nf4", "int8"] | None = None,
+        freeze: Sequence[str] | None = None,
         disable_dropout: bool = False,
         lm_head_fp32: bool = False,
         gradient_checkpointing: bool | Literal["auto", "offload"] = "auto",
@@ -109,6 +117,7 @@ class LanguageModel:
         self.lora = lora
         self.adapter = adapter
         self.quantization = quantization
+        self.freeze = None if freeze is None else tuple(freeze)
         self.disable_dropout = disable_dropout
         self.lm_head_fp32 = lm_head_fp32
         self.gradient_checkpointing = gradient_checkpointing
@@ -121,7 +130,7 @@ class LanguageModel:
         self.eos_token = eos_token
         self.pad_token = pad_token
         self._new_tokens: tuple[int, ...] = ()
-        self.path = str(hub.TINY) if name == "tiny" else hub.resolve("model.name", name, revision)
+        self.path = str(hub.SHIPPED[name]) if name in hub.SHIPPED else hub.resolve("model.name", name, revision)
         self._check()
 
     @classmethod
@@ -149,7 +158,7 @@ class LanguageModel:
             came += ", which is loaded already"
             then = " To train this one call save_pretrained(folder) on it and on its tokenizer, and give the folder."
         raise ConfigError(
-            f"{key} is {came}. Allowed is a name ('tiny'), a folder, a hub id, or "
+            f"{key} is {came}. Allowed is a name ('tiny', 'digits'), a folder, a hub id, or "
             f"lit_rl.models.LanguageModel(name, ...).{then}"
         )
 
@@ -194,12 +203,12 @@ class LanguageModel:
     @property
     def is_local(self) -> bool:
         """The model is a folder of this machine."""
-        return Path(self.path).is_dir() or self.name == "tiny"
+        return Path(self.path).is_dir() or self.name in hub.SHIPPED
 
     @property
     def label(self) -> str:
         """A short name, safe in a file name: ``tiny``, ``Qwen2.5-0.5B-Instruct``."""
-        return re.sub(r"[^\w.-]+", "-", "tiny" if self.name == "tiny" else Path(self.path).name).strip("-.") or "model"
+        return re.sub(r"[^\w.-]+", "-", Path(self.path).name).strip("-.") or "model"
 
     @property
     def _hub(self) -> dict[str, Any]:
@@ -263,6 +272,29 @@ class LanguageModel:
         return tokenizer
 
     @property
+    def sees(self) -> bool:
+        """It is a model over images too."""
+        return sees(self.config)
+
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """Parts of a model over images that are not trained: what sees, where nothing else was said."""
+        return ("vision",) if self.freeze is None else self.freeze
+
+    @cached_property
+    def processor(self) -> VisionProcessor | None:
+        """What makes tokens and pixels of prompts with images; None for a model over text.
+
+        Raises:
+            BackendError: its files or a package that it needs are missing.
+        """
+        if not self.sees:
+            return None
+        from lit_rl.models.policy.processor import load_processor
+
+        return load_processor(self.name, self.path, self.tokenizer, self.config, **self._hub)
+
+    @property
     def new_tokens(self) -> tuple[int, ...]:
         """Ids of the tokens that ``chat_template`` brought into the vocabulary. Their embeddings are the mean one."""
         return self._new_tokens if self.tokenizer else ()
@@ -293,6 +325,11 @@ class LanguageModel:
         from lit_rl.models.policy.checkpointing import set_checkpointing
 
         loading.check_causal(self.name, self.config)
+        if self.freeze is not None and not self.sees:
+            raise ConfigError(
+                f"model.freeze={list(self.freeze)} freezes parts of a model over images, and {self.name!r} is one over "
+                "text. Leave it out."
+            )
         if self.use_liger_kernel:
             liger.check(self.name, self.config)
         assert self.tokenizer.eos_token is not None  # it checks itself, and fails before any weight is read
@@ -303,11 +340,15 @@ class LanguageModel:
             loading.use_float32_head(base)
         if self.use_liger_kernel:
             liger.use_kernels(base)
+        if self.sees:
+            loading.rule_out_placeholders(base)
         policy: PreTrainedModel | PeftModel = base
         if self.lora is not None:
             policy = self.lora.apply(base, new_tokens=self.new_tokens)
         elif self.adapter is not None:
             policy = loading.continue_adapter(base, self.adapter)
+        elif self.sees:
+            freeze(base, self.frozen_parts)
         set_checkpointing(base, self.checkpointing)
         return policy.train()
 

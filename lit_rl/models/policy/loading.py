@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy import hub
+from lit_rl.models.policy.vision_parts import placeholder_ids, sees
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -30,8 +31,55 @@ class Float32Head(nn.Linear):
             return F.linear(input.float(), self.weight.float(), bias)
 
 
+class RulingHead(nn.Linear):
+    """A language-model head that gives tokens no probability which no policy may say: placeholders of images.
+
+    A placeholder in a response would be taken for an image that is not there, and the pass over its whole micro-batch
+    would fail. Ruled out here, it is ruled out in every generator and in every score, so ratios stay 1.
+
+    Args:
+        head: Whose weights are used, and kept as they are.
+        ruled_out: Token ids.
+    """
+
+    def __init__(self, head: nn.Linear, ruled_out: Sequence[int]) -> None:
+        super().__init__(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+        self.weight, self.bias = head.weight, head.bias
+        self.exact = isinstance(head, Float32Head)
+        """Whether products are taken in float32."""
+        self.ruled_out = tuple(ruled_out)
+
+    @property
+    def ruling(self) -> Tensor:
+        """``(v,)`` in the type of the weight: what is added to the logits. Finite, as 0 times infinity is no number."""
+        whole = self.weight.new_zeros(self.out_features) if self.bias is None else self.bias.detach().clone()
+        whole[list(self.ruled_out)] = RULED_OUT
+        return whole
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.exact:
+            logits = F.linear(input, self.weight, self.bias)
+        else:
+            with torch.autocast(input.device.type, enabled=False):
+                bias = None if self.bias is None else self.bias.float()
+                logits = F.linear(input.float(), self.weight.float(), bias)
+        places = torch.tensor(self.ruled_out, device=logits.device)
+        return logits.index_fill(-1, places, RULED_OUT)
+
+
+RULED_OUT = -1e4
+"""A logit so far below all others that its probability is 0, also in float16."""
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes a language model of this config, over images too where it says so."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees(config) else AutoModelForCausalLM
+
+
 def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any) -> PreTrainedModel:
-    """A causal language model, every weight checked to have come from its files.
+    """A causal language model, over images too where its config says so, every weight checked to be from its files.
 
     Args:
         name: What the model is called in messages.
@@ -44,12 +92,11 @@ def load_weights(name: str, path: str, config: PreTrainedConfig, **settings: Any
         BackendError: the model cannot be reached.
     """
     from lightning.pytorch.utilities import rank_zero_info
-    from transformers import AutoModelForCausalLM
 
     if path != name and path == str(hub.copy_without_hub(name)):
         rank_zero_info(f"model.name={name}: read from {path}, whose weights are not the hub's (see its README.md).")
     with hub.reading("model.name", name, path):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             path, config=config, use_safetensors=True, output_loading_info=True, **settings
         )
     base, info = loaded
@@ -78,19 +125,23 @@ def add_embeddings(base: PreTrainedModel, tokens: Sequence[int]) -> None:
 
 
 def check_causal(name: str, config: PreTrainedConfig) -> None:
-    """Refuse what is no decoder-only language model over text.
+    """Refuse what is no decoder-only language model over text, or over text and images.
 
     Raises:
-        ConfigError: an encoder-decoder, a classifier, a vision model, or anything else without a causal head.
+        ConfigError: an encoder-decoder, a classifier, a model over sound, or anything else without a causal head.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     found = ", ".join(config.architectures or []) or config.model_type
     wanted = f"model.name={name!r} is {found}; a causal (decoder-only) language model over text is needed"
     if config.is_encoder_decoder:
         raise ConfigError(f"{wanted}, not an encoder-decoder.")
-    if getattr(config, "vision_config", None) is not None or getattr(config, "audio_config", None) is not None:
-        raise ConfigError(f"{wanted}, not one over images or sound.")
+    if getattr(config, "audio_config", None) is not None:
+        raise ConfigError(f"{wanted}, not one over sound.")
+    if sees(config):
+        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise ConfigError(f"{wanted}, or one that transformers knows as AutoModelForImageTextToText.")
+        return
     if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -119,6 +170,18 @@ def disable_dropout(module: nn.Module) -> None:
         for key, value in list(vars(part).items()):
             if "dropout" in key and isinstance(value, float):
                 setattr(part, key, 0.0)
+
+
+def rule_out_placeholders(base: PreTrainedModel) -> None:
+    """Let the head of a model over images give its placeholders no probability.
+
+    Raises:
+        ConfigError: the head is not plain and linear.
+    """
+    head: Any = base.get_output_embeddings()
+    if type(head) not in (nn.Linear, Float32Head):
+        raise ConfigError(f"A model over images needs a plain linear head; this one's is {type(head).__name__}.")
+    base.set_output_embeddings(RulingHead(head, placeholder_ids(base.config)))
 
 
 def use_float32_head(base: PreTrainedModel) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.models.policy.vision_parts import layers_unasked
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -75,7 +76,8 @@ class Lora:
             use_dora=self.dora,
             modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
             trainable_token_indices=self._rows(model, new_tokens),
-            exclude_modules=list(head) or None,  # "all-linear" would take the head of a token classifier too
+            # "all-linear" would take the head of a token classifier too, and what sees.
+            exclude_modules=[*head, *layers_unasked(model, self.targets)] or None,
         )
         try:
             adapted = get_peft_model(model, config)

@@ -114,15 +114,14 @@ def _counted(kind: type, text: str) -> _Counted:
 
     import torch
     from torch import nn
-    from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    from lit_rl.models.policy.loading import drops_out
+    from lit_rl.models.policy.loading import auto_class, drops_out
     from lit_rl.models.policy.shared_prefix import can_share
 
     config: Any = kind.from_dict(json.loads(text))  # type: ignore[attr-defined]
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+        model: Any = auto_class(config).from_config(config)
     model.tie_weights()
     head = model.get_output_embeddings()
     found: Counter[tuple[str, int, int]] = Counter()

@@ -37,10 +37,12 @@ from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.positions import position_ids
 from lit_rl.models.policy.rows_by_length import Call, by_length
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.rollout import Completions
+from lit_rl.vision import Vision
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicCache
@@ -65,7 +67,7 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
     """The prompts to compute once; None where each row has to run its own, or hardly anything would be saved."""
     b, p = completions.prompt_ids.shape
     t = completions.response_ids.shape[1]
-    if t < 2 or completions.model_inputs:
+    if t < 2:
         return None
     ids, of_row = completions.group_id.unique(return_inverse=True)
     n = len(ids)
@@ -75,7 +77,15 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
     rows = numbers.new_full((n,), b).scatter_reduce(0, of_row, numbers, "amin")
     same = completions.prompt_ids[rows][of_row] == completions.prompt_ids
     same &= completions.prompt_mask[rows][of_row] == completions.prompt_mask
+    if completions.vision is not None:
+        same &= _same_vision(completions.vision, rows[of_row])[:, None].to(same.device)
     return PromptGroups(rows, of_row) if bool(same.all()) else None
+
+
+def _same_vision(vision: Vision, firsts: Tensor) -> Tensor:
+    """Bool ``(b,)``: whether each row sees what the row sees that runs its prompt."""
+    rows, others = vision.rows, vision.select(firsts).rows
+    return torch.tensor([one is other for one, other in zip(rows, others)])
 
 
 def can_share(model: nn.Module) -> bool:
@@ -135,8 +145,9 @@ def _run_behind(
     from transformers.cache_utils import DynamicCache
 
     mask = completions.attention_mask.long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    positions = position_ids(model, completions)
     p, ids, wanted = completions.prompt_ids.shape[1], completions.response_ids, completions.response_mask
+    seen = _seen(completions, prompts.rows, p, 0)
     past = DynamicCache(config=base_of(model).config)
     first, _ = run(
         model,
@@ -145,10 +156,11 @@ def _run_behind(
         fused=options.fused_head,
         input_ids=completions.prompt_ids[prompts.rows],
         attention_mask=mask[prompts.rows, :p],
-        position_ids=positions[prompts.rows, :p],
+        position_ids=positions[..., prompts.rows, :p],
         logits_to_keep=1,
         past_key_values=past,
         use_cache=True,
+        **seen,
     )
 
     def behind(call: Call) -> TargetScores:
@@ -161,10 +173,11 @@ def _run_behind(
                 distribution,
                 fused=options.fused_head,
                 input_ids=ids[rows, : t - 1],
-                position_ids=positions[rows, p : p + t - 1],
+                position_ids=positions[..., rows, p : p + t - 1],
                 logits_to_keep=t - 1,
                 use_cache=True,
                 **inputs,
+                **_in_response(completions, rows, t - 1),
             )
         return found
 
@@ -174,6 +187,20 @@ def _run_behind(
     if cache is not None:
         calls = [_by_prompt(call, prompts.of_row) for call in calls]
     return first.beside(TargetScores.of_calls([behind(call) for call in calls], calls, ids.shape[1] - 1))
+
+
+def _seen(completions: Completions, rows: Tensor, prompt: int, response: int) -> dict[str, Tensor]:
+    """What the model sees of the prompts of rows beside their tokens."""
+    if completions.vision is None:
+        return {}
+    return completions.vision.select(rows).model_inputs(prompt, response, completions.prompt_ids.device)
+
+
+def _in_response(completions: Completions, rows: Tensor, t: int) -> dict[str, Tensor]:
+    """What is said of each token of responses; images were seen with the prompts."""
+    if completions.vision is None:
+        return {}
+    return completions.vision.select(rows).per_token(0, t, completions.prompt_ids.device)
 
 
 def _by_prompt(call: Call, prompt_of_row: Tensor) -> Call:

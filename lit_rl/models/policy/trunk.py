@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, cat, nn
+from torch import nn
 
 from lit_rl.errors import ConfigError
-from lit_rl.rollout import Completions
+from lit_rl.models.policy.vision_parts import freeze, sees
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -74,21 +74,16 @@ def without_adapters(model: PeftModel) -> Any:
 
 
 def copied_trunk(policy: nn.Module) -> nn.Module:
-    """A copy of the policy's trunk, adapters merged, that shares no tensor with it. Everything in it is trained."""
+    """A copy of the policy's trunk, adapters merged, that shares no tensor with it.
+
+    Everything in it is trained but what the policy does not train; beside adapters, what sees.
+    """
     from peft import PeftModel
 
     if isinstance(policy, PeftModel):
         merged: Any = copy.deepcopy(policy).merge_and_unload()
-        return trunk_of(merged).requires_grad_(True)
-    return copy.deepcopy(trunk_of(policy)).requires_grad_(True)
-
-
-def trunk_inputs(completions: Completions) -> dict[str, Tensor]:
-    """Prompt and response as keyword arguments of a trunk; positions count attended tokens, so padding is free."""
-    mask = completions.attention_mask.long()
-    return {
-        "input_ids": cat([completions.prompt_ids, completions.response_ids], dim=1),
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        **completions.model_inputs,
-    }
+        merged.requires_grad_(True)
+        if sees(merged.config):
+            freeze(merged, ["vision"])
+        return trunk_of(merged)
+    return copy.deepcopy(trunk_of(policy))

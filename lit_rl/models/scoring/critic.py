@@ -22,7 +22,9 @@ from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy import forward
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.options import DEFAULT
-from lit_rl.models.policy.trunk import copied_trunk, frozen_trunk, hidden_size, trunk_inputs, trunk_of
+from lit_rl.models.policy.positions import trunk_inputs
+from lit_rl.models.policy.trunk import copied_trunk, frozen_trunk, hidden_size, trunk_of
+from lit_rl.models.policy.vision_parts import layers_unasked
 from lit_rl.models.scoring.value_head import ValueHead, ValueModel
 from lit_rl.rollout import Completions, Sampling
 
@@ -61,7 +63,7 @@ class _OwnTrunk:
 
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
         with _mode_of(policy, module):
-            return module(t=completions.response_ids.shape[1], **trunk_inputs(completions))
+            return module(t=completions.response_ids.shape[1], **trunk_inputs(policy, completions))
 
     def scores_and_values(
         self, policy: nn.Module, module: nn.Module, completions: Completions, sampling: Sampling, **terms: Any
@@ -150,6 +152,7 @@ class AdapterCritic(_OwnTrunk):
             r=self.r,
             lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int and only ever divides it
             target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
+            exclude_modules=layers_unasked(trunk, self.targets) or None,
         )
         try:
             adapted = get_peft_model(trunk, config, adapter_name="critic")
@@ -179,7 +182,7 @@ class SharedTrunk:
     def values(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
         with _hidden_states(policy) as seen:
             # Through the policy's own forward, whose hooks bring sharded weights together. Its head gets one position.
-            policy(**trunk_inputs(completions), logits_to_keep=1, use_cache=False)
+            policy(**trunk_inputs(policy, completions), logits_to_keep=1, use_cache=False)
         return module(_of_response(seen, completions))
 
     def scores_and_values(

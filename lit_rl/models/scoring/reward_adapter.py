@@ -13,7 +13,8 @@ from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.modes import evaluation_mode
-from lit_rl.models.policy.trunk import base_of, frozen_trunk, trunk_inputs
+from lit_rl.models.policy.positions import trunk_inputs
+from lit_rl.models.policy.trunk import base_of, frozen_trunk
 from lit_rl.rollout import Completions
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class RewardAdapter:
     def rewards(self, policy: nn.Module, module: nn.Module, completions: Completions) -> Tensor:
         """Float32 ``(b,)``: the score at the last token of each response, without dropout."""
         with evaluation_mode(module):
-            return module(**trunk_inputs(completions))
+            return module(**trunk_inputs(policy, completions))
 
 
 class _RewardModel(nn.Module):

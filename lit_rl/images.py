@@ -1,0 +1,121 @@
+"""An image of a row: where it stands, and its pixels when somebody asks for them.
+
+A reference holds a path or the encoded bytes, never pixels: a data set of decoded images would fill the memory. Pillow
+is imported where an image is opened, so a run without images does not need it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_rl.errors import BackendError, DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+WHITE = (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """One image, as it is given to rewards and processors. Equal where names and bytes are.
+
+    Args:
+        name: What messages call it: its path, or where its bytes came from.
+        digest: BLAKE2b of its encoded bytes, 32 hexadecimal digits.
+        width: In pixels, as its header says: before EXIF turns it.
+        height: Likewise.
+        path: Its file; None where the bytes are held.
+        data: Its encoded bytes; None where they are read from the file when they are needed.
+    """
+
+    name: str
+    digest: str
+    width: int
+    height: int
+    path: Path | None = field(default=None, compare=False, repr=False)
+    data: bytes | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.digest}"
+
+    def read(self) -> bytes:
+        """Its encoded bytes.
+
+        Raises:
+            DataError: its file is gone, or holds other bytes than when the data were read.
+        """
+        if self.data is not None:
+            return self.data
+        assert self.path is not None
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise DataError(f"{self.name}: the image cannot be read: {error.strerror or error}.") from error
+        if digest_of(data) != self.digest:
+            raise DataError(f"{self.name}: the image has changed since the data were read.")
+        return data
+
+    def open(self) -> Image:
+        """Its pixels in mode RGB, turned as EXIF says.
+
+        Transparent pixels are laid over white; 16-bit greys are divided by 257.
+
+        Raises:
+            DataError: it cannot be read, or its bytes are damaged.
+        """
+        data = self.read()
+        try:
+            return as_rgb(pillow().open(io.BytesIO(data)))
+        except (OSError, SyntaxError, ValueError) as error:  # Pillow's words for damaged bytes
+            raise DataError(f"{self.name}: the image is damaged: {error}.") from error
+
+
+def digest_of(data: bytes) -> str:
+    """Of encoded bytes."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def pillow() -> Any:
+    """The module ``PIL.Image``.
+
+    Raises:
+        BackendError: Pillow is not installed.
+    """
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise BackendError("Images need Pillow: pip install 'lit-rl[vision]'.") from error
+    return Image
+
+
+def as_rgb(image: Image) -> Image:
+    """The one rule by which an image of any mode becomes RGB.
+
+    Raises:
+        ValueError: its pixels are floating-point numbers, of which nothing says what white is.
+    """
+    from PIL import ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F":
+        raise ValueError("its pixels are floating-point numbers; save it with 8 or 16 bits")
+    if image.mode.startswith("I"):  # Pillow would cut 16 bits at 255: all white
+        image = _eight_bits(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = pillow().new("RGBA", image.size, (*WHITE, 255))
+        white.alpha_composite(image)
+        image = white
+    return image.convert("RGB")
+
+
+def _eight_bits(image: Image) -> Image:
+    import numpy as np
+
+    grey = np.asarray(image).astype(np.int64).clip(0, 65535)
+    return pillow().fromarray(((grey + 128) // 257).astype(np.uint8))

@@ -1,0 +1,128 @@
+"""The processor of a vision-language model, asked one prompt at a time.
+
+Pixels and placeholders of a prompt depend on that prompt alone, so what is made once can be joined to any batch
+(`lit_rl.vision`). Images are given as pixels: a processor opens every path and URL that it is given as a string.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import BackendError, DataError
+from lit_rl.images import ImageRef
+from lit_rl.models.policy import hub
+from lit_rl.models.policy.vision_parts import placeholder_ids
+from lit_rl.vision import PromptVision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+
+_NAMES = ("image_token", "video_token", "boi_token", "eoi_token", "full_image_sequence", "fake_image_token")
+"""Attributes of processors and tokenizers: text that becomes, or surrounds, placeholders."""
+
+_TOKENS = ("input_ids", "attention_mask", "labels")
+_PREFIX_FAMILIES = {"paligemma": 1}
+"""Value of `token_type_ids` at tokens of a response, by model type: PaliGemma attends both ways where it is 0."""
+
+_PACKAGES = ("torchvision", "num2words", "PIL")
+
+
+class VisionProcessor:
+    """Makes tokens and model inputs of messages with images.
+
+    Args:
+        processor: Of transformers. Its tokenizer and chat template are replaced by those of `tokenizer`.
+        tokenizer: Of the policy, as `LanguageModel.tokenizer` has it.
+        config: Of the model.
+    """
+
+    def __init__(self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+        self.processor: Any = processor
+        self.processor.tokenizer = tokenizer
+        if tokenizer.chat_template:
+            self.processor.chat_template = tokenizer.chat_template
+        else:
+            tokenizer.chat_template = self.processor.chat_template
+        self.placeholders = placeholder_ids(config)
+        self._in_response = {"token_type_ids": _PREFIX_FAMILIES.get(config.model_type, 0)}
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.processor.tokenizer
+
+    @property
+    def name(self) -> str:
+        """The classes that make pixels: two backends of one processor differ in their last digits."""
+        return f"{type(self.processor).__name__}/{type(self.processor.image_processor).__name__}"
+
+    @property
+    def reserved(self) -> list[str]:
+        """Texts that the processor would turn into placeholders."""
+        holders = (self.processor, self.tokenizer)
+        found = {getattr(holder, name, None) for holder in holders for name in _NAMES}
+        return sorted(str(text) for text in found if text)
+
+    def process(self, text: str, images: Sequence[ImageRef], where: str) -> tuple[list[int], PromptVision | None]:
+        """Tokens of a rendered prompt, and what the model sees beside them: None without images.
+
+        Raises:
+            DataError: an image cannot be opened or used, or the text does not show as many images as there are.
+        """
+        if not images:
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), None
+        pixels = [image.open() for image in images]
+        try:
+            made = self.processor(text=[text], images=[pixels], add_special_tokens=False, return_tensors="pt")
+        except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError) as error:
+            sizes = ", ".join(f"{image.name} {image.width} x {image.height}" for image in images)
+            raise DataError(f"{where}: the processor refuses the images ({sizes}): {error}") from error
+        ids = made["input_ids"]
+        vision = self._vision({name: torch.as_tensor(value) for name, value in made.items()}, ids)
+        if not bool(torch.isin(ids, ids.new_tensor(self.placeholders)).any()):
+            raise DataError(
+                f"{where}: the chat template shows none of the prompt's {len(images)} images: it made no image token. "
+                "Give a template that writes them with model.chat_template."
+            )
+        return ids[0].tolist(), vision
+
+    def _vision(self, made: Mapping[str, Tensor], ids: Tensor) -> PromptVision:
+        others = {name: value for name, value in made.items() if name not in _TOKENS}
+        per_token = {name: value[0].long() for name, value in others.items() if value.shape == ids.shape}
+        inputs = {name: value for name, value in others.items() if name not in per_token}
+        return PromptVision(inputs, per_token, {name: self._in_response.get(name, 0) for name in per_token})
+
+
+def load_processor(
+    name: str, path: str, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, **how: Any
+) -> VisionProcessor:
+    """The processor that was saved with a model.
+
+    Raises:
+        BackendError: its files or a package that it needs are missing, or the model cannot be reached.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        with hub.reading("model.name", name, path):
+            processor: Any = AutoProcessor.from_pretrained(path, **how)
+    except ImportError as error:
+        raise BackendError(f"The processor of {name!r} lacks a package: {_missing(error)}") from error
+    if not hasattr(processor, "image_processor"):
+        raise BackendError(
+            f"model.name={name!r} is a model over images and comes without its processor (preprocessor_config.json or "
+            "processor_config.json). Copy these files of its base model into the folder."
+        )
+    return VisionProcessor(processor, tokenizer, config)
+
+
+def _missing(error: ImportError) -> str:
+    said = str(error).strip().splitlines()[0] if str(error).strip() else "an import failed"
+    for package in _PACKAGES:
+        if package.lower() in str(error).lower() and importlib.util.find_spec(package) is None:
+            return f"pip install {'pillow' if package == 'PIL' else package}. ({said})"
+    return said

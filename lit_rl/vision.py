@@ -1,0 +1,137 @@
+"""What a model sees beside tokens: made once a prompt, named by rows, joined where a pass needs it.
+
+A processor is asked one prompt at a time. Of its tensors, those with one value a token of the prompt (`token_type_ids`)
+are padded on the left like the prompt and go on over the response with one value of the family; all others (pixels,
+grids, sizes) are padded with zeros behind their trailing dimensions and joined along the first. That is what processors
+make of a batch themselves, to the bit, in eleven families of transformers. So rows of a rollout hold the number of a
+prompt, and pixels are neither repeated for a group nor stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class PromptVision:
+    """Of one prompt with images, on the CPU."""
+
+    inputs: Mapping[str, Tensor]
+    """Joined along the first dimension, which counts images, tiles or patches."""
+    per_token: Mapping[str, Tensor] = field(default_factory=dict)
+    """Long ``(n,)`` each: a value for each token of the prompt."""
+    in_response: Mapping[str, int] = field(default_factory=dict)
+    """The value of each of `per_token` at tokens of a response."""
+    row: int = -1
+    """Number of the prompt in its data set, by which it is made again after a resume."""
+
+
+class Vision:
+    """Of rows: which prompt's images each of them sees. To be treated as frozen.
+
+    No dataclass, since Lightning's precision plugins would take it apart with the batch.
+
+    Args:
+        prompts: None: a prompt without images.
+        index: Long ``(b,)``, on the CPU: the number of each row's prompt.
+    """
+
+    def __init__(self, prompts: Sequence[PromptVision | None], index: Tensor) -> None:
+        self.prompts, self.index = tuple(prompts), index
+
+    @classmethod
+    def of(cls, prompts: Sequence[PromptVision | None], group_size: int) -> Vision | None:
+        """Of `group_size` rows for each prompt; None where no prompt has images."""
+        if all(each is None for each in prompts):
+            return None
+        return cls(prompts, torch.arange(len(prompts)).repeat_interleave(group_size))
+
+    @classmethod
+    def blind(cls, rows: int) -> Vision:
+        """Of so many rows that see nothing."""
+        return cls((None,), torch.zeros(rows, dtype=torch.long))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def select(self, rows: Tensor) -> Vision:
+        """The given rows."""
+        return Vision(self.prompts, self.index[rows.to(self.index.device)])
+
+    def joined(self, other: Vision) -> Vision:
+        """The rows of both."""
+        index = torch.cat([self.index, other.index + len(self.prompts)])
+        return Vision((*self.prompts, *other.prompts), index)
+
+    def used(self) -> Vision:
+        """Without prompts that no row is of."""
+        numbers, index = self.index.unique(return_inverse=True)
+        return Vision([self.prompts[number] for number in numbers.tolist()], index)
+
+    @property
+    def rows(self) -> list[PromptVision | None]:
+        """One a row."""
+        return [self.prompts[number] for number in self.index.tolist()]
+
+    def model_inputs(self, prompt: int, response: int, device: torch.device) -> dict[str, Tensor]:
+        """Keyword arguments of a pass over these rows, beside ids and mask; none where no row has images.
+
+        Args:
+            prompt: Columns of the prompts, which are padded on the left.
+            response: Columns behind them.
+            device: Of the pass.
+        """
+        return self.inputs(device) | self.per_token(prompt, response, device)
+
+    def inputs(self, device: torch.device) -> dict[str, Tensor]:
+        """Of `model_inputs`, those that are joined along images, tiles or patches."""
+        known = [row for row in self.rows if row is not None]
+        found = {name: _joined([row.inputs[name] for row in known if name in row.inputs]) for name in _names(known)}
+        return {name: value.to(device, non_blocking=True) for name, value in found.items()}
+
+    def per_token(self, prompt: int, response: int, device: torch.device) -> dict[str, Tensor]:
+        """Of `model_inputs`, those with a value for each token: long ``(b, prompt + response)``."""
+
+        def line(values: Tensor, fill: int) -> Tensor:
+            there = values[-prompt:] if prompt else values[:0]
+            return torch.cat([values.new_zeros(prompt - len(there)), there, values.new_full((response,), fill)])
+
+        return self._lines(line, device)
+
+    def per_text_token(self, width: int, device: torch.device) -> dict[str, Tensor]:
+        """As `per_token`, of texts ``(b, width)`` that begin with their prompts and are padded on the right."""
+
+        def line(values: Tensor, fill: int) -> Tensor:
+            there = values[:width]
+            return torch.cat([there, values.new_full((width - len(there),), fill)])
+
+        return self._lines(line, device)
+
+    def _lines(self, line: Callable[[Tensor, int], Tensor], device: torch.device) -> dict[str, Tensor]:
+        rows, fills = self.rows, dict[str, int]()
+        for row in rows:
+            fills |= row.in_response if row is not None else {}
+        none = torch.zeros(0, dtype=torch.long)
+        found = {
+            name: torch.stack([line(none if row is None else row.per_token[name], fill) for row in rows])
+            for name, fill in fills.items()
+        }
+        return {name: value.to(device, non_blocking=True) for name, value in found.items()}
+
+
+def _names(rows: Sequence[PromptVision]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row.inputs))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    widest = [max(part.shape[d] for part in parts) for d in range(1, parts[0].ndim)]
+    padded = []
+    for part in parts:
+        missing = [width - size for width, size in zip(widest, part.shape[1:])]
+        padded.append(F.pad(part, [end for count in reversed(missing) for end in (0, count)]))
+    return torch.cat(padded)

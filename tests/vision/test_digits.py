@@ -1,0 +1,161 @@
+"""The digits that come with the package: their rows, the policy that reads them, and a run that teaches it more."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lit_rl.algorithms import GRPO, SFT, AdamW, Constant
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.digits import IMAGES, Digits, DigitTexts
+from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.tasks import Task
+from lit_rl.errors import ConfigError
+from lit_rl.models import LanguageModel
+from lit_rl.models.policy.hub import DIGITS
+from lit_rl.models.policy.shape import ModelShape
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+GREEDY, SAMPLED = 0.457, 0.369
+"""Held-out rates of the shipped policy, as `scripts/make_digits_policy.py` printed them."""
+
+
+def pixels(row: dict[str, Any]) -> Image.Image:
+    return Image.open(io.BytesIO(row["image"]))
+
+
+def test_rows_are_the_images_once_each_and_three_hundred_are_held_out():
+    task = Digits()
+    train, val = task.train(), task.val()
+    assert isinstance(task, Task) and (len(train), len(val)) == (IMAGES - 300, 300)
+    assert len({row["image"] for row in train + val}) == IMAGES
+    counted = Counter(row["answer"] for row in train + val)
+    assert sorted(counted) == [str(digit) for digit in range(10)] and min(counted.values()) == 174
+    assert all(row["prompt"] == [{"role": "user", "content": "Which digit?"}] for row in train)
+    assert Digits().train() == train and Digits(seed=1).val() != val and Digits(val_rows=0).val() == []
+    with pytest.raises(ConfigError, match=r"data\.task\.val_rows=1797"):
+        Digits(val_rows=IMAGES)
+
+
+def test_each_pixel_of_the_data_is_a_square_and_most_of_a_digit_is_black():
+    for row in Digits().val()[:20]:
+        image = pixels(row)
+        assert (image.size, image.mode) == ((32, 32), "RGB")
+        small = image.resize((8, 8), Image.Resampling.NEAREST)
+        assert small.resize((32, 32), Image.Resampling.NEAREST).tobytes() == image.tobytes()
+        greys = list(small.convert("L").tobytes())
+        assert {grey * 16 % 255 for grey in greys} <= {0, *range(239, 255)} and max(greys) > 200
+        assert sum(grey < 64 for grey in greys) > 20
+
+
+def test_texts_have_the_same_images_with_their_replies():
+    for row, text in zip(Digits().val(), DigitTexts().val()):
+        assert text == {**row, "completion": [{"role": "assistant", "content": row["answer"]}]}
+
+
+def test_the_module_imports_no_pillow():
+    code = "import sys, lit_rl.data.digits; assert 'PIL' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_the_shipped_policy_is_small_and_has_its_name():
+    model = LanguageModel("digits")
+    assert (model.label, model.is_local, model.sees) == ("digits", True, True)
+    assert sum(file.stat().st_size for file in DIGITS.iterdir()) < 1_000_000
+    shape = ModelShape.of(model.config)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.load().parameters())
+
+
+def rates(policy: Any, model: LanguageModel) -> tuple[float, float]:
+    """Of right replies to held-out images: the share when it is greedy, and the mean chance when it samples."""
+    data = RolloutDataModule(rows=Digits().val(), val_fraction=0.0)
+    data.prepare(model.tokenizer, processor=model.processor, stage="predict")
+    batch, end = data.peek(300), model.tokenizer.eos_token_id
+    asked = zip(batch.prompt_ids, batch.columns["answer"])
+    ids = torch.tensor([[*prompt, *model.tokenizer.encode(answer), end] for prompt, answer in asked])
+    assert batch.vision is not None
+    seen = [vision for vision in batch.vision() if vision is not None]
+    inputs = {name: torch.cat([vision.inputs[name] for vision in seen]) for name in seen[0].inputs}
+    with torch.no_grad():
+        logits = policy.eval()(input_ids=ids, **inputs).logits[:, -3:-1]
+    chances = logits.log_softmax(-1).gather(-1, ids[:, -2:, None])[..., 0].sum(1).exp()
+    return float((logits.argmax(-1) == ids[:, -2:]).all(1).float().mean()), float(chances.mean())
+
+
+def test_the_shipped_policy_reads_digits_at_its_documented_rate():
+    model = LanguageModel("digits")
+    greedy, sampled = rates(model.load(), model)
+    assert greedy == pytest.approx(GREEDY, abs=0.02) and sampled == pytest.approx(SAMPLED, abs=0.01)
+
+
+@pytest.fixture
+def fitted(trainer_of: Any) -> Any:
+    """A method after some steps on the digits."""
+
+    def fit(module: Any, data: Any, steps: int) -> Any:
+        trainer_of(max_steps=steps, gradient_clip_val=1.0, limit_val_batches=0).fit(module, datamodule=data)
+        return module.policy
+
+    return fit
+
+
+@pytest.fixture
+def trainer_of() -> Any:
+    import lightning as L
+
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return lambda **settings: L.Trainer(accelerator="cpu", **dict.fromkeys(off, False), **settings)
+
+
+@pytest.mark.all
+def test_a_few_steps_of_imitation_teach_it(fitted):
+    model = LanguageModel("digits", freeze=())
+    module = SFT(model, optimizer=AdamW(lr=1e-3), scheduler=Constant(), sampling=Sampling(max_new_tokens=2), seed=0)
+    policy = fitted(module, SupervisedDataModule(task=DigitTexts(), batch_size=32, seed=0), 12)
+    greedy, sampled = rates(policy, model)
+    assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.1
+
+
+@pytest.mark.all
+def test_reinforcement_teaches_it(fitted):
+    model = LanguageModel("digits", freeze=())
+    module = GRPO(
+        model,
+        exact_match,
+        optimizer=AdamW(lr=1e-3),
+        scheduler=Constant(),
+        sampling=Sampling(max_new_tokens=2),
+        seed=0,
+    )
+    policy = fitted(module, RolloutDataModule(task=Digits(), prompts_per_rollout=16, seed=0), 80)
+    greedy, sampled = rates(policy, model)
+    assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.2
+
+
+@pytest.mark.all
+def test_the_experiment_trains_exports_and_goes_on_from_its_export(root: Path, tmp_path: Path):
+    def train(*arguments: str) -> dict[str, Any]:
+        run_dir = tmp_path / str(len(list(tmp_path.iterdir())))
+        command = [sys.executable, str(root / "train.py"), "experiment=vl_digits", f"run_dir={run_dir}", *arguments]
+        small = ["trainer.max_steps=2", "data.task.val_rows=100", "trainer.accelerator=cpu", "logger=csv"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        told = subprocess.run([*command, *small], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert told.returncode == 0, told.stdout + told.stderr
+        return json.loads((run_dir / "summary.json").read_text()) | {"folder": str(run_dir / "hf")}
+
+    first = train()
+    assert first["status"] == "finished" and set(first["before"][""]) == {"greedy", "sampled at 1"}
+    assert (Path(first["folder"]) / "processor_config.json").is_file()
+    second = train(f"model.name={first['folder']}", "seed=1")
+    assert second["before"][""]["greedy"] == first["after"][""]["greedy"]

@@ -1,0 +1,229 @@
+"""Policies that see, in training: what is learned does not depend on a step's cut, and a resumed run is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from vision_toys import picture
+
+from lit_rl.algorithms import DPO, GRPO, PPO, RLOO, SFT
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.models import Lora
+from lit_rl.rollout import Sampling
+
+ASKED = [{"role": "user", "content": "Which?"}]
+
+
+def rows(count: int = 12, first: int = 0) -> list[dict[str, Any]]:
+    """Every fourth row has no image."""
+    return [
+        {"prompt": ASKED, "answer": str(i), **({} if i % 4 == 3 else {"image": picture(first + i)})}
+        for i in range(count)
+    ]
+
+
+def by_letters(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum(map(ord, message[0]["content"])) % 7) for message in completions]
+
+
+def trainer(folder: Path, steps: int, **more: Any) -> L.Trainer:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    return L.Trainer(default_root_dir=folder, max_steps=steps, **quiet, **{"enable_checkpointing": False} | more)
+
+
+def grpo(folder: Any, **more: Any) -> GRPO:
+    settings = {"group_size": 4, "beta": 0.1, "sampling": Sampling(max_new_tokens=5), "minibatches": 2} | more
+    return GRPO(str(folder), by_letters, **settings)
+
+
+def rollouts(**more: Any) -> RolloutDataModule:
+    return RolloutDataModule(**{"rows": rows(), "prompts_per_rollout": 4, "val_fraction": 0.0} | more)
+
+
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.policy.state_dict().items()}
+
+
+def fitted(module: Any, data: Any, folder: Path, steps: int = 4, **more: Any) -> dict[str, torch.Tensor]:
+    trainer(folder, steps, **more).fit(module, datamodule=data)
+    return weights(module)
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "gemma3"])
+def test_a_run_that_was_stopped_in_the_middle_of_a_rollout_goes_on_to_the_bit(
+    toy_folder: Any, kind: str, tmp_path: Path
+) -> None:
+    folder = toy_folder(kind)
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 3:  # of a rollout of two steps
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    whole = fitted(grpo(folder), rollouts(), tmp_path / "whole", steps=6, callbacks=[Saves()])
+    resumed = grpo(folder)
+    trainer(tmp_path / "rest", 6).fit(resumed, datamodule=rollouts(), ckpt_path=tmp_path / "half.ckpt")
+    found = weights(resumed)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def test_checkpoints_hold_no_pixels(toy_folder: Any, tmp_path: Path) -> None:
+    half = trainer(tmp_path, 1)
+    half.fit(grpo(toy_folder("idefics3")), datamodule=rollouts())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
+    shapes: list[torch.Size] = []
+
+    def look(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            shapes.append(item.shape)
+        for each in item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ():
+            look(each)
+
+    look({name: part for name, part in saved.items() if name not in ("state_dict", "optimizer_states")})
+    assert shapes and not [shape for shape in shapes if shape[-2:] == (32, 32)]
+
+
+def test_another_image_before_a_resume_is_noticed(toy_folder: Any, tmp_path: Path) -> None:
+    half = trainer(tmp_path, 1)
+    half.fit(grpo(toy_folder("idefics3")), datamodule=rollouts())
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.raises(DataError, match="The data is not the checkpoint's: the rows"):
+        trainer(tmp_path, 2).fit(
+            grpo(toy_folder("idefics3")),
+            datamodule=rollouts(rows=rows(first=50)),
+            ckpt_path=tmp_path / "half.ckpt",
+        )
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "llava", "gemma3"])
+def test_the_cut_of_a_step_changes_nothing(toy_folder: Any, kind: str, tmp_path: Path) -> None:
+    folder = toy_folder(kind)
+    one, many = (
+        fitted(grpo(folder), rollouts(), tmp_path / str(parts), accumulate_grad_batches=parts) for parts in (1, 2)
+    )
+    for name, value in one.items():
+        torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_what_is_frozen_stays_and_the_rest_moves(toy_folder: Any, tmp_path: Path) -> None:
+    module = grpo(toy_folder("llava"))
+    after = fitted(module, rollouts(), tmp_path)
+    before = weights(grpo_at_start(toy_folder("llava"), tmp_path))
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert not [name for name in moved if "vision_tower" in name]
+    assert any("multi_modal_projector" in name for name in moved) and any("language_model" in name for name in moved)
+
+
+def grpo_at_start(folder: Any, place: Path) -> GRPO:
+    module = grpo(folder)
+    trainer(place / "start", 0).fit(module, datamodule=rollouts())
+    return module
+
+
+@pytest.mark.parametrize("critic", ["separate", "shared", "adapter"])
+def test_a_critic_sees_too(toy_folder: Any, critic: str, tmp_path: Path) -> None:
+    from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic, SharedTrunk
+
+    model: Any = str(toy_folder("idefics3"))
+    if critic == "adapter":
+        from lit_rl.models import LanguageModel
+
+        model = LanguageModel(model, lora=Lora(r=2))
+    chosen = {"separate": SeparateCritic, "shared": SharedTrunk, "adapter": AdapterCritic}[critic]()
+    module = PPO(model, by_letters, critic=chosen, sampling=Sampling(max_new_tokens=5), minibatches=2)
+    rolls = trainer(tmp_path, 2)
+    rolls.fit(module, datamodule=rollouts(prompts_per_rollout=8))
+    assert all(bool(value.isfinite().all()) for value in module.state_dict().values() if value.is_floating_point())
+    frozen = [name for name, p in module.critic.named_parameters() if "vision" in name and p.requires_grad]
+    assert not frozen, "what sees is frozen in the critic too"
+
+
+@pytest.mark.parametrize("method", ["rloo", "lora", "dynamic", "replay"])
+def test_other_methods_take_images(toy_folder: Any, method: str, tmp_path: Path) -> None:
+    from lit_rl.algorithms.terms.replay import GroupReplay
+    from lit_rl.models import LanguageModel
+
+    folder = toy_folder("idefics3")
+    if method == "rloo":
+        module: Any = RLOO(str(folder), by_letters, group_size=4, sampling=Sampling(max_new_tokens=5))
+    elif method == "lora":
+        module = GRPO(LanguageModel(str(folder), lora=Lora(r=2)), by_letters, sampling=Sampling(max_new_tokens=5))
+    elif method == "replay":
+        module = grpo(folder, replay=GroupReplay(4))
+    else:
+        from lit_rl.algorithms.terms.groups import DynamicSampling
+
+        module = grpo(folder, groups=DynamicSampling())
+    found = fitted(module, rollouts(prompts_per_rollout=4), tmp_path, steps=2)
+    assert all(bool(value.isfinite().all()) for value in found.values() if value.is_floating_point())
+
+
+# ------------------------------------------------------------------ data sets that are learned from as they are
+
+
+def texts() -> list[dict[str, Any]]:
+    return [{**row, "completion": [{"role": "assistant", "content": row["answer"]}]} for row in rows()]
+
+
+def pairs() -> list[dict[str, Any]]:
+    return [
+        {
+            **row,
+            "chosen": [{"role": "assistant", "content": row["answer"]}],
+            "rejected": [{"role": "assistant", "content": "no idea"}],
+        }
+        for row in rows()
+    ]
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "gemma3"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_data_sets_with_images_are_learned_whatever_the_cut(
+    toy_folder: Any, kind: str, method: str, tmp_path: Path
+) -> None:
+    folder, found = str(toy_folder(kind)), []
+    for parts in (1, 3):
+        module = SFT(folder) if method == "sft" else DPO(folder)
+        data: Any = (
+            SupervisedDataModule(rows=texts(), batch_size=6, val_fraction=0.0)
+            if method == "sft"
+            else PreferenceDataModule(rows=pairs(), batch_size=6, val_fraction=0.0)
+        )
+        found.append(fitted(module, data, tmp_path / str(parts), steps=3, accumulate_grad_batches=parts))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+def test_images_and_a_policy_over_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.rows\[0\]: the row has images \(column 'image'\).*over text"):
+        fitted(GRPO("tiny", by_letters), rollouts(), tmp_path)
+
+
+def test_prompts_that_are_too_long_with_their_images(toy_folder: Any, tmp_path: Path) -> None:
+    data = rollouts(max_prompt_tokens=20, overlong="truncate_left")
+    with pytest.raises(ConfigError, match="tokens with its images.*truncate_left would cut through"):
+        fitted(grpo(toy_folder("idefics3")), data, tmp_path)
+
+
+def test_packing_and_images(toy_folder: Any, tmp_path: Path) -> None:
+    data = SupervisedDataModule(rows=texts(), batch_size=6, val_fraction=0.0, packing="best_fit")
+    with pytest.raises(ConfigError, match=r"data\.packing=best_fit puts texts together"):
+        fitted(SFT(str(toy_folder("idefics3"))), data, tmp_path)
+
+
+def test_freezing_a_model_over_text(tmp_path: Path) -> None:
+    from lit_rl.models import LanguageModel
+
+    with pytest.raises(ConfigError, match=r"model\.freeze=\['vision'\].*over text"):
+        LanguageModel("tiny", freeze=["vision"]).load()

@@ -1,0 +1,53 @@
+"""Toys that are loaded, and prompts with images for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vision_toys import picture
+
+from lit_rl.data.images import image_of
+from lit_rl.data.templates import render_prompt
+from lit_rl.generation.native import NativeGenerator
+from lit_rl.images import ImageRef
+from lit_rl.models import LanguageModel
+from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.vision import PromptVision
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A model, loaded, and what makes its prompts."""
+
+    kind: str
+    model: LanguageModel
+    policy: Any
+
+    def prompt(self, text: str, images: Sequence[ImageRef], row: int = 0) -> tuple[list[int], PromptVision | None]:
+        shown = [{"type": "image"}] * len(images)
+        messages = [{"role": "user", "content": [*shown, {"type": "text", "text": text}] if images else text}]
+        assert self.model.processor is not None
+        rendered = render_prompt(self.model.tokenizer, messages, "prompt", {})
+        ids, vision = self.model.processor.process(rendered, images, "prompt")
+        return ids, None if vision is None else replace(vision, row=row)
+
+    def asked(self, prompts: Sequence[tuple[list[int], PromptVision | None]], group_size: int = 2) -> Prompts:
+        return Prompts(
+            [ids for ids, _ in prompts],
+            list(range(7, 7 + len(prompts))),
+            group_size,
+            self.model.eos_ids,
+            self.model.pad_id,
+            vision=[vision for _, vision in prompts],
+        )
+
+    def drawn(self, prompts: Prompts, generator: Any = None, **sampling: Any) -> Completions:
+        generator = generator or NativeGenerator()
+        generator.sync(self.policy, 0)
+        return generator.generate(prompts, Sampling(**{"max_new_tokens": 6} | sampling))
+
+
+def image(number: int, width: int = 32, height: int = 32) -> ImageRef:
+    return image_of(picture(number, width, height), "image", max_pixels=10**6)
