@@ -46,12 +46,12 @@ $(ENGINES)/.stamp: pyproject.toml constraints.txt tests/engines/requirements.txt
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/engines/requirements.txt -e .
 	@touch $@
 
-# verifiers pins mcp 2.0.0, where the other tests run against a newer one.
+# verifiers pins mcp 2.0.0, and OpenEnv an older pillow, where the other tests run against newer ones.
 $(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
 	@test -x $(AGENTS)/bin/python || $(PYTHON) -m venv $(AGENTS)
 	@echo "Installing verifiers, OpenEnv, Liger, lit_rl and the test dependencies into $(AGENTS) (a minute or two, once) ..."
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -U pip
-	@grep -v '^mcp==' constraints.txt > $(AGENTS)/constraints.txt
+	@grep -v -e '^mcp==' -e '^pillow==' constraints.txt > $(AGENTS)/constraints.txt
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -c $(AGENTS)/constraints.txt -r tests/agents/requirements.txt -e .
 	@touch $@
 

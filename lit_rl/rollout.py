@@ -147,8 +147,9 @@ class PromptBatch:
     """0..R-1: which of the R micro-batches of this rollout Lightning's loop is at. 0 generates."""
     upcoming: PromptBatch | None = None
     """At slot 0, where the generator lags: the prompts of the next rollout. None elsewhere, and in a run's last one."""
-    vision: Callable[[], Sequence[PromptVision | None]] | None = None
-    """Makes what the model sees of each prompt beside its tokens. None where no prompt of the data has images."""
+    vision: Callable[[Sequence[int]], Sequence[PromptVision | None]] | None = None
+    """Makes what the model sees of prompts beside their tokens, of the numbers of their rows. None where no prompt of
+    the data has images."""
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -10,7 +10,7 @@ prompt, and pixels are neither repeated for a group nor stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,12 @@ class PromptVision:
     """The value of each of `per_token` at tokens of a response."""
     row: int = -1
     """Number of the prompt in its data set, by which it is made again after a resume."""
+
+    def first(self, tokens: int) -> PromptVision:
+        """Of a prompt of which only so many tokens are left: where its last one joins what follows. 0: all."""
+        if not tokens:
+            return self
+        return replace(self, per_token={name: values[:tokens] for name, values in self.per_token.items()})
 
 
 class Vision:

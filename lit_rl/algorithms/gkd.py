@@ -64,6 +64,7 @@ class GKD(OfflinePolicyModule):
     """
 
     learns_from = "texts"
+    takes_images = False
     head = "compared"
 
     def __init__(

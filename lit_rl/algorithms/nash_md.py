@@ -51,6 +51,7 @@ class NashMD(JudgedModule):
 
     needs_reference = True
     opponent_writes = True
+    takes_images = False
 
     def __init__(
         self,

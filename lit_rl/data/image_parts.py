@@ -66,11 +66,11 @@ class ImageReader:
 
     def _of_columns(self, row: dict[str, Any], where: str) -> tuple[ImageRef, ...]:
         """Those of the columns, in which references take the place of what came."""
-        held = {name: row[name] for name in COLUMNS if row.get(name) is not None and row[name] != []}
+        held = {name: row[name] for name in COLUMNS if not _is_nothing(row.get(name))}
         if len(held) > 1:
             raise DataError(f"{where}: the row has both the columns image and images. Keep one of them.")
         for name, value in held.items():
-            many = list(value) if name == "images" and isinstance(value, Sequence | tuple) else [value]
+            many = list(value) if name == "images" and isinstance(value, list | tuple) else [value]
             refs = [self._image(each, where) for each in many]
             row[name] = refs if name == "images" else refs[0]
             return tuple(refs)
@@ -96,9 +96,13 @@ class ImageReader:
 
 def images_in(row: Mapping[str, Any], *keys: str) -> str:
     """Where a row has images: its columns, or the messages of these; empty where it has none."""
-    held = [f"column {name!r}" for name in COLUMNS if row.get(name) is not None and row[name] != []]
+    held = [f"column {name!r}" for name in COLUMNS if not _is_nothing(row.get(name))]
     shown = [key for key in keys if any(_shows(message) for message in _messages(row.get(key)))]
     return ", ".join([*held, *(f"parts of {key!r}" for key in shown)])
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | bytes | list | tuple) and not value)
 
 
 def _copied(message: Any) -> Any:

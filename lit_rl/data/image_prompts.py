@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from lit_rl.errors import DataError
 from lit_rl.images import ImageRef
 from lit_rl.vision import PromptVision
 
@@ -23,9 +24,25 @@ class Processor(Protocol):
         """Texts that would become placeholders, which no message may hold."""
         ...
 
+    @property
+    def placeholders(self) -> Sequence[int]:
+        """Tokens that stand for features of images."""
+        ...
+
     def process(self, text: str, images: Sequence[ImageRef], where: str) -> tuple[list[int], PromptVision | None]:
         """Tokens of a rendered prompt, and what the model sees beside them."""
         ...
+
+
+def refuse_reserved(processor: Processor, text: str, where: str) -> None:
+    """A placeholder that is written in a plain text would be taken for an image that is not there.
+
+    Raises:
+        DataError: the text holds one.
+    """
+    for token in processor.reserved:
+        if token in text:
+            raise DataError(f"{where} holds the text {token!r}, which stands for an image. Take it out.")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
 from lit_rl.data.image_parts import RowImages
-from lit_rl.data.image_prompts import Processor, Shown
+from lit_rl.data.image_prompts import Processor, Shown, refuse_reserved
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.sources import Rows
@@ -144,7 +144,7 @@ class PromptSet:
             occurrences=[0] * len(rows) if occurrences is None else list(occurrences),
             rollout=rollout,
             slot=slot,
-            vision=functools.partial(self.visions, tuple(rows)) if self.shown else None,
+            vision=self.visions if self.shown else None,
         )
 
 
@@ -237,6 +237,8 @@ class _Reader:
             text = render_prompt(self.tokenizer, prompt, where, options.chat_template_kwargs, self.control)
             ids, _ = self.processor.process(text, images, where)
             return Example(prompt, ids, columns, where, Shown(text, images, where))
+        if self.processor is not None and isinstance(prompt, str):
+            refuse_reserved(self.processor, prompt, where)
         ids = encode_prompt(
             self.tokenizer,
             prompt,

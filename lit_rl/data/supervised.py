@@ -11,6 +11,7 @@ import torch
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import split_prompt
+from lit_rl.data.image_parts import images_in
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
@@ -125,6 +126,8 @@ class SupervisedText:
             raise DataError(f"{where}: {self.text_key} is {excerpt(repr(text))}; a text that is not empty is needed.")
         if self.prompt_key is None:
             return None, text
+        if held := images_in(row, self.prompt_key):
+            raise DataError(f"{where}: the row has images ({held}), and algo.ptx reads text alone.")
         try:
             return split_prompt(row, where, prompt_key=self.prompt_key)[0], text
         except DataError as error:

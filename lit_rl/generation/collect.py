@@ -85,7 +85,7 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     ]
     asked = vocabulary.prompts(batch.prompt_ids, keys, group_size)
     if batch.vision is not None:
-        asked = replace(asked, vision=tuple(batch.vision()))
+        asked = replace(asked, vision=tuple(batch.vision(batch.rows)))
         _check_sees(generator, interaction)
     if interaction is None:
         return partial(generator.generate, replace(asked, on_finished=on_finished), sampling)

@@ -85,7 +85,7 @@ def rates(policy: Any, model: LanguageModel) -> tuple[float, float]:
     asked = zip(batch.prompt_ids, batch.columns["answer"])
     ids = torch.tensor([[*prompt, *model.tokenizer.encode(answer), end] for prompt, answer in asked])
     assert batch.vision is not None
-    seen = [vision for vision in batch.vision() if vision is not None]
+    seen = [vision for vision in batch.vision(batch.rows) if vision is not None]
     inputs = {name: torch.cat([vision.inputs[name] for vision in seen]) for name in seen[0].inputs}
     with torch.no_grad():
         logits = policy.eval()(input_ids=ids, **inputs).logits[:, -3:-1]

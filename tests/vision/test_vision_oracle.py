@@ -300,7 +300,10 @@ def test_sft(sides_of: Callable[[str], Sides], kind: str, learn: Any) -> None:
     rows = rows_of("completion")
     only = learn == "completion"
     trainer = sides.trainer(SFTTrainer, SFTConfig, rows, max_length=None, completion_only_loss=only)
-    theirs = oracle_sft.theirs(trainer, [trainer.data_collator([dict(row) for row in rows])], loss="nll", aux=0)
+    batch = trainer.data_collator([dict(row) for row in rows])
+    placeholders = torch.tensor(sides.toy.model.processor.placeholders)  # pyright: ignore
+    batch["labels"][torch.isin(batch["labels"], placeholders)] = -100  # TRL learns them too where it learns the prompt
+    theirs = oracle_sft.theirs(trainer, [batch], loss="nll", aux=0)
 
     data = SupervisedDataModule(learn=learn, **settings(rows))
     mine = oracle_sft.ours(trainer, [batch_of(sides, data, range(len(rows)))], loss="nll", aux=0)

@@ -74,6 +74,37 @@ def test_a_run_that_was_stopped_in_the_middle_of_a_rollout_goes_on_to_the_bit(
     assert all(torch.equal(found[name], value) for name, value in whole.items())
 
 
+def test_a_buffer_of_groups_sees_again_after_a_resume(toy_folder: Any, tmp_path: Path) -> None:
+    from lit_rl.algorithms.terms.replay import GroupReplay
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    def replaying() -> GRPO:
+        rewards = iter([[0.0, 1.0, 2.0, 3.0] * 4, *[[1.0] * 16] * 9])  # later groups teach nothing: stored ones step in
+        return GRPO(
+            str(toy_folder("idefics3")),
+            lambda completions, **_: next(rewards),
+            group_size=4,
+            sampling=Sampling(max_new_tokens=5),
+            replay=GroupReplay(8),
+        )
+
+    whole = fitted(replaying(), rollouts(), tmp_path / "whole", steps=4, callbacks=[Saves()])
+    resumed = replaying()
+    resumed.reward_functions = GRPO(str(toy_folder("idefics3")), lambda completions, **_: [1.0] * 16).reward_functions
+    trainer(tmp_path / "rest", 4).fit(resumed, datamodule=rollouts(), ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.replay is not None
+    for _, group in resumed.replay._groups:
+        vision = group.completions.vision
+        assert vision is None or all(seen is None or seen.inputs for seen in vision.prompts)
+        assert vision is None or len(vision.prompts) == 1, "of its own prompt alone"
+    found = weights(resumed)
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
 def test_checkpoints_hold_no_pixels(toy_folder: Any, tmp_path: Path) -> None:
     half = trainer(tmp_path, 1)
     half.fit(grpo(toy_folder("idefics3")), datamodule=rollouts())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
-from lit_rl.algorithms.evaluation.win_rate import ComparedModel, Drawing, compare
+from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedModel, Drawing, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
@@ -22,6 +22,7 @@ from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.environments.source import EpisodeSource
 from lit_rl.episodes import Episode
+from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
@@ -104,6 +105,8 @@ class GeneratingModule(PolicyModule):
 
     def configure_model(self) -> None:
         against = self.evaluation.win_rate_against
+        if self.model.sees:
+            self._check_draws_beside_images(against)
         if against is not None:
             data = getattr(self.trainer_or_none, "datamodule", None)
             can_be_compared(against, self.judge, self.reward_functions.names, data)
@@ -112,6 +115,22 @@ class GeneratingModule(PolicyModule):
             judge_is_asked(type(self).__name__, self.judge)
         super().configure_model()
         self.generator.prepare(self.model)
+
+    def _check_draws_beside_images(self, against: str | None) -> None:
+        if not self.generator.sees:
+            raise ConfigError(
+                f"model.name={self.model.name!r} is a model over images, and {type(self.generator).__name__} would not "
+                "show it any. Use generator=native or hf."
+            )
+        if self.interaction is not None:
+            raise ConfigError(
+                f"model.name={self.model.name!r} is a model over images, and episodes are text alone: leave env out."
+            )
+        if against not in (None, BASE):
+            raise ConfigError(
+                f"eval.win_rate_against={against}: a model over images is compared with itself as it came alone, "
+                f"eval.win_rate_against={BASE}."
+            )
 
     def close(self) -> None:
         """Stop the generator's engine, where it has one; another is started when it is needed again."""

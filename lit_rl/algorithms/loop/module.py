@@ -100,6 +100,9 @@ class PolicyModule(L.LightningModule):
         self._resumed_rng: dict[str, Any] | None = None
         self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
 
+    takes_images = True
+    """Whether prompts may show images."""
+
     needs_reference = False
     """Whether a term of the objective reads the reference; without one no reference is loaded."""
 
@@ -303,6 +306,8 @@ class PolicyModule(L.LightningModule):
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self.policy is not None:
             return
+        if self.model.sees:
+            self._check_sees()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)  # fresh adapters are random: the same ones on every rank and in every run
             policy = self.load_policy()
@@ -318,6 +323,23 @@ class PolicyModule(L.LightningModule):
         for name, module in others.items():
             setattr(self, name, module)
         self._recompute_as_cut()
+
+    def _check_sees(self) -> None:
+        """Refuse what a model over images cannot do yet, before any weight is loaded."""
+        what = f"model.name={self.model.name!r} is a model over images, and"
+        if not self.takes_images:
+            raise ConfigError(f"{what} {type(self).__name__} reads prompts as text alone.")
+        trainer = self.trainer_or_none
+        if trainer is None:
+            return
+        if shards(trainer.strategy):
+            raise ConfigError(f"{what} strategies that shard its weights are not there for it yet. Use strategy=auto.")
+        outside = {"vision", "projector"} - set(self.model.frozen_parts)
+        if trainer.world_size > 1 and self.model.lora is None and self.model.adapter is None and outside:
+            raise ConfigError(
+                f"{what} a rank whose rows show nothing would have no gradient for {', '.join(sorted(outside))}. On "
+                "several devices set model.freeze=[vision,projector], or train an adapter (model.lora)."
+            )
 
     def _recompute_as_cut(self) -> None:
         """Gradient checkpointing is on where the model's description says so, or where the plan chose it."""

@@ -22,6 +22,7 @@ from lit_rl.algorithms.preflight.offline import AllRows
 from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference, ReferenceSource, free_memory
 from lit_rl.algorithms.terms.reference_files import ReferenceFiles, hash_of_weights
 from lit_rl.data.offline.example_set import ExampleSet
+from lit_rl.errors import ConfigError
 from lit_rl.examples import ExampleBatch, TokenBatch
 from lit_rl.models.policy.text_forward import TextScores, refuse_leaks, score_texts
 from lit_rl.rollout import PromptBatch
@@ -115,6 +116,11 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         if data.options.packing != "none":
             with self.rollout_context():
                 self.refuse_leaks()
+        if self.precomputed is not None and self.model.sees:
+            raise ConfigError(
+                "algo.precompute_reference=true knows texts by their tokens, which do not tell images apart. Set it to "
+                "false with a model over images."
+            )
         if self.precomputed is not None:
             self._precompute(self.precomputed, data)
 

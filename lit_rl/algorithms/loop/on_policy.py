@@ -41,6 +41,7 @@ from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
+from lit_rl.vision import PromptVision
 
 
 class OnPolicyModule(GeneratingModule, ABC):
@@ -540,11 +541,15 @@ class OnPolicyModule(GeneratingModule, ABC):
         mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
+    def seen_rows(self) -> Callable[[int], PromptVision | None]:
+        """Makes what the model sees of a training row beside its tokens."""
+        data: Any = self.trainer.datamodule  # pyright: ignore
+        return getattr(data, "vision", _nothing_seen)
+
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
-        data: Any = self.trainer.datamodule  # pyright: ignore
-        see = getattr(data, "vision", _nothing_seen)
+        see = self.seen_rows()
         self.source.load_state(saved, device, see)
         if "rollout" in saved:
             self.rollout, self._dealt = state.made(state.rollout_of(saved["rollout"], device), see), None

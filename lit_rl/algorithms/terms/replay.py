@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import in_range
 from lit_rl.ops.step import Metrics
 from lit_rl.rollout import Rollout, join_rollouts, select, trim_rollout
+from lit_rl.vision import PromptVision
 
 
 class GroupReplay:
@@ -43,7 +45,7 @@ class GroupReplay:
         scores = {group: _score(rollout, at) for group, at in rows.items()}
         flat = [group for group, score in scores.items() if score == 0]
         replacements = self._draw(len(flat), seed=mix(seed, self._rollouts, ranks.rank))
-        fresh = [(score, trim_rollout(select(rollout, rows[group]))) for group, score in scores.items() if score > 0]
+        fresh = [(score, _alone(rollout, rows[group])) for group, score in scores.items() if score > 0]
         for group, stored in zip(flat, replacements):
             rollout = _replaced(rollout, rows[group], stored)
         self._groups = sorted([*self._groups, *fresh], key=lambda item: -item[0])[: self.size]
@@ -70,11 +72,25 @@ class GroupReplay:
             "rollouts": self._rollouts,
         }
 
+    def see(self, see: Callable[[int], PromptVision | None]) -> None:
+        """Make what the groups of a checkpoint saw: it names the rows of the data and holds no pixels."""
+        self._groups = [(score, state.made(group, see)) for score, group in self._groups]
+
     def load_state(self, saved: dict[str, Any]) -> None:
         self._rollouts = saved["rollouts"]
         self._groups = [
             (item["score"], state.rollout_of(item["rollout"], torch.device("cpu"))) for item in saved["groups"]
         ]
+
+
+def _alone(rollout: Rollout, rows: Tensor) -> Rollout:
+    """One group, without padding and without what other groups saw."""
+    group = trim_rollout(select(rollout, rows))
+    if group.completions.vision is None:
+        return group
+    return dataclasses.replace(
+        group, completions=dataclasses.replace(group.completions, vision=group.completions.vision.used())
+    )
 
 
 def _score(rollout: Rollout, rows: Tensor) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.data.checks import excerpt
-from lit_rl.data.image_prompts import Processor
+from lit_rl.data.image_prompts import Processor, refuse_reserved
 from lit_rl.data.offline.conversations import Text
 from lit_rl.data.offline.example import Encoded
 from lit_rl.data.offline.rendering import check_prefix, marked_tokens, render
@@ -104,6 +104,8 @@ class Encoder:
             )
         else:
             learned = marked_tokens(self.tokenizer, [*(prompt or []), *completion], where, self._kwargs(tools))
+        if images and self.processor is not None:  # no policy may say a placeholder
+            learned = [flag and id not in self.processor.placeholders for flag, id in zip(learned, text.ids)]
         start = 0 if self.learn == "all" or (self.learn == "assistant" and every_turn) else text.prompt_tokens
         learned = learned + [False] * (len(text) - len(learned))
         return Encoded(text.ids, _from(start, learned), text.prompt_tokens, text.shown)
@@ -164,6 +166,8 @@ class Encoder:
                 f"{where}: data.learn=assistant needs rows of chat messages, and this one is plain text: set "
                 "data.learn=completion."
             )
+        if self.processor is not None:
+            refuse_reserved(self.processor, (prompt or "") + completion, where)
         if prompt and prompt != self.latest[0]:
             self.latest = (prompt, self.prompt_ids(prompt, where))
         begin = self.latest[1] if prompt else []

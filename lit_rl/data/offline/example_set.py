@@ -144,6 +144,7 @@ class ExampleSet:
             return None
         shown = [self.examples[row].shown for row in rows]
         made = [each and each.vision(self.processor, row) for each, row in zip(shown, rows)]
+        made = [seen and seen.first(self.examples[row].texts[0].prompt_tokens) for seen, row in zip(made, rows)]
         seen = Vision.of(made, 1)
         return None if seen is None else seen.select(torch.arange(len(rows)).repeat(texts))
 

@@ -97,11 +97,8 @@ class Reader:
             raise DataError(self._too_long(texts, where))
         if not whole and options.overlong == "drop":
             return "overlong", []
-        if not whole and record.images:
-            raise ConfigError(
-                f"{where}: the text is too long with its images, and data.overlong=truncate would cut through one: "
-                f"{self._too_long(texts, where)}"
-            )
+        if record.images and any(w.start or w.stop < text.prompt_tokens for w, text in zip(kept, texts)):
+            raise DataError(f"{self._too_long(texts, where)} A cut would go through its images.")
         short = tuple(cut(text, window) for text, window in zip(texts, kept))
         if not all(any(text.learned) for text in short):
             return "empty" if whole else "overlong", []

@@ -99,8 +99,10 @@ def counted_positions(mask: Tensor) -> Tensor:
 
 def axes_of(model: nn.Module) -> Any:
     """What finds the axes of a prompt, ``(3, n)`` of its ids ``(n,)`` and what it shows. None: a model has but one."""
-    inner: Any = getattr(base_of(model), "model", None)
-    if not hasattr(inner, "get_rope_index"):
+    base: Any = base_of(model)
+    homes = (getattr(base, "model", None), getattr(getattr(base, "model", None), "model", None))  # one held on a CPU
+    inner = next((home for home in homes if hasattr(home, "get_rope_index")), None)
+    if inner is None:
         return None
 
     def find(ids: Tensor, vision: PromptVision) -> Tensor:

@@ -48,12 +48,18 @@ class VisionProcessor:
             self.processor.chat_template = tokenizer.chat_template
         else:
             tokenizer.chat_template = self.processor.chat_template
-        self.placeholders = placeholder_ids(config)
+        self._placeholders = placeholder_ids(config)
+        self._needs_images = config.model_type in _PREFIX_FAMILIES
         self._in_response = {"token_type_ids": _PREFIX_FAMILIES.get(config.model_type, 0)}
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.processor.tokenizer
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Tokens that stand for features of images."""
+        return self._placeholders
 
     @property
     def name(self) -> str:
@@ -73,8 +79,16 @@ class VisionProcessor:
         Raises:
             DataError: an image cannot be opened or used, or the text does not show as many images as there are.
         """
+        if not images and self._needs_images:
+            raise DataError(f"{where}: the prompt shows no image, and this model takes none without one.")
         if not images:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), None
+        places = max(text.count(marker) for marker in self.reserved)
+        if places != len(images):
+            raise DataError(
+                f"{where}: the chat template shows {places} of the prompt's {len(images)} images. Give a template that "
+                "writes a placeholder for each with model.chat_template."
+            )
         pixels = [image.open() for image in images]
         try:
             made = self.processor(text=[text], images=[pixels], add_special_tokens=False, return_tensors="pt")
@@ -83,11 +97,6 @@ class VisionProcessor:
             raise DataError(f"{where}: the processor refuses the images ({sizes}): {error}") from error
         ids = made["input_ids"]
         vision = self._vision({name: torch.as_tensor(value) for name, value in made.items()}, ids)
-        if not bool(torch.isin(ids, ids.new_tensor(self.placeholders)).any()):
-            raise DataError(
-                f"{where}: the chat template shows none of the prompt's {len(images)} images: it made no image token. "
-                "Give a template that writes them with model.chat_template."
-            )
         return ids[0].tolist(), vision
 
     def _vision(self, made: Mapping[str, Tensor], ids: Tensor) -> PromptVision:

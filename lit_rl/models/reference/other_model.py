@@ -12,7 +12,14 @@ from torch import nn
 from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.models.policy.loading import Float32Head, check_causal, continue_adapter, use_float32_head
+from lit_rl.models.policy.loading import (
+    Float32Head,
+    RulingHead,
+    check_causal,
+    continue_adapter,
+    rule_out_placeholders,
+    use_float32_head,
+)
 from lit_rl.models.policy.tokenizer import load_tokenizer
 from lit_rl.models.policy.trunk import without_adapters
 from lit_rl.models.reference.base import Fixed, Held, Scorer
@@ -82,8 +89,11 @@ class OtherModel(Held, Fixed):
             **self._settings,
         )
         base = alike.load_base()
-        if isinstance(policy.get_output_embeddings(), Float32Head):
+        head = policy.get_output_embeddings()
+        if isinstance(head, Float32Head) or (isinstance(head, RulingHead) and head.exact):
             use_float32_head(base)
+        if isinstance(head, RulingHead):
+            rule_out_placeholders(base)
         return base
 
     def _own_base(self, policy: Any) -> PreTrainedModel:

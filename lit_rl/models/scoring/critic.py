@@ -95,6 +95,11 @@ class SeparateCritic(_OwnTrunk):
                 )
             return
         assert isinstance(self.model, LanguageModel)
+        if self.model.sees != model.sees:
+            raise ConfigError(
+                f"algo.critic.model={self.model.name!r} and model.name={model.name!r}: one of them is a model over "
+                "images and the other is not. Take two of a kind."
+            )
         ours, theirs = self.model.tokenizer.get_vocab(), model.tokenizer.get_vocab()
         if ours != theirs:
             other = sorted({token for token, _ in ours.items() ^ theirs.items()})

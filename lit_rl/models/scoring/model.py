@@ -58,6 +58,8 @@ def check_scoring(model: LanguageModel, scoring: Scoring) -> None:
             for its family; a pad token that ends texts too; or a setting that is of language models only.
     """
     config = model.config
+    if model.sees:
+        raise ConfigError(f"model.name={model.name!r} is a model over images, and scores are learned from text alone.")
     classifier = _classifier_name(model, scoring)
     if not _is_classifier(config, classifier):
         check_causal(model.name, config)

@@ -1,0 +1,134 @@
+"""Rows and settings that a model over images cannot learn from: each is refused by name, before a weight is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vision_seen import Toy, image
+from vision_toys import picture
+
+from lit_rl.algorithms import DPO, GKD, GRPO, RewardModeling
+from lit_rl.data.offline.example import Kind
+from lit_rl.data.offline.options import ExampleOptions
+from lit_rl.data.offline.read import read_examples as read_texts
+from lit_rl.data.prompt_set import PromptOptions, read_examples
+from lit_rl.data.sources import Rows
+from lit_rl.environments.custom import CustomEnvironment
+from lit_rl.environments.guess import GuessNumber
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.generation.continuous import HFContinuousGenerator
+from lit_rl.rollout import Sampling
+
+ASKED = [{"role": "user", "content": "Which?"}]
+REPLY = [{"role": "assistant", "content": "7"}]
+
+
+def read(toy: Toy, row: dict[str, Any], **options: Any) -> Any:
+    processor = toy.model.processor
+    return read_examples(Rows("rows", [row]), toy.model.tokenizer, PromptOptions(**options), processor)[0]
+
+
+def learned(toy: Toy, row: dict[str, Any], kind: Kind = "texts", **options: Any) -> Any:
+    processor = toy.model.processor
+    return read_texts(Rows("rows", [row]), toy.model.tokenizer, kind, ExampleOptions(**options), processor)[0]
+
+
+def test_a_placeholder_that_is_written_is_no_image(toy: Toy) -> None:
+    for token in toy.model.processor.reserved:  # type: ignore[union-attr]
+        for row in ({"prompt": f"What is {token}?"}, {"prompt": [{"role": "user", "content": token}]}):
+            with pytest.raises(DataError, match=r"^rows\[0\]"):
+                read(toy, row)
+    with pytest.raises(DataError, match="stands for an image"):
+        learned(toy, {"text": f"It is {toy.model.processor.reserved[-1]}."})  # type: ignore[union-attr]
+
+
+def test_a_template_that_shows_another_number_of_images(toy: Toy) -> None:
+    processor: Any = toy.model.processor
+    with pytest.raises(DataError, match="shows 0 of the prompt's 1 images.*chat_template"):
+        processor.process("nothing to see", [image(1)], "rows[0]")
+    with pytest.raises(DataError, match="shows 1 of the prompt's 2 images"):
+        processor.process(processor.reserved[-1], [image(1), image(2)], "rows[0]")
+
+
+def test_rows_without_images_count_as_text(toy_of: Any) -> None:
+    for nothing in ({"image": ""}, {"images": []}, {"image": None}):
+        (example,) = read(toy_of("idefics3"), {"prompt": ASKED, **nothing})
+        assert example.shown is None
+    with pytest.raises(DataError, match="takes none without one"):
+        toy_of("paligemma").model.processor.process("text", [], "rows[0]")
+
+
+def test_images_in_what_is_answered(toy_of: Any) -> None:
+    shown = [{"role": "assistant", "content": [{"type": "image", "image": picture(1)}]}]
+    with pytest.raises(DataError, match=r"images in what is answered \(parts of 'completion'\)"):
+        learned(toy_of("idefics3"), {"prompt": ASKED, "completion": shown})
+
+
+def test_texts_are_cut_behind_their_images_alone(toy_of: Any) -> None:
+    toy, row = toy_of("idefics3"), {"prompt": ASKED, "image": picture(1), "completion": REPLY}
+    (whole,) = learned(toy, row)
+    (text,) = whole.texts
+    (short,) = learned(toy, row, max_length=text.prompt_tokens + 1)
+    assert len(short.texts[0]) == text.prompt_tokens + 1
+    with pytest.raises(DataError, match="A cut would go through its images"):
+        learned(toy, row, max_length=text.prompt_tokens - 1)
+
+
+def test_no_placeholder_is_learned(toy: Toy) -> None:
+    (whole,) = learned(toy, {"prompt": ASKED, "image": picture(1), "completion": REPLY}, learn="all")
+    (text,) = whole.texts
+    placeholders = set(toy.model.processor.placeholders)  # type: ignore[union-attr]
+    assert placeholders & set(text.ids)
+    assert not placeholders & {id for id, flag in zip(text.ids, text.learned) if flag}
+    assert sum(text.learned) > 10, "the words of the prompt are"
+
+
+def test_what_is_said_of_tokens_of_a_prompt_ends_with_it(toy: Toy) -> None:
+    """PaliGemma ends every text by a line break, which is no part of a prompt that is followed by a reply."""
+    from lit_rl.data.offline.example_set import ExampleSet
+    from lit_rl.examples import Totals
+
+    examples = learned(toy, {"prompt": ASKED, "image": picture(1), "completion": REPLY})
+    data = ExampleSet("texts", examples, toy.model.pad_id, processor=toy.model.processor)
+    seen = data.batch([0], [0], Totals(1, 1, 1), step=0, slot=0).tokens.vision
+    assert seen is not None
+    for values in seen.rows[0].per_token.values():  # type: ignore[union-attr]
+        assert len(values) == examples[0].texts[0].prompt_tokens
+
+
+def never(completions: list[Any], **_: Any) -> list[float]:
+    raise AssertionError("asked")
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (lambda folder: GRPO(folder, never, generator=HFContinuousGenerator()), "would not show it any.*native or hf"),
+        (lambda folder: GKD(folder, teacher=folder), "GKD reads prompts as text alone"),
+        (lambda folder: RewardModeling(folder), "scores are learned from text alone"),
+    ],
+    ids=["hf_continuous", "gkd", "reward model"],
+)
+def test_what_no_model_over_images_can_do(toy_folder: Any, module: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        module(str(toy_folder("idefics3"))).configure_model()
+
+
+def test_episodes_of_a_model_over_images(toy_folder: Any, tmp_path: Any) -> None:
+    from test_vision_training import fitted, rollouts
+
+    env = CustomEnvironment(GuessNumber, max_turns=2, max_tokens=60, max_observation_tokens=20)
+    module = GRPO(str(toy_folder("idefics3")), never, env=env, sampling=Sampling(max_new_tokens=5))
+    with pytest.raises(ConfigError, match="episodes are text alone: leave env out"):
+        fitted(module, rollouts(rows=[{"prompt": ASKED}] * 8), tmp_path)
+
+
+def test_log_probs_of_a_reference_that_are_known_by_tokens(toy_folder: Any, tmp_path: Any) -> None:
+    from test_vision_training import fitted, pairs
+
+    from lit_rl.data.offline.datamodule import PreferenceDataModule
+
+    module = DPO(str(toy_folder("idefics3")), precompute_reference=True)
+    with pytest.raises(ConfigError, match=r"algo\.precompute_reference=true knows texts by their tokens"):
+        fitted(module, PreferenceDataModule(rows=pairs(), batch_size=4, val_fraction=0.0), tmp_path)
