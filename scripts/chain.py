@@ -97,8 +97,8 @@ STAGES = {
         "judge",
         (
             *("algo=reward_model", "data=preferences", "data.path={out}/rollouts/datasets/ranked.jsonl"),
-            *("data.val_fraction=0.1", "data.batch_size=64", "optimizer.lr=3e-4", "scheduler=cosine"),
-            "trainer.max_steps=800",
+            *("data.val_fraction=0.1", "data.batch_size=64", "optimizer.lr=5e-4", "scheduler=cosine"),
+            "trainer.max_steps=1000",
         ),
     ),
     "dpo": Stage(

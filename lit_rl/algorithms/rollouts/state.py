@@ -53,7 +53,8 @@ def to_device_dataclass(item: Any, device: torch.device) -> Any:
 def completions_of(plain: dict[str, Any], device: torch.device) -> Completions:
     """The completions that `to_plain` took apart."""
     episodes, vision = plain.get("episodes"), plain.get("vision")
-    parts = to_device(plain, device)
+    # Older checkpoints have a field for other inputs, which was always empty.
+    parts = to_device({name: part for name, part in plain.items() if name != "model_inputs"}, device)
     return Completions(
         **parts
         | {"episodes": None if episodes is None else tuple(Episode(**each) for each in episodes)}
