@@ -17,8 +17,8 @@ VERDICTS = ["judge=function", f"judge.fn={REWARDS}:with_ties_and_failures"]
 
 SHAPES: dict[str, list[str]] = {
     "online-dpo": ["algo=online_dpo", *ONLINE, "algo.missing_eos_penalty=1.5"],
-    "online-dpo-of-four": ["algo=online_dpo", *ONLINE, *VERDICTS, "seed=3", "algo.group_size=4", "algo/preference=[sigmoid,sft]",
-                           "algo.iterations=2"],
+    "online-dpo-of-four": ["algo=online_dpo", *ONLINE, *VERDICTS, "algo.group_size=4", "algo/preference=[sigmoid,sft]",
+                           "algo.iterations=2", "seed=3"],
     "online-ipo": ["algo=online_ipo", *ONLINE, "optimizer.lr=0.0003"],
     "iterative-dpo": ["algo=iterative_dpo", *ONLINE, "reference.every=2"],
     "xpo": ["algo=xpo", *ONLINE, *VERDICTS, "algo.alpha=0.1"],
