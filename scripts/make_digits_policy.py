@@ -10,13 +10,13 @@ and one seed, so the same machine makes the same files; about half a minute.
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from make_tiny_policy import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -191,14 +191,6 @@ def warm_up(folder: Path) -> Any:
     greedy, sampled = Probe(model, digits.val()).accuracy(module.policy)
     print(f"held-out accuracy: greedy {greedy:.3f}, sampled {sampled:.3f}")
     return module.policy
-
-
-def save(model: Any, processor: Idefics3Processor, out: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        processor.save_pretrained(folder)
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(folder, out)
 
 
 def main() -> None:

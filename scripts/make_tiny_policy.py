@@ -16,7 +16,15 @@ from pathlib import Path
 import lightning as L
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from lit_rl.algorithms import SFT, AdamW, Linear
 from lit_rl.data.offline.datamodule import SupervisedDataModule
@@ -151,7 +159,8 @@ def accuracy(
     return right / len(rows)
 
 
-def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, out: Path) -> None:
+    """Write both to a folder, which is replaced once they are whole."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -77,14 +77,7 @@ def llava() -> tuple[Any, Any]:
 
     tokenizer = tokenizer_of(["<image>"])
     images = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    processor = hf.LlavaProcessor(
-        images,
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=shown("<image>"),
-    )
+    processor = hf.LlavaProcessor(images, tokenizer, **_processing_of_llava())
     config = hf.LlavaConfig(**_of_llava(tokenizer), image_seq_length=16)
     return hf.LlavaForConditionalGeneration(config), processor
 
@@ -96,16 +89,19 @@ def llava_next() -> tuple[Any, Any]:
     images = LlavaNextImageProcessorPil(
         size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}, image_grid_pinpoints=sizes
     )
-    processor = hf.LlavaNextProcessor(
-        images,
-        tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=shown("<image>"),
-    )
+    processor = hf.LlavaNextProcessor(images, tokenizer, **_processing_of_llava())
     config = hf.LlavaNextConfig(**_of_llava(tokenizer), image_grid_pinpoints=sizes)
     return hf.LlavaNextForConditionalGeneration(config), processor
+
+
+def _processing_of_llava() -> dict[str, Any]:
+    """A CLIP tower has one token beside its patches, which is left out."""
+    return {
+        "patch_size": 8,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+        "chat_template": shown("<image>"),
+    }
 
 
 def _of_llava(tokenizer: Any) -> dict[str, Any]:

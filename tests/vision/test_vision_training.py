@@ -84,19 +84,19 @@ def test_a_buffer_of_groups_sees_again_after_a_resume(toy_folder: Any, tmp_path:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
-    def replaying() -> GRPO:
-        rewards = iter([[0.0, 1.0, 2.0, 3.0] * 4, *[[1.0] * 16] * 9])  # later groups teach nothing: stored ones step in
+    def replaying(*rewards: list[float]) -> GRPO:
+        said = iter(rewards)
         return GRPO(
             str(toy_folder("idefics3")),
-            lambda completions, **_: next(rewards),
+            lambda completions, **_: next(said),
             group_size=4,
             sampling=Sampling(max_new_tokens=5),
             replay=GroupReplay(8),
         )
 
-    whole = fitted(replaying(), rollouts(), tmp_path / "whole", steps=4, callbacks=[Saves()])
-    resumed = replaying()
-    resumed.reward_functions = GRPO(str(toy_folder("idefics3")), lambda completions, **_: [1.0] * 16).reward_functions
+    spread, flat = [0.0, 1.0, 2.0, 3.0] * 4, [1.0] * 16  # groups that teach nothing: stored ones step in
+    whole = fitted(replaying(spread, flat, flat, flat), rollouts(), tmp_path / "whole", steps=4, callbacks=[Saves()])
+    resumed = replaying(flat, flat)
     trainer(tmp_path / "rest", 4).fit(resumed, datamodule=rollouts(), ckpt_path=tmp_path / "half.ckpt")
     assert resumed.replay is not None
     for _, group in resumed.replay._groups:

@@ -313,13 +313,13 @@ class PolicyGradient(OnPolicyModule, ABC):
         for name, term in self._stateful().items():
             try:
                 term.load_state(saved["terms"][name])
-                if name == "replay":
-                    term.see(self.seen_rows())
             except KeyError as error:
                 raise StorageError(
                     f"The checkpoint holds no state of algo.{name} as {type(term).__name__} needs it. Resume with the "
                     f"algo/{name} of the run's config.yaml."
                 ) from error
+        if self.replay is not None:
+            self.replay.see(self.seen_rows())
 
     def _stateful(self) -> dict[str, Any]:
         terms = {

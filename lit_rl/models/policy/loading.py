@@ -57,12 +57,8 @@ class RulingHead(nn.Linear):
         return whole
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.exact:
-            logits = F.linear(input, self.weight, self.bias)
-        else:
-            with torch.autocast(input.device.type, enabled=False):
-                bias = None if self.bias is None else self.bias.float()
-                logits = F.linear(input.float(), self.weight.float(), bias)
+        product = Float32Head.forward if self.exact else nn.Linear.forward
+        logits = product(self, input)  # pyright: ignore
         places = torch.tensor(self.ruled_out, device=logits.device)
         return logits.index_fill(-1, places, RULED_OUT)
 
