@@ -35,9 +35,8 @@ def page() -> str:
     hydra = [path for path in folder.iterdir() if path.name != "lightning"]  # whole configs, of LightningCLI
     rows, parts = [], []
     groups = sorted(path for path in hydra if path.is_dir())
-    alone = [group.name for group in groups if _choices(group) == ["default"]]  # keys to set, and nothing to choose
     for group in groups:
-        if group.name not in alone:
+        if _choices(group) != ["default"]:  # keys to set, and nothing to choose
             rows += _row(group.name, _choices(group))
         places = sorted(path for path in group.rglob("*") if path.is_dir())
         parts += [f"{place.relative_to(folder).as_posix()}: {', '.join(_choices(place))}" for place in places]
@@ -51,7 +50,7 @@ def page() -> str:
         "lit-rl serve model=qwen0.5b; lit-rl doctor generator=vllm (vLLM's server; does an engine hold the policy?)\n"
         "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
         "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
-        + "\n".join(rows + _row(", ".join(alone), ["default"]))
+        + "\n".join(rows)
         + "\n\nGroups inside a group:\n"
         + textwrap.fill(" · ".join(parts), 119, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         + "\n\nKeys that matter:\n"

@@ -69,9 +69,14 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     conf = {f"lit_rl/conf/{name}" for name in below(ROOT / "conf", ".yaml", ".py")}
     code = {f"lit_rl/{name}" for name in below(ROOT / "lit_rl", ".py")}
-    tiny = {f"lit_rl/models/tiny/{name}" for name in below(ROOT / "lit_rl" / "models" / "tiny")}
-    assert "lit_rl/models/tiny/model.safetensors" in tiny and len(conf) > 50
-    assert names == conf | code | tiny | {"lit_rl/py.typed"}
+    policies = {
+        f"lit_rl/models/{policy}/{name}"
+        for policy in ("tiny", "digits")
+        for name in below(ROOT / "lit_rl" / "models" / policy)
+    }
+    assert {"lit_rl/models/tiny/model.safetensors", "lit_rl/models/digits/model.safetensors"} < policies
+    assert len(conf) > 50
+    assert names == conf | code | policies | {"lit_rl/data/digits.csv.gz", "lit_rl/py.typed"}
     assert wheel.stat().st_size < 4_000_000
 
 

@@ -140,7 +140,8 @@ class TestFile:
             return [float(c == a) for c, a in zip(completions, answer)]
 
         data = RolloutDataModule(rows=[{"prompt": f"{n}+0=", "answer": str(n)} for n in range(40)], val_fraction=0)
-        module = SimpleNamespace(tokenizer=LanguageModel("tiny").tokenizer, reward_functions=Rewards(right))
+        model = LanguageModel("tiny")
+        module = SimpleNamespace(model=model, tokenizer=model.tokenizer, reward_functions=Rewards(right))
         return SimpleNamespace(generating=module, data=data, trainer=SimpleNamespace(is_global_zero=True))
 
     def test_its_lines_are_scored(self, run, tmp_path, capsys, monkeypatch):
