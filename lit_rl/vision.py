@@ -11,10 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class Picture(Protocol):
+    """An image: `lit_rl.images.ImageRef`."""
+
+    def open(self) -> Any:
+        """Its pixels, a PIL image in mode RGB."""
+        ...
+
+
+class Source(Protocol):
+    """What a prompt with images was made of: `lit_rl.data.image_prompts.Shown`."""
+
+    @property
+    def text(self) -> str:
+        """The rendered prompt, placeholders not expanded."""
+        ...
+
+    @property
+    def images(self) -> Sequence[Picture]: ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +50,8 @@ class PromptVision:
     """The value of each of `per_token` at tokens of a response."""
     row: int = -1
     """Number of the prompt in its data set, by which it is made again after a resume."""
+    source: Source | None = field(default=None, repr=False)
+    """What it was made of, for an engine that makes tokens and pixels itself. None: nobody said."""
 
     def first(self, tokens: int) -> PromptVision:
         """Of a prompt of which only so many tokens are left: where its last one joins what follows. 0: all."""

@@ -65,4 +65,4 @@ class Shown:
             DataError: an image is gone, or has changed since the data were read.
         """
         _, vision = processor.process(self.text, self.images, self.where)
-        return None if vision is None else replace(vision, row=row)
+        return None if vision is None else replace(vision, row=row, source=self)

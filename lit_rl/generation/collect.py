@@ -105,7 +105,8 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
 def _check_sees(generator: Generator, interaction: EpisodeSource | None) -> None:
     if not generator.sees:
         raise ConfigError(
-            f"{type(generator).__name__} would not see the images of the prompts. Use generator=native or hf."
+            f"{type(generator).__name__} would not see the images of the prompts. Use generator=native, hf, vllm or "
+            "vllm_server."
         )
     if interaction is not None:
         raise ConfigError("Prompts with images have one answer each: leave env out, or the images.")

@@ -64,6 +64,14 @@ class Client(JSONCalls):
             raise self.nonsense("POST /v1/completions", answer)
         return answer
 
+    def generate(self, payload: Mapping[str, Any], deadline: float) -> dict[str, Any]:
+        """The answer of ``POST /inference/v1/generate``, which takes images beside token ids. A server has this route
+        where it was started with ``--enable-scale-out``."""
+        answer = self.post("/inference/v1/generate", deadline, payload)
+        if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
+            raise self.nonsense("POST /inference/v1/generate", answer)
+        return answer
+
     def pause(self, deadline: float, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
         """Take no new work up. Running requests are aborted, waited for, or frozen until `resume`."""
         self.post("/pause", deadline, mode=mode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +27,12 @@ class Conversing(Work):
         prompts: What is asked for; its responder answers.
         sampling: How to draw; ``max_new_tokens`` are those of a turn.
         version: Of the engine's weights.
+        never: Tokens that no response may have.
     """
 
-    def __init__(self, prompts: Prompts, sampling: Sampling, version: int) -> None:
+    def __init__(self, prompts: Prompts, sampling: Sampling, version: int, never: Sequence[int] = ()) -> None:
         self.at_once = len(prompts) * prompts.group_size
-        self._prompts, self._sampling, self._version = prompts, sampling, version
+        self._prompts, self._sampling, self._version, self._never = prompts, sampling, version, never
         self._responses = Responses(prompts, sampling, self.at_once, torch.device("cpu"))
         self._requests = [(row, self._request(row)) for row in range(self.at_once)]
         self._open = self.at_once
@@ -53,7 +55,7 @@ class Conversing(Work):
     def done(self, number: int, answers: list[Answer]) -> None:
         responder, (answer,) = self._prompts.responder, answers
         assert responder is not None
-        checked(answer, number, self._version)
+        checked(answer, number, self._version, self._never)
         self._responses.take(number, answer.token_ids, answer.logprobs, ended=answer.ended)
         (said,) = self._responses.said(torch.tensor([number]))
         responder.tell(said)

@@ -19,6 +19,7 @@ from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.engine import Engine, Facts, Weights
 from lit_rl.generation.vllm.heartbeat import Beat
 from lit_rl.generation.vllm.probe import Probe
+from lit_rl.generation.vllm.probe_picture import picture_prompt
 from lit_rl.generation.vllm.requests import Answer, check_temperature, completions_of, requests_of
 from lit_rl.generation.vllm.sender import PUSHES, Sender, rank_of_adapter, torch_dtype
 from lit_rl.generation.vllm.settings import EngineSettings
@@ -27,6 +28,7 @@ from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.export.shipping import fingerprint
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.trunk import base_of
+from lit_rl.models.policy.vision_parts import placeholder_ids
 from lit_rl.rollout import Completions, Prompts, Sampling
 
 
@@ -56,6 +58,7 @@ class EngineGenerator(Generator):
 
     reports_kept_mass = False
     converses = True
+    sees = True
     exact = False
     """The engine's log-probs are nearly, not exactly, those of the policy that learns."""
 
@@ -138,6 +141,11 @@ class EngineGenerator(Generator):
             )
         return self._model
 
+    @property
+    def _never(self) -> tuple[int, ...]:
+        """Tokens that no response may have."""
+        return () if self._policy is None else placeholder_ids(base_of(self._policy).config)
+
     @abstractmethod
     def _start(self, policy: nn.Module) -> Engine:
         """An engine for this policy, on every rank; its weights are sent afterwards. A collective."""
@@ -187,7 +195,8 @@ class EngineGenerator(Generator):
         assert self.engine is not None
         started = time.perf_counter()
         if self._probe is None:
-            self._probe = Probe(self.model.tokenizer, **self._limits)
+            picture = picture_prompt(self.model)
+            self._probe = Probe(self.model.tokenizer, picture, never=self._never, **self._limits)
         engine, probe = self.engine, self._probe
         try:
             asked = together(lambda: probe.ask(engine))
@@ -234,7 +243,8 @@ class EngineGenerator(Generator):
         if isinstance(work, Conversing):
             return together(lambda: work.completions(device))
         answers = [group * prompts.group_size for group in work.answers] if sampling.greedy else work.answers
-        return together(lambda: completions_of(prompts, answers, version=version, device=device))
+        never = self._never
+        return together(lambda: completions_of(prompts, answers, version=version, device=device, never=never))
 
     @property
     def context(self) -> float:
@@ -275,7 +285,7 @@ class EngineGenerator(Generator):
             )
         if prompts.responder is not None:
             check_temperature(sampling)
-            return Conversing(prompts, sampling, self._version)
+            return Conversing(prompts, sampling, self._version, self._never)
 
         def tell(number: int, answers: list[Answer]) -> None:
             tell_group(prompts.on_finished, number, [answer.token_ids for answer in answers], prompts.group_size)

@@ -17,8 +17,8 @@ from lit_rl.generation import ranks
 from lit_rl.generation.vllm import settings as vllm_settings
 from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
 from lit_rl.generation.vllm.host import undisturbed
-from lit_rl.generation.vllm.in_process_outputs import answer_of, sampling_arguments
-from lit_rl.generation.vllm.requests import Request
+from lit_rl.generation.vllm.in_process_outputs import answer_of, prompt_of, sampling_arguments
+from lit_rl.generation.vllm.requests import Request, same_prompt
 from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.work import Work
 
@@ -124,21 +124,24 @@ class InProcessEngine:
             if not self._llm.reset_prefix_cache():
                 raise GenerationError("vLLM did not reset its prefix cache: something of it is still in use.")
             self._llm.reset_mm_cache()
+            self._llm.llm_engine.reset_encoder_cache()  # what the old weights saw in an image
 
     def resume(self) -> None:
         """See `pause`."""
 
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
-        engine, numbers = self._llm.llm_engine, dict[str, int]()
+        engine, running = self._llm.llm_engine, dict[str, tuple[int, Request]]()
         with undisturbed():
             try:
                 while True:
-                    given = work.requests(wait=not numbers)
-                    numbers |= zip(self._enqueue([request for _, request in given]), (number for number, _ in given))
-                    if not numbers:
+                    given = work.requests(wait=not running)
+                    running |= zip(self._enqueue([request for _, request in given]), given)
+                    if not running:
                         return
                     for output in _step(engine):
-                        work.done(numbers.pop(output.request_id), [answer_of(output, one) for one in output.outputs])
+                        number, request = running.pop(output.request_id)
+                        same_prompt(request, number, output.prompt_token_ids)
+                        work.done(number, [answer_of(output, one) for one in output.outputs])
                     if heartbeat is not None:
                         heartbeat(*work.progress)
             finally:
@@ -150,9 +153,9 @@ class InProcessEngine:
 
         if not requests:
             return []
+        prompts = [prompt_of(request) for request in requests]
         with _failing():
             asked = [SamplingParams(**sampling_arguments(request.fields)) for request in requests]
-            prompts = [{"prompt_token_ids": request.token_ids} for request in requests]
             names = self._llm.enqueue(prompts, asked, use_tqdm=False, lora_request=self._adapter)
         return [name.partition("-")[0] for name in names]  # vLLM adds something random, and takes it off again
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from lit_rl.generation.vllm.requests import Answer
+from lit_rl.generation.vllm.requests import Answer, Request
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """What vLLM is asked to complete.
+
+    Raises:
+        DataError: an image is gone, or has changed since the data were read.
+    """
+    if request.pictured is None:
+        return {"prompt_token_ids": request.token_ids}
+    images = [image.open() for image in request.pictured.images]
+    return {"prompt_token_ids": request.pictured.token_ids, "multi_modal_data": {"image": images}}
 
 
 def sampling_arguments(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What vLLM reads before any weight: config and tokenizer of the policy, in a folder."""
+"""What vLLM reads before any weight: config, tokenizer and processor of the policy, in a folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lit_rl.models.policy.trunk import base_of
 
 
 def write_model_files(policy: nn.Module, model: LanguageModel, folder: str | Path) -> None:
-    """Write config and tokenizer of the plain model that the policy stands for; the weights are sent.
+    """Write config, tokenizer and processor of the plain model that the policy stands for; the weights are sent.
 
     They are the policy's own, not its files': a vocabulary that was resized, or a config that was overridden, is there.
     """
@@ -24,5 +24,9 @@ def write_model_files(policy: nn.Module, model: LanguageModel, folder: str | Pat
     config.architectures = [next(kind.__name__ for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))]
     if hasattr(config, "quantization_config"):  # the engine holds whole weights
         del config.quantization_config
+    # Some of vLLM's models over images ask the config of the text whether its head is the embedding.
+    config.get_text_config().tie_word_embeddings = config.tie_word_embeddings
     config.save_pretrained(folder)
     model.tokenizer.save_pretrained(folder)
+    if model.processor is not None:
+        model.processor.processor.save_pretrained(folder)

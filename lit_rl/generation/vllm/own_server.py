@@ -27,7 +27,7 @@ class OwnServer:
 
     Args:
         policy: Whose config it has.
-        model: Whose tokenizer it has.
+        model: Whose tokenizer and processor it has.
         settings: How vLLM holds the policy.
         log: File for its output; None is a temporary one.
     """
@@ -40,6 +40,7 @@ class OwnServer:
             "model": self._folder.name,
             "load_format": "dummy",
             "trust_remote_code": model.trust_remote_code,
+            **vllm_settings.route_of_images(model),
         }
         port = checked_port(_LOOPBACK, 0, "generator.launch")
         transfer = None if cpu else "nccl"

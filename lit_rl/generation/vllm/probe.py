@@ -1,12 +1,15 @@
 """Proof that the engine holds the policy: the log-probs of a probe under both, after every update.
 
-Two requests. A fixed text is scored, so that its log-probs can be compared over time: where the policy's have moved and
-the engine's have not, the update went nowhere (a stale adapter, a head that was not packed anew). And a prompt of more
-than one block of the engine's cache is continued, which reads the prefix cache: one that an update left standing shows.
+Two requests, and a third where the policy sees. A fixed text is scored, so that its log-probs can be compared over
+time: where the policy's have moved and the engine's have not, the update went nowhere (a stale adapter, a head that was
+not packed anew). A prompt of more than one block of the engine's cache is continued, which reads the prefix cache: one
+that an update left standing shows. And a prompt with an image is continued: an engine remembers what it saw in it, and
+what older weights saw shows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +20,7 @@ from lit_rl.errors import GenerationError
 from lit_rl.generation.base import Gap, rollout_mode
 from lit_rl.generation.batches import left_pad
 from lit_rl.generation.vllm.engine import Engine, Facts, complete
-from lit_rl.generation.vllm.requests import Answer, Request, completions_of
+from lit_rl.generation.vllm.requests import Answer, Request, completions_of, requests_of
 from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Completions, Prompts, Sampling
 
@@ -55,8 +58,8 @@ class Asked:
     """The long prompt; it begins with the text that is scored."""
     scored: Tensor
     """Log-probs of the scored tokens, ``(k,)``."""
-    written: list[Answer]
-    """The continuation of the long prompt: one."""
+    written: list[list[Answer]]
+    """The continuation of the long prompt, and that of the prompt with an image where it was asked: one each."""
     dtype: str
     """The engine's."""
 
@@ -66,14 +69,23 @@ class Probe:
 
     Args:
         tokenizer: Of the policy: spells the probe's text.
+        picture: One prompt with an image. None for a policy over text.
+        never: Tokens that no response may have.
         mean_limit: Largest mean difference, in nats. None takes that of the type in `LIMITS`.
         max_limit: Largest difference of a token, in nats. None takes that of the type in `LIMITS`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, mean_limit: float | None = None, max_limit: float | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        picture: Prompts | None = None,
+        *,
+        never: Sequence[int] = (),
+        mean_limit: float | None = None,
+        max_limit: float | None = None,
     ) -> None:
         self._text = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
+        self._picture, self._never = picture, never
         self._limits = mean_limit, max_limit
         self._then: tuple[Tensor, Tensor] | None = None
         self._ours = torch.zeros(0)
@@ -82,19 +94,28 @@ class Probe:
         """What the engine says of the probe."""
         facts = engine.facts()
         ids = self._prompt(facts)
-        scored, written = complete(engine, _requests(ids))
+        requests = _requests(ids)
+        if self._picture is not None and len(self._picture.token_ids[0]) + _WRITTEN <= facts.max_model_len:
+            requests += requests_of(self._picture, Sampling(max_new_tokens=_WRITTEN))
+        scored, *written = complete(engine, requests)
         return Asked(ids, torch.tensor(scored[0].prompt_logprobs), written, facts.dtype)
 
     def compare(self, asked: Asked, policy: nn.Module) -> Gap:
         """The policy's side, under the precision that is in force here. A collective where the policy is sharded."""
         with rollout_mode(policy):
             self._ours = _logprobs(policy, _as_completions(asked.ids[:1], asked.ids[1 : _SCORED + 1], policy))
-            continued = _continued(asked.ids, asked.written, policy)
-            again = _logprobs(policy, continued)
-        differences = torch.cat([self._ours - asked.scored, again - continued.sampler_logprobs[0].cpu()]).abs()
-        differences = differences.nan_to_num(nan=torch.inf)
+            long = Prompts(token_ids=[asked.ids], keys=[0], group_size=1, eos_ids=(), pad_id=0)
+            again = [self._apart(policy, *each) for each in zip((long, self._picture), asked.written)]
+        differences = torch.cat([self._ours - asked.scored, *again]).abs().nan_to_num(nan=torch.inf)
         dtype = coarser(asked.dtype, policy)
         return Gap(differences.mean().item(), differences.max().item(), len(differences), dtype)
+
+    def _apart(self, policy: nn.Module, prompts: Prompts | None, answers: list[Answer]) -> Tensor:
+        """Differences of the log-probs of what the engine wrote, ``(t,)``."""
+        assert prompts is not None
+        device = next(policy.parameters()).device
+        written = completions_of(prompts, [answers], version=0, device=device, never=self._never)
+        return _logprobs(policy, written) - written.sampler_logprobs[0].cpu()
 
     def judge(self, asked: Asked, gap: Gap, version: int) -> None:
         """Compare what the engine says of the text with what the policy says.
@@ -120,13 +141,14 @@ class Probe:
         limit = self.limit(gap.dtype)
         if gap.mean <= limit.mean and gap.max <= limit.max:
             return
+        sight = "" if self._picture is None else " and of that of a prompt with an image"
         raise GenerationError(
             f"The engine does not hold policy version {version}: over {gap.tokens} tokens of a probe, its log-probs "
             f"differ from the trainer's by {gap.mean:.3g} nats on average (allowed in {gap.dtype}: {limit.mean:g}) and "
             f"by {gap.max:.3g} at most (allowed: {limit.max:g}). Compared were the prompt log-probs of a fixed text, "
-            "and the sampled log-probs of its continuation, at temperature 1. Wrong weights differ by whole nats: then "
-            "look at `lit-rl doctor`. A coarse type differs by little: set generator.dtype to the training's, or raise "
-            "generator.probe_mean_limit and generator.probe_max_limit."
+            f"and the sampled log-probs of its continuation{sight}, at temperature 1. Wrong weights differ by whole "
+            "nats: then look at `lit-rl doctor`. A coarse type differs by little: set generator.dtype to the "
+            "training's, or raise generator.probe_mean_limit and generator.probe_max_limit."
         )
 
     def _moved(self, ours: Tensor, theirs: Tensor, gap: Gap, version: int) -> None:
@@ -158,11 +180,6 @@ def _requests(ids: list[int]) -> list[Request]:
     fields |= {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     scored = Request(ids[: _SCORED + 1], fields | {"max_tokens": 1, "prompt_logprobs": 0})
     return [scored, Request(ids, fields | {"max_tokens": _WRITTEN})]
-
-
-def _continued(ids: list[int], written: list[Answer], policy: nn.Module) -> Completions:
-    prompts = Prompts(token_ids=[ids], keys=[0], group_size=1, eos_ids=(), pad_id=0)
-    return completions_of(prompts, [written], version=0, device=next(policy.parameters()).device)
 
 
 def _as_completions(prompt: list[int], response: list[int], policy: nn.Module) -> Completions:

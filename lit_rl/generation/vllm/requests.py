@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation.batches import Decoded, assemble
 from lit_rl.generation.noise import turn_key
 from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.vision import Picture
 
 _TEMPERATURES = 0.01, 2.0
 """vLLM refuses higher ones, and raises lower ones without a word that a program would hear."""
@@ -26,12 +27,29 @@ _SEED_BITS = 62
 
 
 @dataclass(frozen=True)
+class Pictured:
+    """What vLLM is given of a prompt with images: it expands the placeholders and makes the pixels itself.
+
+    Expanded once already, they would be expanded again, without a word.
+    """
+
+    token_ids: list[int]
+    """One placeholder an image."""
+    images: Sequence[Picture]
+    row: int
+    """Number of the prompt in its data set; -1: in none."""
+
+
+@dataclass(frozen=True)
 class Request:
     """One prompt, and how it is completed."""
 
     token_ids: list[int]
+    """As the policy reads them: placeholders of images expanded."""
     fields: dict[str, Any]
     """By vLLM's names; plain JSON values."""
+    pictured: Pictured | None = None
+    """What is sent in the place of `token_ids`. None: a prompt without images."""
 
     @property
     def completions(self) -> int:
@@ -57,12 +75,13 @@ def requests_of(prompts: Prompts, sampling: Sampling) -> list[Request]:
 
     Raises:
         ConfigError: a temperature that vLLM does not take as it is.
+        GenerationError: a prompt has pixels, and nobody said of which images.
     """
     check_temperature(sampling)
     fields = _fields(sampling, prompts)
     return [
-        Request(list(ids), fields | {"seed": _seed(key)})
-        for ids, key in zip(prompts.token_ids, prompts.keys, strict=True)
+        Request(list(ids), fields | {"seed": _seed(key)}, _pictured(prompts, number))
+        for number, (ids, key) in enumerate(zip(prompts.token_ids, prompts.keys, strict=True))
     ]
 
 
@@ -84,7 +103,23 @@ def turn_request(prompts: Prompts, sampling: Sampling, row: int, turn: int, text
         "max_tokens": room,
         "min_tokens": min(sampling.min_new_tokens, room),
     }
-    return Request([*prompts.token_ids[number], *text], _fields(sampling, prompts) | changed)
+    pictured = _pictured(prompts, number)
+    if pictured is not None:
+        pictured = replace(pictured, token_ids=[*pictured.token_ids, *text])
+    return Request([*prompts.token_ids[number], *text], _fields(sampling, prompts) | changed, pictured)
+
+
+def _pictured(prompts: Prompts, number: int) -> Pictured | None:
+    vision = prompts.vision[number] if prompts.vision else None
+    if vision is None:
+        return None
+    if vision.source is None or prompts.encode is None:
+        raise GenerationError(
+            f"Prompt {number} of the batch has pixels, and vLLM makes them itself: it takes the images "
+            "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
+            "lit_rl.data.image_prompts.Shown give both."
+        )
+    return Pictured(list(prompts.encode(vision.source.text)), vision.source.images, vision.row)
 
 
 def _seed(key: int) -> int:
@@ -142,11 +177,40 @@ def structured_fields(sampling: Sampling) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def checked(answer: Answer, row: int, version: int) -> None:
-    """Refuse what no engine may answer.
+def same_prompt(request: Request, number: int, ids: Sequence[int] | None) -> None:
+    """Refuse an answer to another prompt with images than the policy will be trained on.
+
+    Args:
+        request: What was asked.
+        number: Which of the requests it was.
+        ids: The prompt's tokens as the engine made them.
 
     Raises:
-        GenerationError: tokens or log-probs are missing.
+        GenerationError: they are not the policy's.
+    """
+    ours, theirs = request.token_ids, list(ids or ())
+    if request.pictured is None or ours == theirs:
+        return
+    row = f"row {request.pictured.row} of the data" if request.pictured.row >= 0 else "the probe's image"
+    first = next((i for i, (mine, its) in enumerate(zip(ours, theirs)) if mine != its), min(len(ours), len(theirs)))
+    raise GenerationError(
+        f"Prompt {number} of the batch ({row}) has {len(ours)} tokens with its images, and the engine made "
+        f"{len(theirs)} of it, which differ from token {first} on. Its processor is not the policy's: start the server "
+        "for the same model with the same versions of transformers and torchvision, or take generator=native."
+    )
+
+
+def checked(answer: Answer, row: int, version: int, never: Sequence[int] = ()) -> None:
+    """Refuse what no engine may answer.
+
+    Args:
+        answer: The engine's.
+        row: Of the completions.
+        version: Of the engine's weights.
+        never: Tokens that no response may have: placeholders of images.
+
+    Raises:
+        GenerationError: tokens or log-probs are missing, or a token stands for an image that is not there.
         NumericError: a log-prob is NaN.
     """
     if not answer.token_ids or len(answer.token_ids) != len(answer.logprobs):
@@ -160,15 +224,26 @@ def checked(answer: Answer, row: int, version: int) -> None:
             "diverged, or its type is too narrow for this model. Lower optimizer.lr, or set "
             "generator.dtype=bfloat16 or float32."
         )
+    if said := set(never).intersection(answer.token_ids):
+        raise GenerationError(
+            f"Completion {row} of the engine holds the token {min(said)}, which stands for an image: the policy gives "
+            "it no probability, and no pass over the completion could be made. lit_rl's workers rule it out: start the "
+            "server by `lit-rl serve`, with the trainer's version of lit_rl."
+        )
 
 
 def completions_of(
-    prompts: Prompts, answers: Sequence[Sequence[Answer]], *, version: int, device: torch.device
+    prompts: Prompts,
+    answers: Sequence[Sequence[Answer]],
+    *,
+    version: int,
+    device: torch.device,
+    never: Sequence[int] = (),
 ) -> Completions:
     """Answers, one list a prompt, as completions on `device`.
 
     Raises:
-        GenerationError: completions, tokens or log-probs are missing.
+        GenerationError: completions are missing, or one is refused by `checked`, which says what `never` is.
         NumericError: a log-prob is NaN.
     """
     for index, group in enumerate(answers):
@@ -178,7 +253,7 @@ def completions_of(
             )
     rows = [answer for group in answers for answer in group]
     for row, answer in enumerate(rows):
-        checked(answer, row, version)
+        checked(answer, row, version, never)
     width = max(len(answer.token_ids) for answer in rows)
     lengths = torch.tensor([len(answer.token_ids) for answer in rows])
     ids = torch.tensor([answer.token_ids + [prompts.pad_id] * (width - len(answer.token_ids)) for answer in rows])

@@ -19,6 +19,7 @@ from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, Se
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
 from lit_rl.generation.vllm.requests import Answer, Request
+from lit_rl.generation.vllm.server_outputs import ask_server
 from lit_rl.generation.vllm.settings import WORKER_EXTENSION
 from lit_rl.generation.vllm.transports import Transport
 from lit_rl.generation.vllm.work import Work
@@ -158,8 +159,7 @@ class ServerEngine:
             while (asked := todo[server].get()) is not None and not stop.is_set():
                 number, request, until = asked
                 try:
-                    answer = client.complete(_body(request, name), until - time.monotonic())
-                    done.put((number, _answers(answer, request)))
+                    done.put((number, ask_server(client, name, number, request, until)))
                 except Exception as error:
                     done.put((number, error))
 
@@ -218,20 +218,3 @@ class server_errors:
             ) from error
         if isinstance(error, ServerError):
             raise GenerationError(str(error)) from error
-
-
-def _body(request: Request, model: str) -> dict[str, Any]:
-    return {"model": model, "prompt": request.token_ids, **request.fields, "return_token_ids": True}
-
-
-def _answers(answer: dict[str, Any], request: Request) -> list[Answer]:
-    found = []
-    for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
-        prompt = choice.get("prompt_logprobs")
-        scored = None
-        if prompt is not None:
-            pairs = zip(prompt[1:], request.token_ids[1:], strict=True)
-            scored = [entry[str(token)]["logprob"] for entry, token in pairs]
-        found.append(Answer(choice.get("token_ids") or [], logprobs, choice["finish_reason"] == "stop", scored))
-    return found

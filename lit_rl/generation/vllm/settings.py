@@ -120,7 +120,8 @@ class EngineSettings:
 
 
 def model_arguments(model: LanguageModel) -> dict[str, Any]:
-    """vLLM's arguments for the files that a model is described by, by vLLM's names. Reads the config, no weights.
+    """Arguments of a vLLM server for the files that a model is described by, by vLLM's names. Reads the config, no
+    weights.
 
     Raises:
         ConfigError: no causal language model, or the policy's vocabulary outgrows the files.
@@ -141,11 +142,17 @@ def model_arguments(model: LanguageModel) -> dict[str, Any]:
         "model": model.path,
         "load_format": "safetensors",
         "trust_remote_code": model.trust_remote_code,
+        **route_of_images(model),
     }
     if model.revision is not None:
         arguments |= dict.fromkeys(("revision", "tokenizer_revision", "code_revision"), model.revision)
     overrides = {name: value for name, value in model.init_kwargs.items() if name not in unused}
     return arguments | ({"hf_overrides": overrides} if overrides else {})
+
+
+def route_of_images(model: LanguageModel) -> dict[str, Any]:
+    """Flags of a server by which it takes images beside token ids; none for a policy over text."""
+    return {"enable_scale_out": True} if model.sees else {}
 
 
 def model_dtype(model: LanguageModel) -> str:

@@ -12,12 +12,15 @@ the same config has, and none besides.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lit_rl.models.policy.loading import RULED_OUT, auto_class
+from lit_rl.models.policy.vision_parts import placeholder_ids
 
 _FACTS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 """What tells one model's shape from another's, by the keys of its text config."""
@@ -82,7 +85,9 @@ class WeightUpdates:
         worker: Any = self
         if worker._lit_rl_open:
             self._lit_rl_close()
-        initialize_layerwise_reload(worker.model_runner.get_model())
+        model = worker.model_runner.get_model()
+        rule_out(model, placeholder_ids(worker.vllm_config.model_config.hf_config))
+        initialize_layerwise_reload(model)
         worker._lit_rl_open, worker._lit_rl_version = True, None
         worker._lit_rl_arrived, worker._lit_rl_loaded = set(), set()
 
@@ -144,8 +149,9 @@ class WeightUpdates:
             raise ValueError(f"{len(missing)} weights never came: {', '.join(missing[:5])}.")
         own = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         # A tied head is the embedding itself: it is not loaded under its own name.
-        tied = {"lm_head.weight"} if worker.vllm_config.model_config.hf_config.tie_word_embeddings else set()
-        left = sorted(own - worker._lit_rl_loaded - tied) if worker._lit_rl_loaded else []
+        tied = worker.vllm_config.model_config.hf_config.tie_word_embeddings
+        heads = {name for name in own if tied and f".{name}".endswith(".lm_head.weight")}
+        left = sorted(own - worker._lit_rl_loaded - heads) if worker._lit_rl_loaded else []
         if left:
             raise ValueError(f"vLLM's model took nothing for {len(left)} of its weights: {', '.join(left[:5])}.")
         self._lit_rl_close()
@@ -174,13 +180,12 @@ class WeightUpdates:
         """Names and shapes of the weights of transformers' model of this config; of tied ones, the first name."""
         worker: Any = self
         if worker._lit_rl_names is None:
-            from transformers import AutoModelForCausalLM
-
             from lit_rl.models.export.shipping import weight_shapes
 
             config = worker.vllm_config.model_config
+            kind = auto_class(config.hf_config)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
+                model = kind.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
             model.tie_weights()
             worker._lit_rl_names = {name: list(shape) for name, shape in weight_shapes(model).items()}
         return worker._lit_rl_names
@@ -195,6 +200,24 @@ class WeightUpdates:
             finalize_layerwise_reload(model, worker.model_config)
             repack_heads(model)
         worker._lit_rl_open = False
+
+
+def rule_out(model: Any, tokens: Sequence[int]) -> None:
+    """Give tokens no probability, as the policy's own head does: placeholders of images. Once is enough.
+
+    In the model and not in each request, since log-probs of a prompt know nothing of a request's settings.
+    """
+    if not tokens or "compute_logits" in vars(model):
+        return
+    whole = model.compute_logits
+
+    def compute_logits(*given: Any, **named: Any) -> Any:
+        logits = whole(*given, **named)
+        if logits is not None:  # another rank has them
+            logits[..., list(tokens)] = RULED_OUT
+        return logits
+
+    model.compute_logits = compute_logits
 
 
 def repack_heads(model: Any) -> None:

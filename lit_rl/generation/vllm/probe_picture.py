@@ -1,0 +1,49 @@
+"""The prompt with an image that a probe asks: made of nothing but the policy's own processor and chat template."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from lit_rl.data.image_prompts import Shown
+from lit_rl.data.images import image_of
+from lit_rl.data.templates import render_prompt
+from lit_rl.errors import DataError
+from lit_rl.images import ImageRef, pillow
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.rollout import Prompts
+
+_SIDE = 64
+_WHERE = "the probe of the generator"
+_ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is 7 + 5?"}]}]
+
+
+def picture_prompt(model: LanguageModel) -> Prompts | None:
+    """One prompt with an image, for one completion that nothing ends; None where the model takes none.
+
+    That is a model over text, and one whose chat template shows no images: no data with images can be read for it.
+    """
+    if model.processor is None:
+        return None
+    tokenizer: Any = model.tokenizer
+    picture = _picture()
+    try:
+        text = render_prompt(tokenizer, _ASKED, _WHERE, {})  # pyright: ignore[reportArgumentType]
+        ids, vision = model.processor.process(text, (picture,), _WHERE)
+    except DataError:
+        return None
+    assert vision is not None
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    seen = replace(vision, source=Shown(text, (picture,), _WHERE))
+    return Prompts([ids], [0], 1, (), model.pad_id, encode=encode, vision=[seen])
+
+
+def _picture() -> ImageRef:
+    """Bands and a slope: whatever a tower looks at, it finds something."""
+    places = ((x, y) for y in range(_SIDE) for x in range(_SIDE))
+    pixels = bytes(value for x, y in places for value in (x * 4, y * 4, 255 * (x // 8 + y // 16 & 1)))
+    held = io.BytesIO()
+    pillow().frombytes("RGB", (_SIDE, _SIDE), pixels).save(held, "PNG")
+    return image_of(held.getvalue(), _WHERE, max_pixels=_SIDE * _SIDE)

@@ -1,0 +1,200 @@
+"""The real vLLM with a policy over images: in this process, as a server, and in a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import perturb
+from engine_fixtures import MAKERS, Case
+from vision_seen import image
+
+from lit_rl.data.image_prompts import Shown
+from lit_rl.data.templates import render_prompt
+from lit_rl.errors import GenerationError, NumericError
+from lit_rl.generation.base import rollout_mode
+from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.vision_parts import part_of, placeholder_ids
+from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.vision import PromptVision
+
+DIGITS: dict[str, Any] = {"freeze": []}
+SAMPLED = Sampling(max_new_tokens=8)
+CLOSE = 1e-4
+
+
+@pytest.fixture(scope="module", params=["vllm", "server"])
+def sees(request: pytest.FixtureRequest) -> Iterator[Case]:
+    """An engine for the shipped policy over images."""
+    generator, model = MAKERS[request.param](), LanguageModel("digits", **DIGITS)
+    generator.prepare(model)
+    yield Case(request.param, f"{request.param}-digits", generator, model)
+    generator.close()
+
+
+def prompt(model: LanguageModel, text: str, numbers: list[int], row: int) -> tuple[list[int], PromptVision | None]:
+    assert model.processor is not None
+    images = tuple(image(number, 32, 16 + 8 * number) for number in numbers)
+    content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
+    rendered = render_prompt(model.tokenizer, [{"role": "user", "content": content}], "prompt", {})
+    ids, _ = model.processor.process(rendered, images, "prompt")
+    return ids, Shown(rendered, images, "prompt").vision(model.processor, row)
+
+
+def asked(model: LanguageModel, **changes: Any) -> Prompts:
+    """One image, none, two; and a prompt of more than a block of the cache that begins with its image."""
+    made = [
+        prompt(model, "Which digit?", [1], 5),
+        prompt(model, "No picture.", [], 6),
+        prompt(model, "And these?", [2, 3], 7),
+        prompt(model, "Which digit? " * 14, [2], 8),
+    ]
+    tokenizer: Any = model.tokenizer
+    prompts = Prompts(
+        [ids for ids, _ in made],
+        [11, 12, 13, 14],
+        group_size=3,
+        eos_ids=(),
+        pad_id=model.pad_id,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        vision=[vision for _, vision in made],
+    )
+    return replace(prompts, **changes)
+
+
+def gap(policy: Any, completions: Completions) -> float:
+    """The largest difference to a pass of the policy, in nats."""
+    with rollout_mode(policy):
+        logprobs = score(policy, completions, SAMPLED).logprobs
+    return (logprobs - completions.sampler_logprobs)[completions.response_mask].abs().max().item()
+
+
+def move_what_sees(policy: Any, seed: int, size: float = 0.2) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if part_of(name, policy) != "text":
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+
+
+def test_logprobs_are_the_policys_as_it_learns_to_see(sees: Case) -> None:
+    """The same images each time, after updates of the text, of the tower, and of both."""
+    policy, prompts = sees.fresh(**DIGITS), asked(sees.model)
+    first = sees.generator.generate(prompts, SAMPLED)
+    assert gap(policy, first) < CLOSE
+    assert first.vision is not None and first.vision.index.tolist() == first.group_id.tolist()
+    blind = sees.generator.generate(asked(sees.model, vision=()), SAMPLED)
+    assert blind.sampler_logprobs[3:6].equal(first.sampler_logprobs[3:6]), "without an image nothing changes"
+    for seed, move in enumerate((move_what_sees, perturb, move_what_sees)):
+        move(policy, seed)
+        sees.sync(policy)
+        out = sees.generator.generate(prompts, SAMPLED)
+        assert gap(policy, out) < CLOSE
+        assert sees.generator.gap is not None and sees.generator.gap.max < CLOSE
+        assert sees.generator.gap.tokens == 32 + 8 + 8, "the probe shows an image too"
+
+
+def keeping(post: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls of a server that leave what it saw in images alone: a pause empties the caches too."""
+
+    def call(route: str, *rest: Any, **query: Any) -> Any:
+        if route == "/reset_encoder_cache":
+            return None
+        return post(route, *rest, **query | ({"clear_cache": "false"} if route == "/pause" else {}))
+
+    return call
+
+
+def test_what_older_weights_saw_is_forgotten(sees: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that kept it would be found out by the probe: whole nats."""
+    policy = sees.fresh(**DIGITS)
+    move_what_sees(policy, 1)
+    engine: Any = sees.generator.engine
+    with monkeypatch.context() as patch:
+        if sees.kind == "vllm":
+            patch.setattr(engine._llm.llm_engine, "reset_encoder_cache", lambda: None)
+        else:
+            patch.setattr(engine.clients[0], "post", keeping(engine.clients[0].post))
+        with pytest.raises(GenerationError, match="does not hold policy version.*a prompt with an image"):
+            sees.sync(policy)
+        assert sees.generator.gap is not None and sees.generator.gap.max > 0.1
+    sees.sync(policy)
+    assert gap(policy, sees.generator.generate(asked(sees.model), SAMPLED)) < CLOSE
+
+
+def test_a_placeholder_is_never_said(sees: Case) -> None:
+    """Its logit would be three times that of a digit, but for the head that rules it out: here and in the engine."""
+    policy = sees.fresh(**DIGITS)
+    (placeholder,) = placeholder_ids(policy.config)
+    rows, (digit,) = policy.get_output_embeddings().weight, sees.model.tokenizer.encode("7", add_special_tokens=False)
+    with torch.no_grad():
+        rows[placeholder] = 3 * rows[digit]
+    sees.sync(policy)
+    out = sees.generator.generate(asked(sees.model, group_size=8), Sampling(max_new_tokens=8, temperature=1.0))
+    assert placeholder not in out.response_ids[out.response_mask].tolist()
+    assert gap(policy, out) < CLOSE
+
+
+def test_a_prompt_that_the_engine_makes_otherwise(sees: Case) -> None:
+    sees.fresh(**DIGITS)
+    prompts = asked(sees.model)
+    token_ids = [list(ids) for ids in prompts.token_ids]
+    token_ids[2].insert(9, 70)
+    n = len(token_ids[2])
+    message = rf"Prompt 2 of the batch \(row 7 of the data\) has {n} tokens.*made {n - 1} of it.*from token 9 on"
+    with pytest.raises(GenerationError, match=message):
+        sees.generator.generate(replace(prompts, token_ids=token_ids), SAMPLED)
+    assert sees.generator.generate(prompts, SAMPLED).lengths.tolist() == [8] * 12, "it goes on as before"
+
+
+def test_nan_in_what_an_image_asked_for(sees: Case) -> None:
+    """The route of a server that takes images has a number in the place of NaN. The last test of an engine: NaN stays
+    in the blocks of its cache, and a CPU's kernels may read what lies behind a text."""
+    policy = sees.fresh(**DIGITS)
+    with torch.no_grad():
+        policy.model.connector.modality_projection.proj.weight[0] = torch.nan
+    with pytest.raises(NumericError, match="NaN"):
+        sees.sync(policy)
+
+
+def test_an_adapter_by_itself() -> None:
+    generator = MAKERS["vllm"]()
+    model = LanguageModel("digits", lora=Lora(r=4))
+    generator.prepare(model)
+    policy = model.load()
+    try:
+        for seed in range(2):
+            perturb(policy, seed)
+            generator.sync(policy, seed)
+            assert generator._sender._base_is_there, "only the adapter is sent again"
+            assert gap(policy, generator.generate(asked(model), SAMPLED)) < CLOSE
+    finally:
+        generator.close()
+
+
+def test_a_run(root: Path, tmp_path: Path) -> None:
+    words = [
+        "experiment=vl_digits",
+        "generator=vllm",
+        "trainer.max_steps=3",
+        "trainer.limit_val_batches=1",
+        "logger=none",
+    ]
+    words += ["data.prompts_per_rollout=4", "data.val_batch_size=4", "callbacks.samples.print=0", f"run_dir={tmp_path}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, root / "train.py", *words], env=env, text=True, capture_output=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    gaps = [line[name] for line in lines for name in line if name.endswith(("difference/max", "difference/probe_max"))]
+    assert len(gaps) >= 6 and max(gaps) < CLOSE
