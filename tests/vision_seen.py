@@ -51,3 +51,19 @@ class Toy:
 
 def image(number: int, width: int = 32, height: int = 32) -> ImageRef:
     return image_of(picture(number, width, height), "image", max_pixels=10**6)
+
+
+SEEN = [
+    ("What?", [image(1)]),
+    ("And these two, please?", [image(2, 40, 24), image(4, 24, 32)]),
+    ("Well?", [image(3, 24, 48)]),
+]
+"""What prompts say and show: images of several sizes, and two of them."""
+
+
+def prompts(toy: Toy, *more: tuple[str, list[ImageRef]]) -> list[tuple[list[int], PromptVision | None]]:
+    return [toy.prompt(text, images, row) for row, (text, images) in enumerate([*SEEN, *more])]
+
+
+def drawn(toy: Toy, *more: tuple[str, list[ImageRef]], group_size: int = 2) -> Completions:
+    return toy.drawn(toy.asked(prompts(toy, *more), group_size))

@@ -1,7 +1,7 @@
 """Small vision-language models of transformers, random, with their real processors, as saved folders.
 
 A byte is a token, text is two layers wide 64, and an image has 4 to 16 tokens. Those whose processors need torchvision
-are in tests/engines.
+are in `vision_more_toys`.
 """
 
 from __future__ import annotations
@@ -168,10 +168,17 @@ def shown(placeholder: str) -> str:
 TOYS = {"idefics3": idefics3, "llava": llava, "llava_next": llava_next, "gemma3": gemma3, "paligemma": paligemma}
 
 
+def made(kind: str) -> tuple[Any, Any]:
+    """A toy of this module or of `vision_more_toys`, its weights of one seed."""
+    from vision_more_toys import MORE_TOYS
+
+    torch.manual_seed(0)
+    return {**TOYS, **MORE_TOYS}[kind]()
+
+
 def save(kind: str, folder: Path) -> Path:
     """The folder of a toy, its weights of one seed."""
-    torch.manual_seed(0)
-    model, processor = TOYS[kind]()
+    model, processor = made(kind)
     with torch.no_grad():
         for parameter in model.parameters():  # far from uniform, so that what differs can be seen
             if parameter.ndim > 1:

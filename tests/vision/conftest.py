@@ -6,8 +6,9 @@ from functools import cache
 from typing import Any
 
 import pytest
+from vision_kinds import KINDS
 from vision_seen import Toy
-from vision_toys import TOYS, save
+from vision_toys import save
 
 from lit_rl.models import LanguageModel
 
@@ -30,6 +31,6 @@ def toy_of(toy_folder: Any) -> Any:
     return made
 
 
-@pytest.fixture(params=TOYS)
+@pytest.fixture(params=KINDS)
 def toy(request: pytest.FixtureRequest, toy_of: Any) -> Toy:
     return toy_of(request.param)

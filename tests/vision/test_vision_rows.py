@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from vision_seen import Toy, image
+from vision_seen import SEEN, Toy, drawn, image, prompts
 
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.models.policy.forward import response_logprobs, score
@@ -18,16 +18,8 @@ from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.rollout import Completions, Sampling, join_completions, select, trim
 from lit_rl.vision import Vision
 
-SEEN = [("What?", [image(1)]), ("And this one, please?", [image(2, 40, 24)]), ("Well?", [image(3, 24, 48)])]
+TOWERS = ("vision_tower", "vision_model", "visual")
 APART = ForwardOptions(shared_prompts=False, rows_by_length=False)
-
-
-def prompts(toy: Toy, *more: tuple[str, list[Any]]) -> list[Any]:
-    return [toy.prompt(text, images, row) for row, (text, images) in enumerate([*SEEN, *more])]
-
-
-def drawn(toy: Toy, *more: tuple[str, list[Any]], group_size: int = 2) -> Completions:
-    return toy.drawn(toy.asked(prompts(toy, *more), group_size))
 
 
 def logprobs(toy: Toy, rows: Completions, options: ForwardOptions = APART) -> torch.Tensor:
@@ -67,9 +59,11 @@ def test_what_is_sampled_is_what_is_scored(toy: Toy) -> None:
     torch.testing.assert_close(logprobs(toy, rows), rows.sampler_logprobs, rtol=1e-4, atol=2e-5)
 
 
-def test_generate_of_transformers_draws_the_same(toy: Toy) -> None:
-    asked = toy.asked(prompts(toy))
-    ours, theirs = toy.drawn(asked), toy.drawn(asked, HFGenerator())
+@pytest.mark.parametrize("temperature", [1.0, 0.0], ids=["sampled", "greedy"])
+def test_generate_of_transformers_draws_the_same(toy: Toy, temperature: float) -> None:
+    text = [] if toy.kind == "paligemma" else [("No picture at all?", [])]
+    asked = toy.asked(prompts(toy, *text))
+    ours, theirs = (toy.drawn(asked, how, temperature=temperature) for how in (None, HFGenerator()))
     assert torch.equal(ours.response_ids, theirs.response_ids)
     torch.testing.assert_close(ours.sampler_logprobs, theirs.sampler_logprobs, rtol=1e-4, atol=2e-5)
 
@@ -101,6 +95,20 @@ def test_another_image_changes_its_rows_and_no_others(toy: Toy) -> None:
     torch.testing.assert_close(after[2:], before[2:], rtol=1e-4, atol=2e-5)
 
 
+def test_no_token_feels_a_later_one(toy: Toy) -> None:
+    """Where a model attends both ways among the tokens of an image, none of a response is taken for one."""
+    rows = drawn(toy)
+    last = rows.response_mask.sum(1) - 1
+    every = torch.arange(len(rows))
+    ids = rows.response_ids.clone()
+    ids[every, last] = (ids[every, last] + 1) % 200
+    before, after = logprobs(toy, rows), logprobs(toy, replace(rows, response_ids=ids))
+    moved = (after - before).abs()
+    assert float(moved[every, last].min()) > 1e-3
+    moved[every, last] = 0
+    assert float(moved.max()) < 2e-5
+
+
 def test_rows_without_images_are_those_of_a_batch_without_images(toy: Toy) -> None:
     if toy.kind == "paligemma":
         pytest.skip("takes no prompt without an image")
@@ -117,10 +125,10 @@ def test_rows_without_images_are_those_of_a_batch_without_images(toy: Toy) -> No
 def test_prompts_that_are_run_once_give_the_same_numbers_and_gradients(toy: Toy) -> None:
     """The tower too runs once a prompt. In float64."""
     rows = drawn(toy, group_size=4)
-    calls: list[int] = []
-    tower = next(part for name, part in toy.policy.named_modules() if name.endswith(("vision_tower", "vision_model")))
+    sizes: list[int] = []
+    tower = next(part for name, part in toy.policy.named_modules() if name.endswith(TOWERS))
     policy = toy.policy.double()
-    hook = tower.register_forward_hook(lambda *_: calls.append(1))
+    hook = tower.register_forward_pre_hook(lambda *given: sizes.append(pixels_in(*given)), with_kwargs=True)
     found = []
     try:
         for options in (APART, ForwardOptions(rows_by_length=False)):
@@ -134,10 +142,16 @@ def test_prompts_that_are_run_once_give_the_same_numbers_and_gradients(toy: Toy)
         hook.remove()
         toy.policy.zero_grad()
         toy.policy.float()
+    apart, once = sizes
+    assert apart == 4 * once
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
     assert found[0][1].keys() == found[1][1].keys() and len(found[0][1]) > 5
     for name, part in found[0][1].items():
         torch.testing.assert_close(part, found[1][1][name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def pixels_in(tower: Any, given: tuple[Any, ...], named: dict[str, Any]) -> int:
+    return next(each.numel() for each in (*given, *named.values()) if each.is_floating_point())
 
 
 def _double(vision: Vision | None) -> Vision:

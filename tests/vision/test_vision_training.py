@@ -9,6 +9,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from vision_kinds import kinds
+from vision_more_toys import MORE_TOYS
 from vision_toys import picture
 
 from lit_rl.algorithms import DPO, GRPO, PPO, RLOO, SFT
@@ -17,6 +19,7 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.models import Lora
+from lit_rl.models.policy.vision_parts import part_of
 from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
@@ -57,7 +60,7 @@ def fitted(module: Any, data: Any, folder: Path, steps: int = 4, **more: Any) ->
     return weights(module)
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "gemma3"])
+@pytest.mark.parametrize("kind", kinds("idefics3", "gemma3", "qwen3_vl", "internvl"))
 def test_a_run_that_was_stopped_in_the_middle_of_a_rollout_goes_on_to_the_bit(
     toy_folder: Any, kind: str, tmp_path: Path
 ) -> None:
@@ -145,7 +148,7 @@ def test_another_image_before_a_resume_is_noticed(toy_folder: Any, tmp_path: Pat
         )
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "llava", "gemma3"])
+@pytest.mark.parametrize("kind", kinds("idefics3", "llava", "gemma3", *MORE_TOYS))
 def test_the_cut_of_a_step_changes_nothing(toy_folder: Any, kind: str, tmp_path: Path) -> None:
     folder = toy_folder(kind)
     one, many = (
@@ -155,13 +158,13 @@ def test_the_cut_of_a_step_changes_nothing(toy_folder: Any, kind: str, tmp_path:
         torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_what_is_frozen_stays_and_the_rest_moves(toy_folder: Any, tmp_path: Path) -> None:
-    module = grpo(toy_folder("llava"))
+@pytest.mark.parametrize("kind", kinds("llava", "qwen3_vl", "smolvlm"))
+def test_what_is_frozen_stays_and_the_rest_moves(toy_folder: Any, kind: str, tmp_path: Path) -> None:
+    module = grpo(toy_folder(kind))
     after = fitted(module, rollouts(), tmp_path)
-    before = weights(grpo_at_start(toy_folder("llava"), tmp_path))
-    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    assert not [name for name in moved if "vision_tower" in name]
-    assert any("multi_modal_projector" in name for name in moved) and any("language_model" in name for name in moved)
+    before = weights(grpo_at_start(toy_folder(kind), tmp_path))
+    moved = {part_of(name, module.policy) for name, value in after.items() if not torch.equal(value, before[name])}
+    assert moved == {"projector", "text"}
 
 
 def grpo_at_start(folder: Any, place: Path) -> GRPO:
@@ -170,11 +173,12 @@ def grpo_at_start(folder: Any, place: Path) -> GRPO:
     return module
 
 
+@pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
 @pytest.mark.parametrize("critic", ["separate", "shared", "adapter"])
-def test_a_critic_sees_too(toy_folder: Any, critic: str, tmp_path: Path) -> None:
+def test_a_critic_sees_too(toy_folder: Any, kind: str, critic: str, tmp_path: Path) -> None:
     from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic, SharedTrunk
 
-    model: Any = str(toy_folder("idefics3"))
+    model: Any = str(toy_folder(kind))
     if critic == "adapter":
         from lit_rl.models import LanguageModel
 
@@ -184,8 +188,9 @@ def test_a_critic_sees_too(toy_folder: Any, critic: str, tmp_path: Path) -> None
     rolls = trainer(tmp_path, 2)
     rolls.fit(module, datamodule=rollouts(prompts_per_rollout=8))
     assert all(bool(value.isfinite().all()) for value in module.state_dict().values() if value.is_floating_point())
-    frozen = [name for name, p in module.critic.named_parameters() if "vision" in name and p.requires_grad]
-    assert not frozen, "what sees is frozen in the critic too"
+    eyes = [name for name, p in module.critic.named_parameters() if "vision" in name or "visual.blocks" in name]
+    trained = [name for name, p in module.critic.named_parameters() if name in eyes and p.requires_grad]
+    assert not trained and (eyes or critic == "shared"), "what sees is frozen in the critic too"
 
 
 @pytest.mark.parametrize("method", ["rloo", "lora", "dynamic", "replay"])
@@ -226,7 +231,7 @@ def pairs() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "gemma3"])
+@pytest.mark.parametrize("kind", kinds("idefics3", "gemma3", "qwen2_5_vl", "llava_onevision"))
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_data_sets_with_images_are_learned_whatever_the_cut(
     toy_folder: Any, kind: str, method: str, tmp_path: Path

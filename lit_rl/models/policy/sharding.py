@@ -12,10 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.vision_parts import seeing_model
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
-    """Shard ``module`` in place: each decoder layer is a unit, what is left (embedding, norm, head) is the last.
+    """Shard ``module`` in place: each decoder layer is a unit, what is left (embedding, norm, head, and what sees) is
+    the last.
 
     Serves a policy, with adapters or without, and a frozen reference. To be called once, before the optimizer is made.
 
@@ -38,9 +40,15 @@ def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy |
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """The modules that a Hugging Face model declares must stay whole, which are its decoder layers."""
+    """The modules that a Hugging Face model declares must stay whole, which are its decoder layers.
+
+    Of a model over images those of its text: a rank whose rows show nothing does not run the others, and would leave
+    the rest waiting for it.
+    """
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    return [part for part in module.modules() if type(part).__name__ in names]
+    seeing = seeing_model(module)
+    home = module if seeing is None else seeing.get_decoder()
+    return [part for part in home.modules() if type(part).__name__ in names]
 
 
 @contextmanager

@@ -17,11 +17,11 @@ PARTS = ("vision", "projector")
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 """Fields of configs: tokens that stand for features."""
 
-_PROJECTORS = ("multi_modal_projector", "connector", "mm_projector", "merger")
+_PROJECTORS = ("multi_modal_projector", "connector", "mm_projector", "merger", "deepstack_merger_list")
 """Names of the modules that bring features to the width of the text."""
 
 
-def sees(config: PreTrainedConfig) -> bool:
+def sees(config: PreTrainedConfig | None) -> bool:
     """Whether a model of this config takes images."""
     return getattr(config, "vision_config", None) is not None
 
@@ -35,6 +35,9 @@ def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
 def part_of(name: str, model: nn.Module) -> str:
     """Which part a parameter or module belongs to, by its name in the model: "text", "vision" or "projector"."""
     text = _text_names(model)
+    whole: Any = model
+    if whole.base_model is not whole and not name.startswith(f"{whole.base_model_prefix}."):  # a head on the trunk
+        return "text"
     if any(name == each or name.startswith(f"{each}.") for each in text):
         return "text"
     return "projector" if any(part in name.split(".") for part in _PROJECTORS) else "vision"
@@ -52,6 +55,23 @@ def freeze(model: Any, parts: Sequence[str]) -> None:
     for name, parameter in model.named_parameters():
         if part_of(name, model) in parts:
             parameter.requires_grad_(False)
+
+
+def seeing_model(module: nn.Module) -> Any:
+    """The model over images in a module: under adapters, or under another head. None: there is none."""
+    return next((part for part in module.modules() if sees(getattr(part, "config", None))), None)
+
+
+def trained_by_images(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that only rows with images train: those of what sees and of the projector that are not frozen."""
+    model = seeing_model(module)
+    if model is None:
+        return []
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and part_of(name, model) != "text"
+    ]
 
 
 def layers_unasked(model: Any, targets: str | Sequence[str]) -> list[str]:
