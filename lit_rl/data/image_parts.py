@@ -35,7 +35,8 @@ class ImageReader:
         """The row with plain parts in its messages and references in its columns, and the images that these show.
 
         A part without payload shows the next image of the columns. Where no part is without payload, the images of the
-        columns stand before the text of the first message of the user, as TRL has it.
+        columns stand before the text of the first message of the user, as TRL has it. Images that stood in the
+        messages are in the column ``images`` afterwards, with all others of the row.
 
         Args:
             row: With messages in the columns `keys`, and images in ``image`` or ``images``.
@@ -59,6 +60,9 @@ class ImageReader:
         if given and not waiting:
             _insert(messages, len(given), where)
         found = self._in_order(messages, list(given), where)
+        if len(found) > len(given):  # some stood in the messages: rewards find all of them in one column
+            row.pop("image", None)
+            row["images"] = list(found)
         for key in keys:
             if isinstance(row.get(key), list):
                 row[key] = [_plain(message) for message in row[key]]

@@ -29,7 +29,7 @@ _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
 ALLOWED = "a path, bytes, a data: URI, {bytes, path} or a PIL image"
 
 
-def image_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: int) -> ImageRef:
+def image_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: int = MAX_IMAGE_PIXELS) -> ImageRef:
     """The image that a row names or holds; its header is read, its pixels are not.
 
     Args:

@@ -20,6 +20,16 @@ from lit_rl.models.scoring.export import export_scoring
 from lit_rl.models.scoring.forward import scoring_logits
 from lit_rl.models.scoring.model import Scoring, check_scoring, load_scoring
 
+# transformers has no classifiers over images for most families, so the card says how this package asks them.
+_HOW_TO_ASK = """from pathlib import Path
+
+from lit_rl.data.images import image_of
+from lit_rl.rewards import RewardModel
+
+score = RewardModel("path/to/this/folder")
+asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
+score([asked], [[{"role": "assistant", "content": "7"}]], images=[[image_of(Path("photo.png").resolve(), "photo")]])"""
+
 
 class ScalarModule(OfflineModule, ABC):
     """Abstract: subclasses say what is scored, and what the scores should be.
@@ -92,5 +102,6 @@ class ScalarModule(OfflineModule, ABC):
         return {}
 
     def export(self, weights: Mapping[str, Tensor], folder: str | Path, facts: Mapping[str, Any]) -> ExportReport:
-        card = model_card(facts, loaded_by=self.scoring.auto, pipeline=self.scoring.pipeline)
+        how = _HOW_TO_ASK if self.model.sees else None
+        card = model_card(facts, loaded_by=self.scoring.auto, pipeline=self.scoring.pipeline, how_to_load=how)
         return export_scoring(self.model, self.scoring, weights, self.policy, folder, card=card, reads=self.reads())

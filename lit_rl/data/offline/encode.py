@@ -200,13 +200,26 @@ class Encoder:
         begin = render(self.tokenizer, prompt, where, kwargs, add_generation_prompt=True) if prompt else ""
         check_prefix(begin, whole, where)
         if images and self.processor is not None:
-            ids, _ = self.processor.process(whole, images, where)
-            first, _ = self.processor.process(begin, images, where) if begin else (ids, None)
-            return Encoded(ids, [], _shared(first, ids) if begin else 0, begin or whole)
+            return self._shown(self.processor, begin, whole, images, where)
         ids, count = self._split(whole, len(begin))
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(whole)}")
         return Encoded(ids, [], count)
+
+    def _shown(self, processor: Processor, begin: str, whole: str, images: Sequence[ImageRef], where: str) -> Encoded:
+        """A rendered text of which images are shown where it begins.
+
+        The prompt is processed, and what follows is tokenised: a processor may end its text by a mark of its own
+        (PaliGemma's ends the prompt), and the prompt's tokens are then those with which the model is asked to write.
+        """
+        if not begin:
+            return Encoded(processor.process(whole, images, where)[0], [], 0, whole)
+        first, _ = processor.process(begin, images, where)
+        bare, ids = self._plain(begin), self._plain(whole)
+        if ids[: len(bare)] == bare:
+            return Encoded([*first, *ids[len(bare) :]], [], len(first), begin)
+        ids, _ = processor.process(whole, images, where)  # a token straddles: it is the reply's
+        return Encoded(ids, [], _shared(first, ids), begin)
 
     def _split(self, text: str, boundary: int) -> tuple[list[int], int]:
         """Ids of a rendered text, and how many of them end at the boundary or before."""

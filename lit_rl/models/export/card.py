@@ -12,7 +12,11 @@ _FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title")
 
 
 def model_card(
-    facts: Mapping[str, Any], *, loaded_by: str = "AutoModelForCausalLM", pipeline: str = "text-generation"
+    facts: Mapping[str, Any],
+    *,
+    loaded_by: str = "AutoModelForCausalLM",
+    pipeline: str = "text-generation",
+    how_to_load: str | None = None,
 ) -> str:
     """A model card: YAML header, how to load, results, versions.
 
@@ -21,6 +25,7 @@ def model_card(
             names to values, ``dataset`` and ``title`` are text.
         loaded_by: The class of transformers that loads the model.
         pipeline: The hub's word for what the model does.
+        how_to_load: The lines of Python that load it. None: those of the class `loaded_by`.
 
     Raises:
         ConfigError: a needed fact is missing, or a fact is unknown.
@@ -41,26 +46,26 @@ def model_card(
     body = [
         f"# {_cell(facts.get('title', f'{base} trained with {algorithm}'))}",
         f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
-        _how_to_load(loaded_by),
+        _section(how_to_load) if how_to_load else _how_to_load(loaded_by),
         *_table("Results", "metric", facts.get("results", {})),
         *_table("Versions", "package", facts.get("versions", {})),
     ]
     return "\n".join(header) + "\n\n" + "\n\n".join(body) + "\n"
 
 
-_HOW_TO_LOAD = """## How to load
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+_HOW_TO_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
-model = AutoModelForCausalLM.from_pretrained(folder)
-```"""
+model = AutoModelForCausalLM.from_pretrained(folder)"""
+
+
+def _section(lines: str) -> str:
+    return f"## How to load\n\n```python\n{lines}\n```"
 
 
 def _how_to_load(loaded_by: str) -> str:
-    text = _HOW_TO_LOAD.replace("AutoModelForCausalLM", loaded_by)
+    text = _section(_HOW_TO_LOAD.replace("AutoModelForCausalLM", loaded_by))
     if loaded_by != "AutoModelForImageTextToText":
         return text
     return text.replace("AutoTokenizer", "AutoProcessor").replace("tokenizer", "processor")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_rl.models.export.checked_folder import ExportReport, write_checked
 from lit_rl.models.export.policy import refilled, unquantized
-from lit_rl.models.export.verify import compare_folder, verify_tokenizer
+from lit_rl.models.export.verify import compare_folder, verify_processor, verify_tokenizer
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.scoring.model import Scoring, load_scoring_base
@@ -49,6 +49,8 @@ def export_scoring(
     def check(staged: Path, state: Mapping[str, Tensor], description: LanguageModel) -> float:
         difference = compare_folder(staged, state, scoring.auto, trust_remote_code=description.trust_remote_code)
         verify_tokenizer(staged, description.tokenizer, trust_remote_code=description.trust_remote_code)
+        if description.processor is not None:
+            verify_processor(staged, description.processor, trust_remote_code=description.trust_remote_code)
         return difference
 
     return write_checked(

@@ -22,6 +22,8 @@ from lit_rl.models.policy.loading import (
     disable_dropout,
     quantization_config,
 )
+from lit_rl.models.policy.vision_parts import freeze
+from lit_rl.models.scoring.vision_classifier import register_classifier
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -54,12 +56,15 @@ def check_scoring(model: LanguageModel, scoring: Scoring) -> None:
     """Refuse, before any weight is loaded, what cannot be made into a scoring model.
 
     Raises:
-        ConfigError: no causal language model over text, and no such classifier either; transformers has no classifier
-            for its family; a pad token that ends texts too; or a setting that is of language models only.
+        ConfigError: no causal language model, and no such classifier either; one over images that should score steps;
+            transformers has no classifier for its family; a pad token that ends texts too; or a setting that is of
+            language models only.
     """
     config = model.config
-    if model.sees:
-        raise ConfigError(f"model.name={model.name!r} is a model over images, and scores are learned from text alone.")
+    if model.sees and scoring is not SEQUENCES:
+        raise ConfigError(
+            f"model.name={model.name!r} is a model over images, and scores of steps are learned from text alone."
+        )
     classifier = _classifier_name(model, scoring)
     if not _is_classifier(config, classifier):
         check_causal(model.name, config)
@@ -105,6 +110,8 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)])
     elif model.adapter is not None:
         scorer = continue_adapter(base, model.adapter)
+    elif model.sees:
+        freeze(base, model.frozen_parts)
     set_checkpointing(base, model.checkpointing)
     return scorer.train()
 
@@ -169,6 +176,8 @@ def _classifier_name(model: LanguageModel, scoring: Scoring) -> str:
     """
     import transformers
 
+    if scoring is SEQUENCES:
+        register_classifier(model.config)
     mapping = getattr(transformers, scoring.auto)._model_mapping
     if type(model.config) not in mapping:
         raise ConfigError(

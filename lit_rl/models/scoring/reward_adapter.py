@@ -15,6 +15,7 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.positions import trunk_inputs
 from lit_rl.models.policy.trunk import base_of, frozen_trunk
+from lit_rl.models.scoring.vision_classifier import register_classifier
 from lit_rl.rollout import Completions
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def _classifier(policy: nn.Module, trunk: nn.Module) -> Any:
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
     config = copy.deepcopy(base_of(policy).config)
+    register_classifier(config)
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ConfigError(f"transformers has no sequence classifier for {config.model_type}, so no reward adapter.")
     config.num_labels = 1

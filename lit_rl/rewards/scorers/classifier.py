@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
+from lit_rl.examples import TokenBatch
+from lit_rl.vision import PromptVision, Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lit_rl.models.policy.processor import VisionProcessor
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
@@ -71,12 +75,14 @@ class Classifier:
         self.overlong = overlong
         self.chat_template = chat_template
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+        self.processor: VisionProcessor | None = None
+        """What makes pixels of prompts with images. None before the model is loaded, and of a model over text."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None}  # a copy in another process loads its own
+        return self.__dict__ | {"_loaded": None, "processor": None}  # a copy in another process loads its own
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model on its device and its tokenizer; loaded at the first call.
@@ -141,6 +147,9 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoConfig, AutoTokenizer
 
     from lit_rl.models.policy import hub
+    from lit_rl.models.policy.processor import load_processor
+    from lit_rl.models.policy.vision_parts import sees
+    from lit_rl.models.scoring.vision_classifier import register_classifier
 
     name, path, revision = description.name, description.path, description.revision
     with hub.reading("name", name, path):
@@ -153,6 +162,7 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
             f"Take a {kind} classifier that was trained with num_labels={description.labels}."
         )
     hub.refuse_pickle("name", path, "")
+    register_classifier(config)
     with hub.reading("name", name, path):
         loaded: Any = getattr(transformers, description.auto).from_pretrained(
             path,
@@ -171,6 +181,8 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
         )
     if description.chat_template is not None:
         tokenizer.chat_template = description.chat_template
+    if sees(config):
+        description.processor = load_processor(name, path, tokenizer, config, revision=revision)
     return model.to(_device(description.device)).eval().requires_grad_(False), tokenizer
 
 
@@ -188,8 +200,16 @@ def _longest(model: PreTrainedModel) -> int | None:
 
 
 @torch.no_grad()
-def logits_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
-    """What a classifier says of token ids, padded on the right, in float32: ``(b, labels)`` or ``(b, s, labels)``."""
+def logits_of(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], seen: Sequence[PromptVision | None] = ()
+) -> Tensor:
+    """What a classifier says of token ids, padded on the right, in float32: ``(b, labels)`` or ``(b, s, labels)``.
+
+    Args:
+        model: The classifier.
+        rows: Token ids of each text.
+        seen: What the prompt with which a text begins shows, one a row; empty where none shows anything.
+    """
     text_config = model.config.get_text_config()
     own = text_config.pad_token_id
     # A decoder reads its score at the last token that is not the pad, so a pad of ours may end no row.
@@ -200,6 +220,18 @@ def logits_of(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
     text_config.pad_token_id = pad
     try:
         with torch.autocast(model.device.type, enabled=False):
-            return model(input_ids=ids, attention_mask=mask).logits.float()
+            return model(input_ids=ids, attention_mask=mask, **_seen(model, ids, mask, seen)).logits.float()
     finally:
         text_config.pad_token_id = own
+
+
+def _seen(model: PreTrainedModel, ids: Tensor, mask: Tensor, seen: Sequence[PromptVision | None]) -> dict[str, Tensor]:
+    """What a model over images is given beside ids and mask."""
+    if not any(seen):
+        return {}
+    from lit_rl.models.policy.positions import text_positions
+
+    vision = Vision(seen, torch.arange(len(seen)))
+    positions = text_positions(model, TokenBatch(ids, mask.bool(), mask.bool(), vision=vision))
+    inputs = vision.inputs(ids.device) | vision.per_text_token(ids.shape[1], ids.device)
+    return {"position_ids": positions, **inputs}

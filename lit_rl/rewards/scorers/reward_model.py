@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.errors import ConfigError
+from lit_rl.errors import ConfigError, RewardError
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.scorers.classifier import Classifier, logits_of
 from lit_rl.rollout import Prompt
+from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 class RewardModel(Classifier):
     """The score ``logits[:, 0]`` that a sequence classifier gives to prompt and completion.
 
+    A model over images, as `RewardModeling` exports one, is shown those of the data's columns ``image`` and ``images``.
     Where prompts are messages, the conversation goes through the chat template of the reward model's own tokenizer;
     where they are texts, prompt and completion are put one after the other. Rows are padded on the right and masked, so
     a score does not depend on the batch that its row is in. Each rank loads the model once, on first use or with
@@ -69,18 +71,76 @@ class RewardModel(Classifier):
         self.append_eos = append_eos
 
     def __call__(
-        self, prompts: Sequence[Prompt], completions: Sequence[Completion], **_: Any
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[Completion],
+        image: Sequence[Any] | None = None,
+        images: Sequence[Any] | None = None,
+        **_: Any,
     ) -> list[float] | list[float | None]:
         model, tokenizer = self.load()
         rows = [self._ids(tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
+        seen: list[PromptVision | None] = []
+        if any(map(shows_images, prompts)):
+            shown = _by_row(len(prompts), image, images)
+            rows, seen = self._with_images(tokenizer, prompts, rows, shown)
         limit = self.longest(rows)
         scored = [i for i, row in enumerate(rows) if len(row) <= limit or self.overlong == "truncate_left"]
         scores: list[float | None] = [None] * len(rows)
         for batch in self.batches(rows, scored):
-            logits = logits_of(model, [rows[i][-limit:] for i in batch])[:, 0]
+            self._check_cut(batch, rows, seen, limit)
+            ids = [rows[i][-limit:] for i in batch]
+            logits = logits_of(model, ids, [seen[i] for i in batch] if seen else [])[:, 0]
             for i, score in zip(batch, logits.tolist(), strict=True):
                 scores[i] = score
         return scores
+
+    def _with_images(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[Prompt],
+        rows: Sequence[list[int]],
+        shown: Sequence[Sequence[Any]],
+    ) -> tuple[list[list[int]], list[PromptVision | None]]:
+        """Rows in which images have as many placeholders as the model has features, and what each of them shows.
+
+        A prompt is processed once for all of its completions; what follows is tokenised, as in training.
+        """
+        if self.processor is None:
+            raise RewardError(
+                f"The prompts show images, and the reward model {self.name!r} reads text alone. Take one that was "
+                "trained on images (algo=reward_model), or a reward function."
+            )
+        made: dict[tuple[str, ...], tuple[list[int], PromptVision | None]] = {}
+        found, seen = [], []
+        for row, (prompt, ids, images) in enumerate(zip(prompts, rows, shown, strict=True)):
+            messages: Any = prompt
+            text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            bare: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+            where = f"row {row} for the reward model {self.name!r}"
+            if ids[: len(bare)] != bare:
+                raise RewardError(
+                    f"{where}: its chat template renders the prompt otherwise when a reply follows, or a token goes "
+                    "across where the reply begins. Give another template with chat_template."
+                )
+            key = (text, *map(str, images))
+            if key not in made:
+                made[key] = self.processor.process(text, images, where)
+            begin, vision = made[key]
+            found.append([*begin, *ids[len(bare) :]])
+            seen.append(vision)
+        return found, seen
+
+    def _check_cut(
+        self, batch: Sequence[int], rows: Sequence[list[int]], seen: Sequence[PromptVision | None], limit: int
+    ) -> None:
+        for i in batch if seen else ():
+            if seen[i] is not None and len(rows[i]) > limit:
+                raise RewardError(
+                    f"row {i} has {len(rows[i])} tokens with its images for the reward model {self.name!r}, and "
+                    f"overlong=truncate_left to max_length={limit} would cut through them. Raise it, or set overlong "
+                    "to skip."
+                )
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion) -> list[int]:
         if isinstance(prompt, str):
@@ -110,3 +170,16 @@ class RewardModel(Classifier):
         if not isinstance(end, int):
             raise ConfigError(f"append_eos=true, and the tokenizer of the reward model {self.name!r} has no EOS token.")
         return ids if ids[-1:] == [end] else [*ids, end]
+
+
+def shows_images(prompt: Prompt) -> bool:
+    """Whether a message of it has a part that is an image."""
+    contents = [] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    return any(part.get("type") == "image" for content in contents if not isinstance(content, str) for part in content)
+
+
+def _by_row(rows: int, image: Sequence[Any] | None, images: Sequence[Any] | None) -> list[list[Any]]:
+    """The images of each row, of the columns ``image`` and ``images``."""
+    many = [list(each or []) for each in images] if images is not None else [[] for _ in range(rows)]
+    single = image if image is not None else [None] * rows
+    return [[*([] if one is None else [one]), *rest] for one, rest in zip(single, many, strict=True)]
