@@ -51,7 +51,6 @@ class NashMD(JudgedModule):
 
     needs_reference = True
     opponent_writes = True
-    takes_images = False
 
     def __init__(
         self,

@@ -168,6 +168,10 @@ class RolloutDataModule(SourcedDataModule):
         """What the model sees of a training prompt beside its tokens."""
         return self._prepared().train.vision(row)
 
+    def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
+        """Tokens and images of the first training prompt that shows any. None: none does."""
+        return self._prepared().train.first_shown()
+
     def _read(self, tokenizer: PreTrainedTokenizerBase, processor: Processor | None) -> Corpus:
         val = self.val_rows()
         self.say_if_unvalidated(val)

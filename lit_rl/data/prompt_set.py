@@ -128,6 +128,11 @@ class PromptSet:
         shown = self.shown[row] if self.shown else None
         return shown.vision(self.processor, row) if shown and self.processor else None
 
+    def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
+        """Tokens and images of the first prompt that shows any. None: none does."""
+        row = next((row for row, shown in enumerate(self.shown) if shown), None)
+        return None if row is None else (self.prompt_ids[row], self.vision(row))
+
     def visions(self, rows: Sequence[int]) -> list[PromptVision | None]:
         """`vision` of each of the rows."""
         return [self.vision(row) for row in rows]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.generation.decoding import empty_cache, forward_parameters
+from lit_rl.models.policy.trunk import base_of
 
 
 class GeometricMixture(nn.Module):
@@ -44,6 +45,12 @@ class GeometricMixture(nn.Module):
         """The policy's: its context, and the kinds of its cache's layers."""
         return self.policy.config
 
+    @property
+    def model(self) -> nn.Module:
+        """The policy without its adapters, which knows where tokens of images stand: under the name by which whatever
+        stands before a model holds it."""
+        return base_of(self.policy)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -52,9 +59,10 @@ class GeometricMixture(nn.Module):
         use_cache: bool = True,
         position_ids: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
+        **seen: Tensor,
     ) -> Any:
-        """Mixed float32 logits ``(b, q, v)`` under ``.logits``; fills the cache of both models."""
-        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache}
+        """Mixed float32 logits ``(b, q, v)`` under ``.logits``; fills the cache of both models, which see the same."""
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": use_cache, **seen}
         extra = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
         first = past_key_values.get_seq_length() == 0
         own = _run(self.policy, inputs, extra, past_key_values)

@@ -107,7 +107,9 @@ class Ones:
         return self._made[name, accumulate]
 
 
-def assert_equal_runs(first: Any, second: Any, *, share: float, beyond: float, moved: float) -> None:
+def assert_equal_runs(
+    first: Any, second: Any, *, share: float, beyond: float, moved: float, start: str = "tiny"
+) -> None:
     """The same weights, and the same metrics less those of time and those that the run says belong to a batch.
 
     Args:
@@ -116,18 +118,25 @@ def assert_equal_runs(first: Any, second: Any, *, share: float, beyond: float, m
         share: How far weights may differ, as a share of how far they came from where they began (new ones: of them).
         beyond: The same as a number, for what did not move.
         moved: How far a weight must have come at least, else nothing was compared.
+        start: The model that both began with.
     """
-    assert_same_weights(first["weights"], second["weights"], share=share, beyond=beyond, moved=moved)
+    assert_same_weights(first["weights"], second["weights"], share=share, beyond=beyond, moved=moved, start=start)
     assert_same_metrics(first["metrics"], second["metrics"], first.get("cut", ()))
 
 
 def assert_same_weights(
-    first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, share: float, beyond: float, moved: float
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    *,
+    share: float,
+    beyond: float,
+    moved: float,
+    start: str = "tiny",
 ) -> None:
     assert first.keys() == second.keys()
-    start, furthest = LanguageModel("tiny").load().state_dict(), 0.0
+    begun, furthest = LanguageModel(start).load().state_dict(), 0.0
     for name, weight in first.items():
-        before = start.get(name.removeprefix("policy."))
+        before = begun.get(name.removeprefix("policy."))
         change = (weight if before is None else weight - before).norm().item()
         furthest = max(furthest, change)
         difference = (weight - second[name]).norm().item()

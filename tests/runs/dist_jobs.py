@@ -15,6 +15,7 @@ import dist_precomputed
 import dist_shipping
 import dist_terms
 import dist_verdicts
+import dist_vision
 import dist_written
 import torch
 
@@ -26,6 +27,7 @@ LISTS = {
     "shipping": dist_shipping.main,
     "terms": dist_terms.main,
     "verdicts": dist_verdicts.main,
+    "vision": dist_vision.main,
     "written": dist_written.main,
 }
 """By the name of the test file: `test_dist_NAME.py` reads what the list leaves."""

@@ -8,7 +8,7 @@ import pytest
 from vision_seen import Toy, image
 from vision_toys import picture
 
-from lit_rl.algorithms import DPO, GKD, GRPO, RewardModeling
+from lit_rl.algorithms import GKD, GRPO, KTO
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples as read_texts
@@ -104,11 +104,13 @@ def never(completions: list[Any], **_: Any) -> list[float]:
 @pytest.mark.parametrize(
     ("module", "message"),
     [
-        (lambda folder: GRPO(folder, never, generator=HFContinuousGenerator()), "would not show it any.*native or hf"),
+        (
+            lambda folder: GRPO(folder, never, generator=HFContinuousGenerator()),
+            "would not show it any.*native, hf, vllm or vllm_server",
+        ),
         (lambda folder: GKD(folder, teacher=folder), "GKD reads prompts as text alone"),
-        (lambda folder: RewardModeling(folder), "scores are learned from text alone"),
     ],
-    ids=["hf_continuous", "gkd", "reward model"],
+    ids=["hf_continuous", "gkd"],
 )
 def test_what_no_model_over_images_can_do(toy_folder: Any, module: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -129,6 +131,6 @@ def test_log_probs_of_a_reference_that_are_known_by_tokens(toy_folder: Any, tmp_
 
     from lit_rl.data.offline.datamodule import PreferenceDataModule
 
-    module = DPO(str(toy_folder("idefics3")), precompute_reference=True)
-    with pytest.raises(ConfigError, match=r"algo\.precompute_reference=true knows texts by their tokens"):
+    module = KTO(str(toy_folder("idefics3")), precompute_reference=True)
+    with pytest.raises(ConfigError, match=r"algo\.precompute_reference=true knows the mismatched completions of KTO"):
         fitted(module, PreferenceDataModule(rows=pairs(), batch_size=4, val_fraction=0.0), tmp_path)

@@ -26,6 +26,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.policy.foresight import refuse_foresight
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.judges.functions import as_judge
@@ -120,7 +121,7 @@ class GeneratingModule(PolicyModule):
         if not self.generator.sees:
             raise ConfigError(
                 f"model.name={self.model.name!r} is a model over images, and {type(self.generator).__name__} would not "
-                "show it any. Use generator=native or hf."
+                "show it any. Use generator=native, hf, vllm or vllm_server."
             )
         if self.interaction is not None:
             raise ConfigError(
@@ -131,6 +132,14 @@ class GeneratingModule(PolicyModule):
                 f"eval.win_rate_against={against}: a model over images is compared with itself as it came alone, "
                 f"eval.win_rate_against={BASE}."
             )
+
+    def on_fit_start(self) -> None:
+        super().on_fit_start()
+        data: Any = getattr(self.trainer_or_none, "datamodule", None)
+        shown = data.first_shown() if self.model.sees and hasattr(data, "first_shown") else None
+        if shown is not None:
+            with self.rollout_context():
+                refuse_foresight(self.policy, *shown)
 
     def close(self) -> None:
         """Stop the generator's engine, where it has one; another is started when it is needed again."""

@@ -24,7 +24,7 @@ from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_mas
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
-from lit_rl.algorithms.optim.strategies import shards
+from lit_rl.algorithms.optim.strategies import flattens, shards
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.footprint import (
@@ -50,6 +50,7 @@ from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
+from lit_rl.models.policy.vision_parts import trained_by_images
 from lit_rl.models.reference.base import Auto, Reference, Scorer
 from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
@@ -330,16 +331,19 @@ class PolicyModule(L.LightningModule):
         if not self.takes_images:
             raise ConfigError(f"{what} {type(self).__name__} reads prompts as text alone.")
         trainer = self.trainer_or_none
-        if trainer is None:
-            return
-        if shards(trainer.strategy):
-            raise ConfigError(f"{what} strategies that shard its weights are not there for it yet. Use strategy=auto.")
-        outside = {"vision", "projector"} - set(self.model.frozen_parts)
-        if trainer.world_size > 1 and self.model.lora is None and self.model.adapter is None and outside:
-            raise ConfigError(
-                f"{what} a rank whose rows show nothing would have no gradient for {', '.join(sorted(outside))}. On "
-                "several devices set model.freeze=[vision,projector], or train an adapter (model.lora)."
-            )
+        if trainer is not None and flattens(trainer.strategy):
+            name = type(trainer.strategy).__name__
+            raise ConfigError(f"{what} {name} is not there for it. Use strategy=ddp or strategy=fsdp.")
+
+    def with_blind_rows(self, loss: Tensor) -> Tensor:
+        """The loss, with a gradient of 0 for what only rows with images train.
+
+        Where the rows of one rank show nothing, the others would wait for its gradient.
+        """
+        if not self.model.sees or self.ranks.world_size == 1:
+            return loss
+        modules = (getattr(self, name) for name in ("policy", *self.trained_beside))
+        return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))
 
     def _recompute_as_cut(self) -> None:
         """Gradient checkpointing is on where the model's description says so, or where the plan chose it."""

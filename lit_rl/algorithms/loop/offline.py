@@ -186,7 +186,7 @@ class OfflineModule(PolicyModule, ABC):
         loss, metrics = self.training_loss(batch, self._whole)
         self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return loss * shares
+        return self.with_blind_rows(loss * shares)
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

@@ -116,10 +116,10 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         if data.options.packing != "none":
             with self.rollout_context():
                 self.refuse_leaks()
-        if self.precomputed is not None and self.model.sees:
+        if self.precomputed is not None and self.model.sees and next(iter(self.texts_beside()), None) is not None:
             raise ConfigError(
-                "algo.precompute_reference=true knows texts by their tokens, which do not tell images apart. Set it to "
-                "false with a model over images."
+                f"algo.precompute_reference=true knows the mismatched completions of {type(self).__name__} by their "
+                "tokens, which do not tell images apart. Set it to false with a model over images."
             )
         if self.precomputed is not None:
             self._precompute(self.precomputed, data)

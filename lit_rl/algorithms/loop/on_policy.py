@@ -186,7 +186,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._records.add({"loss": (loss, loss.new_tensor(1 / shares)), **metrics})
         self.after_micro_batch(micro, scores, self._step_tokens)
         # Lightning divides by the accumulated batches and averages over ranks; the loss already has its denominator.
-        return loss * shares
+        return self.with_blind_rows(loss * shares)
 
     # ------------------------------------------------------------------ what a rollout is made with
 

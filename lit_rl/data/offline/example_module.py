@@ -24,6 +24,7 @@ from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.streams import RowStream
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -200,6 +201,10 @@ class ExampleDataModule(SourcedDataModule):
         """Tokens of the longest validation prompt of any set; 0 where there is none."""
         sets = (self._sets.val[name].prompts for name in self.val_names)
         return max((len(ids) for prompts in sets for ids in prompts.prompt_ids), default=0)
+
+    def first_shown(self) -> tuple[list[int], PromptVision | None] | None:
+        """Tokens and images of the first training prompt that shows any. None: none does."""
+        return self.corpus.train.prompts.first_shown()
 
     def train_dataloader(self) -> ExampleLoader | StreamLoader:
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()

@@ -1,0 +1,69 @@
+"""Short runs of policies over images, in one process or in two (`dist_jobs.py`). Some rows show nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import dist_equal
+import torch
+
+from lit_rl.algorithms import DPO, GRPO, PPO, Constant
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.digits import Digits
+from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.models import LanguageModel
+from lit_rl.rollout import Sampling
+
+STEPS = 3
+SHAPES = ["grpo", "ppo", "dpo"]
+
+
+def by_letters(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum(map(ord, message[0]["content"])) % 7) for message in completions]
+
+
+def sgd(lr: float) -> Any:
+    """Plain SGD: the change of the weights is the gradient."""
+    return lambda parameters: torch.optim.SGD(parameters, lr=lr)
+
+
+def rows() -> list[dict[str, Any]]:
+    """In each step's eight, the first four rows show nothing: with two ranks, one of these sees for nobody."""
+    digits = Digits(val_rows=0).train()[:24]
+    return [row if i // 4 % 2 else {"prompt": row["prompt"], "answer": row["answer"]} for i, row in enumerate(digits)]
+
+
+def pairs() -> list[dict[str, Any]]:
+    def said(text: str) -> list[dict[str, Any]]:
+        return [{"role": "assistant", "content": text}]
+
+    return [{**row, "chosen": said(row["answer"]), "rejected": said("no")} for row in rows()]
+
+
+def parts(name: str) -> tuple[Any, Any]:
+    settings: dict[str, Any] = {"sampling": Sampling(max_new_tokens=3), "scheduler": Constant()}
+    model = LanguageModel("digits", freeze=[])
+    if name == "dpo":
+        told: Any = PreferenceDataModule(rows=pairs(), batch_size=8, val_fraction=0.0, shuffle=False)
+        return DPO(model, optimizer=sgd(0.05), **settings), told
+    asked = RolloutDataModule(rows=rows(), prompts_per_rollout=8, val_fraction=0.0, shuffle=False)
+    if name == "ppo":
+        return PPO(model, by_letters, optimizer=sgd(0.01), **settings), asked
+    return GRPO(model, by_letters, group_size=2, beta=0.1, optimizer=sgd(0.05), **settings), asked
+
+
+def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
+    """Train, and leave `name.pt` there."""
+    module, data = parts(name)
+    trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
+    dist_equal.train_and_leave(module, data, trainer, folder / f"{name}.pt")
+
+
+def main(folder: Path) -> None:
+    for name in SHAPES:
+        run(name, folder, 2, accumulate=2)
+    (folder / "fsdp").mkdir(exist_ok=True)
+    for name in SHAPES:
+        run(name, folder / "fsdp", 2, accumulate=2, strategy=FSDP2Strategy())

@@ -1,0 +1,40 @@
+"""Policies over images in two real processes, whole and sharded: the weights and metrics of one process.
+
+All of the policy is trained, what sees too, and in some micro-batches no row of a rank shows anything.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import dist_equal
+import dist_vision
+import pytest
+from dist_equal import Ones, left
+
+pytestmark = [pytest.mark.dist, pytest.mark.all]
+
+
+@pytest.fixture(scope="module")
+def two(two_ranks: Path) -> Path:
+    """What two processes left behind."""
+    return two_ranks / "vision"
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Ones:
+    return Ones(dist_vision.run, tmp_path_factory.mktemp("one"))
+
+
+assert_equal_runs = partial(dist_equal.assert_equal_runs, share=1e-3, beyond=1e-6, moved=1e-3, start="digits")
+
+
+@pytest.mark.parametrize("how", ["", "fsdp"], ids=["whole", "sharded"])
+@pytest.mark.parametrize("name", dist_vision.SHAPES)
+def test_two_processes_learn_as_one(name: str, how: str, two: Path, one: Ones) -> None:
+    found = left(two / how, name)
+    assert_equal_runs(one(name), found)
+    moved = dist_equal.LanguageModel("digits").load().state_dict()
+    eyes = [key for key in found["weights"] if "vision_model" in key]
+    assert any(not found["weights"][key].equal(moved[key]) for key in eyes), "what sees was trained"
