@@ -94,6 +94,14 @@ def tools(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
     return notebook.cells
 
 
+@pytest.fixture(scope="module")
+def images(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
+    """The cells of the notebook on images, run."""
+    notebook = read(root, "05_images")
+    execute(notebook)
+    return notebook.cells
+
+
 def printed(cells: list[nbformat.NotebookNode]) -> str:
     """Everything that the cells wrote or displayed as text."""
     parts = []
@@ -109,7 +117,7 @@ def html(cells: list[nbformat.NotebookNode]) -> str:
     return "".join(output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {}))
 
 
-NAMES = ("01_first_grpo", "02_ppo_step_by_step", "03_preferences", "04_tools")
+NAMES = ("01_first_grpo", "02_ppo_step_by_step", "03_preferences", "04_tools", "05_images")
 
 
 def test_every_notebook_is_tested(root: Path) -> None:
@@ -268,3 +276,19 @@ class TestTools:
         outputs = [output for cell in tools for output in cell.get("outputs", [])]
         assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
         assert html(tools).count("<tr style=") == 16 and "#1a7f37" in html(tools) and "#cf222e" in html(tools)
+
+
+class TestImages:
+    def test_an_answer_depends_on_its_image(self, images: list) -> None:
+        found = re.search(r"with another one ([+-]\d+\.\d+)", printed(images))
+        assert found and float(found.group(1)) > 1
+
+    def test_the_policy_learns_to_read(self, images: list) -> None:
+        text = printed(images)
+        for what in (r"digits read (\d\.\d+)", r"majority right of 24: (\d+)"):
+            before, after = (float(re.search(rf"^{n}\s+{what}", text, re.M).group(1)) for n in ("before", "after"))  # pyright: ignore
+            assert after > 1.3 * before
+
+    def test_shows_a_digit_a_curve_and_what_is_read(self, images: list) -> None:
+        outputs = [output for cell in images for output in cell.get("outputs", [])]
+        assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
