@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 WHITE = (255, 255, 255)
 
+THUMBNAIL = 96
+"""Longest side, in pixels, of an image in tables for people."""
+
 
 @dataclass(frozen=True)
 class ImageRef:
@@ -73,6 +76,21 @@ class ImageRef:
             return as_rgb(pillow().open(io.BytesIO(data)))
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's words for damaged bytes
             raise DataError(f"{self.name}: the image is damaged: {error}.") from error
+
+    def thumbnail(self, side: int = THUMBNAIL) -> Image:
+        """Its pixels in mode RGB, made smaller where a side is longer than `side`, never larger.
+
+        Raises:
+            DataError: as `open`.
+        """
+        image = self.open()
+        image.thumbnail((side, side))
+        return image
+
+    @property
+    def encoding(self) -> str:
+        """How its bytes are encoded, as the ending of a file: `png`, `jpeg`."""
+        return str(pillow().open(io.BytesIO(self.read())).format).lower()
 
 
 def digest_of(data: bytes) -> str:

@@ -14,6 +14,8 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lit_rl.callbacks.kept_images import KeptImages
+from lit_rl.data import image_parts
 from lit_rl.data.offline.formats import COLUMNS, OTHER_MASKS
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import control_tokens
@@ -43,10 +45,11 @@ class PreferenceSets(L.Callback):
     - `ranked.jsonl` (the same columns): the pairs of a group whose rewards differ, the widest apart first.
     - `verdicts.jsonl` (`completion`, `label`): every completion, good or not.
 
-    Prompts stand as the run had them, text or messages, with the data's own columns, the rewards and the step. No row
-    comes twice. Left out are completions that no reward applied to, and those that say nothing or that no data module
-    would read; one that was cut at `max_new_tokens` is never the better one of a pair nor good. Rows of all ranks are
-    in, and a resumed run's files are those of a run that was never stopped.
+    Prompts stand as the run had them, text or messages, with the data's own columns, the rewards and the step. Images
+    are paths: of the file that an image was, or of `datasets/images/`, where those that came as bytes are written. No
+    row comes twice. Left out are completions that no reward applied to, and those that say nothing or that no data
+    module would read; one that was cut at `max_new_tokens` is never the better one of a pair nor good. Rows of all
+    ranks are in, and a resumed run's files are those of a run that was never stopped.
 
     Args:
         sets: Which files are written.
@@ -132,7 +135,7 @@ class PreferenceSets(L.Callback):
         """What the last rollout of an `OnPolicyModule` gives to each set, on this rank."""
         scored, table = module.scored, module.samples
         size = len(table["completion"]) // len(scored.batch)
-        control = control_tokens(module.tokenizer)
+        control = unreadable_texts(module)
         found: dict[str, list[Row]] = {name: [] for name in self.sets}
         for i, prompt in enumerate(scored.batch.prompts):
             group = slice(i * size, (i + 1) * size)
@@ -177,15 +180,18 @@ class PreferenceSets(L.Callback):
 
     def _append(self, trainer: L.Trainer, name: str, rows: Sequence[Row]) -> None:
         known, lines, path = self._known[name], [], self._path(trainer, name)
+        images = KeptImages(path.parent)
         for row in rows:
-            digest = _digest(row)
+            named = images.named(row)
+            digest = _digest(named)
             if digest in known:
                 continue
             if len(known) >= self.max_rows:
                 rank_zero_warn(f"{path} has callbacks.preference_sets.max_rows={self.max_rows} rows and stays so.")
                 break
             known.add(digest)
-            lines.append(json.dumps(row, default=str) + "\n")
+            images.write(row)
+            lines.append(json.dumps(named, default=str) + "\n")
         if lines:
             append(path, "".join(lines).encode())
 
@@ -218,10 +224,16 @@ def _digests(path: Path) -> set[bytes]:
 
 
 def _digest(row: Mapping[str, Any]) -> bytes:
-    """Equal for equal prompts and completions; the first row of them stays."""
+    """Equal for equal prompts, images and completions; the first row of them stays."""
     prompt: Prompt = row["prompt"]
-    said = [row.get(name) for name in ("chosen", "rejected", "completion")]
+    said = [row.get(name) for name in ("chosen", "rejected", "completion", *image_parts.COLUMNS)]
     return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
+
+
+def unreadable_texts(module: Any) -> list[str]:
+    """What no message may hold: control tokens, and what a processor takes for an image."""
+    processor = getattr(getattr(module, "model", None), "processor", None)
+    return [*control_tokens(module.tokenizer), *(processor.reserved if processor is not None else ())]
 
 
 def readable(text: str, prompt: Prompt, control: Sequence[str]) -> bool:

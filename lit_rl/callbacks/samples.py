@@ -7,16 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 
 from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.callbacks.conversation import conversation_of
 from lit_rl.callbacks.due import Due
+from lit_rl.callbacks.kept_images import arrow_images, image_features
+from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.text import console_table, markdown_table, printable
 from lit_rl.errors import in_range
 
 
 class Samples(L.Callback):
     """Writes every rollout of rank 0 to `samples/` in the Trainer's `default_root_dir`, and shows a few rows at times.
+
+    Images are shown small, on the console by their names. In the files they are columns of `datasets.Image`.
 
     Args:
         print: Rows shown at a time; 0 shows none.
@@ -77,13 +82,9 @@ class Samples(L.Callback):
         return folder
 
     def _write(self, trainer: L.Trainer, table: dict[str, list[Any]], name: str) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        columns = {key: _storable(values, lists=key.startswith(PREFIX)) for key, values in table.items()}
         target = self._folder(trainer) / f"{name}.parquet"
         partial = target.with_suffix(".partial")
-        pyarrow.parquet.write_table(pyarrow.table(columns), partial)
+        write_parquet(table, partial)
         partial.replace(target)
 
     def _show(self, trainer: L.Trainer, table: dict[str, list[Any]], title: str, step: int) -> None:
@@ -92,26 +93,66 @@ class Samples(L.Callback):
             return
         console_table(title, rows)
         for logger in trainer.loggers:
-            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-            if add_text is not None:
-                add_text("samples", markdown_table(rows), global_step=step)
+            experiment = getattr(logger, "experiment", None)
+            if hasattr(experiment, "add_text"):
+                _to_tensorboard(experiment, rows, step)
             elif hasattr(logger, "log_table"):
                 columns = list(rows[0])
-                data = [[printable(row[name]) for name in columns] for row in rows]
+                data = [[_cell(row[name]) for name in columns] for row in rows]
                 logger.log_table(key=f"samples/step_{step}", columns=columns, data=data)  # pyright: ignore
 
     def _pick(self, table: dict[str, list[Any]]) -> list[dict[str, Any]]:
         shown, seen = [], set()
+        pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
+        sees = any(each.refs for each in pictures)
         for i, prompt in enumerate(table["prompt"]):
-            key = json.dumps(prompt, sort_keys=True, default=str) if self.unique else i
+            digests = [ref.digest for ref in pictures[i].refs]
+            key = json.dumps([prompt, digests], sort_keys=True, default=str) if self.unique else i
             if key in seen:
                 continue
             seen.add(key)
-            row = {name: table[name][i] for name in ("prompt", "completion", "reward", "advantage")}
+            row = {"prompt": prompt} | ({"image": pictures[i]} if sees else {})
+            row |= {name: table[name][i] for name in ("completion", "reward", "advantage")}
             shown.append(row | ({"completion": conversation_of(table, i)} if "tokens/ids" in table else {}))
             if len(shown) == self.print:
                 break
         return shown if self.print else []
+
+
+def _to_tensorboard(experiment: Any, rows: list[dict[str, Any]], step: int) -> None:
+    """The table as text, and beside it the images of its first row as `samples/image_1`, and so on."""
+    experiment.add_text("samples", markdown_table(rows), global_step=step)
+    for number, row in enumerate(rows, 1):
+        strip = row["image"].strip() if "image" in row else None
+        if strip is not None:
+            experiment.add_image(f"samples/image_{number}", np.array(strip), global_step=step, dataformats="HWC")
+
+
+def _cell(value: Any) -> Any:
+    """What a table of W&B holds: text, or an image."""
+    if not isinstance(value, Pictures):
+        return printable(value)
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    strip = value.strip()
+    return None if strip is None else wandb.Image(strip, caption=printable(str(value)))
+
+
+def write_parquet(table: dict[str, list[Any]], path: Path) -> None:
+    """Write a table of samples. Equal bytes of images are in the file once."""
+    import pyarrow
+    import pyarrow.parquet
+
+    images = {key: found for key, values in table.items() if (found := arrow_images(values)) is not None}
+    columns = {
+        key: images[key] if key in images else _storable(values, lists=key.startswith(PREFIX))
+        for key, values in table.items()
+    }
+    written = pyarrow.table(columns)
+    if not images:
+        pyarrow.parquet.write_table(written, path)
+    else:  # by default a dictionary of values ends at 1 MiB, and what follows is written out row by row
+        pyarrow.parquet.write_table(image_features(written, list(images)), path, dictionary_pagesize_limit=1 << 30)
 
 
 def _storable(values: list[Any], *, lists: bool = False) -> list[Any]:

@@ -22,14 +22,14 @@ def printable(value: Any, longest: int = LONGEST) -> str:
     if isinstance(value, float):
         return f"{value:.3f}"
     if isinstance(value, list):
-        value = "\n".join(f"{message.get('role')}: {_words(message.get('content'))}" for message in value)
+        value = "\n".join(f"{message.get('role')}: {said(message.get('content'))}" for message in value)
     text = visible(str(value))
     if len(text) > longest:
         text = f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
     return text
 
 
-def _words(content: Any) -> Any:
+def said(content: Any) -> Any:
     """What a message says; where it shows an image, that it does."""
     if not isinstance(content, list):
         return content

@@ -37,7 +37,7 @@ def run(config: DictConfig) -> int:
     model, fabric, _ = placed(model, config, of_run["trainer"])
     # What the policy was trained to read: the command's own setting counts more.
     data, own = (of_run.get("data") or {}) if config.run_dir else {}, dict(tree["chat"])
-    plain_lines = own["plain"] or not model.tokenizer.chat_template
+    plain_lines = own["plain"] or not (model.processor or model).tokenizer.chat_template
     if own["system_prompt"] is None and not plain_lines:
         own["system_prompt"] = data.get("system_prompt")
     kwargs = data.get("chat_template_kwargs") or {}

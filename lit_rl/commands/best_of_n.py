@@ -17,10 +17,10 @@ from rich.table import Table
 from lit_rl.algorithms.evaluation.statistics import mean_with_interval
 from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.callbacks.preference_sets import readable
+from lit_rl.callbacks.kept_images import KeptImages
+from lit_rl.callbacks.preference_sets import readable, unreadable_texts
 from lit_rl.commands.run_dir import finite
 from lit_rl.commands.train import Run
-from lit_rl.data.templates import control_tokens
 from lit_rl.errors import ConfigError, RewardError, StorageError
 from lit_rl.rollout import PromptBatch
 
@@ -106,13 +106,13 @@ def best_of_n(run: Run) -> int:
     if not kept:
         names = ", ".join(module.reward_functions.names)
         raise RewardError(f"{names} returned None for every completion: there is no best one. Look at the columns.")
-    control = control_tokens(module.tokenizer)
+    control = unreadable_texts(module)
     texts = [best.row for best in kept if readable(best.row["completion"], best.row["prompt"], control)]
-    _say(
-        module.evaluation,
-        kept,
-        {"no reward applies to any completion": len(found) - len(kept), _UNREADABLE: len(kept) - len(texts)},
-    )
+    left_out = {
+        "no reward applies to any completion": len(found) - len(kept),
+        _UNREADABLE: len(kept) - len(texts),
+    }
+    _say(module.evaluation, kept, left_out)
     if not run.dry:
         _write(run.run_dir.path / FILE, texts)
         lines = (f"best     {run.run_dir.path / FILE}", _learn_from(run))
@@ -161,11 +161,12 @@ def _learn_from(run: Run) -> str:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
+    partial, images = path.with_name(f".{path.name}.partial"), KeptImages(path.parent)
     try:
         with partial.open("w", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(finite(row), default=str, allow_nan=False) + "\n")
+                images.write(row)
+                file.write(json.dumps(finite(images.named(row)), default=str, allow_nan=False) + "\n")
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ import torch
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.text import printable
-from lit_rl.data.templates import encode_prompt
+from lit_rl.data.image_parts import PART
+from lit_rl.data.images import image_of
+from lit_rl.data.templates import control_tokens, encode_prompt, render_prompt
 from lit_rl.errors import ConfigError, DataError, NumericError, StorageError
 from lit_rl.generation.base import check_request, rollout_mode
 from lit_rl.generation.batches import decode_batches
@@ -22,10 +24,13 @@ from lit_rl.generation.collect import Vocabulary
 from lit_rl.generation.decoding import DecodingSteps
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.transforms import EndDetector, TokenSampler
+from lit_rl.images import ImageRef
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Message, Prompt, Sampling
+from lit_rl.vision import PromptVision
 
 _COMMANDS = "/reset forgets the conversation, /quit ends it"
+_SHOWING = "/image FILE shows an image with the next line, "
 _HALF_A_CHARACTER = "\ufffd"
 
 
@@ -49,15 +54,34 @@ class Chat:
 
     @property
     def templated(self) -> bool:
-        return bool(self.model.tokenizer.chat_template) and not self.plain
+        reader = self.model.processor or self.model  # a processor may bring the template
+        return bool(reader.tokenizer.chat_template) and not self.plain
+
+    @property
+    def commands(self) -> str:
+        """What may be typed beside lines to be answered."""
+        return f"{_SHOWING if self.model.sees and self.templated else ''}{_COMMANDS}"
+
+
+@dataclass
+class _Said:
+    """A conversation so far."""
+
+    messages: list[Message]
+    images: list[ImageRef] = field(default_factory=list)
+    """What the messages show, in order."""
+    waiting: list[ImageRef] = field(default_factory=list)
+    """What the next message will show."""
+    turn: int = 0
 
 
 def chat(job: Chat) -> int:
     """Answer every line of stdin until it ends, or a line is `/quit`.
 
-    With a chat template the conversation is kept; without, each line is a prompt that is completed. Turn ``n`` of a
-    conversation is drawn with noise that `seed` and ``n`` name, so a script gets the same replies again. Ctrl-C stops a
-    reply in a terminal; where the next line is waited for it ends the conversation, as the end of the input does.
+    With a chat template the conversation is kept; without, each line is a prompt that is completed. `/image FILE` shows
+    a policy that sees an image with the next line. Turn ``n`` of a conversation is drawn with noise that `seed` and
+    ``n`` name, so a script gets the same replies again. Ctrl-C stops a reply in a terminal; where the next line is
+    waited for it ends the conversation, as the end of the input does.
 
     Raises:
         ConfigError: a system prompt without a chat template.
@@ -68,7 +92,7 @@ def chat(job: Chat) -> int:
         raise ConfigError("chat.system_prompt needs a chat template: set model.chat_template, and not chat.plain.")
     policy = _load(job)
     kind = "a conversation" if job.templated else "every line is a prompt of its own"
-    _note(f"{job.model.name}: {kind}; {_COMMANDS}.")
+    _note(f"{job.model.name}: {kind}; {job.commands}.")
     try:
         _talk(job, policy)
     except BrokenPipeError:  # who reads has gone; Python would complain once more when it flushes
@@ -78,22 +102,54 @@ def chat(job: Chat) -> int:
 
 def _talk(job: Chat, policy: Any) -> None:
     opening: list[Message] = [{"role": "system", "content": job.system_prompt}] if job.system_prompt else []
-    messages, turn = list(opening), 0
+    said = _Said(opening)
     for line in _lines():
         if line == "/quit":
             return
         if line == "/reset":
-            messages, turn = list(opening), 0
+            said = _Said(opening)
+        elif line.split()[0] == "/image":
+            said.waiting += _images(job, line.removeprefix("/image").strip())
         elif line.startswith("/"):
-            _note(f"{printable(line)} is no command: {_COMMANDS}.")
+            _note(f"{printable(line)} is no command: {job.commands}.")
         else:
-            asked = [*messages, {"role": "user", "content": line}]
+            images = [*said.images, *said.waiting]
+            asked = [*said.messages, {"role": "user", "content": _content(line, len(said.waiting))}]
+            said.waiting = []
             try:
-                reply = _reply(job, policy, asked if job.templated else line, turn)
+                reply = _reply(job, policy, asked if job.templated else line, images, said.turn)
             except DataError as error:  # the line alone is at fault
-                _note(printable(f"{error} The line is left out; /reset begins anew.", sys.maxsize))
+                left_out = "line and its images are" if len(images) > len(said.images) else "line is"
+                _note(printable(f"{error} The {left_out} left out; /reset begins anew.", sys.maxsize))
                 continue
-            messages, turn = [*asked, {"role": "assistant", "content": reply}], turn + 1
+            said = _Said([*asked, {"role": "assistant", "content": reply}], images, turn=said.turn + 1)
+
+
+def _images(job: Chat, path: str) -> list[ImageRef]:
+    """The image of a file, for the next line; none, and why, where it cannot be shown."""
+    name = path[1:-1] if path[:1] == path[-1:] and path[:1] in ("'", '"') else path  # as a terminal pastes it
+    try:
+        if not job.model.sees:
+            raise DataError(
+                f"{job.model.name} is a language model over text, and sees no image. Take one that does, such as "
+                "model=digits or model=smolvlm_256m."
+            )
+        if not job.templated:
+            raise DataError("Images are shown in messages: set a chat template, and not chat.plain.")
+        if not name:
+            raise DataError("/image needs the path of a file: /image photos/3.png.")
+        ref = image_of(name if "://" in name else Path(name).expanduser().resolve(), "/image")
+        ref.open()  # a damaged one is said now
+    except DataError as error:
+        _note(printable(str(error), sys.maxsize))
+        return []
+    _note(f"{printable(ref.name)}, {ref.width} x {ref.height}: it is shown with the next line.")
+    return [ref]
+
+
+def _content(line: str, images: int) -> str | list[dict[str, Any]]:
+    """Of the user's message: its images before its words."""
+    return [*(dict(PART) for _ in range(images)), {"type": "text", "text": line}] if images else line
 
 
 def _lines() -> Iterator[str]:
@@ -117,14 +173,23 @@ def _lines() -> Iterator[str]:
         _note("")
 
 
-def _reply(job: Chat, policy: Any, prompt: Prompt, turn: int) -> str:
+def _read(job: Chat, prompt: Prompt, images: Sequence[ImageRef]) -> tuple[list[int], PromptVision | None]:
+    """The tokens of a prompt, and what the model sees beside them."""
+    tokenizer, processor, where = job.model.tokenizer, job.model.processor, "The line"
+    if processor is None or isinstance(prompt, str):
+        return encode_prompt(tokenizer, prompt, where=where, chat_template_kwargs=job.template_kwargs), None
+    control = [*control_tokens(tokenizer), *processor.reserved]
+    return processor.process(render_prompt(tokenizer, prompt, where, job.template_kwargs, control), images, where)
+
+
+def _reply(job: Chat, policy: Any, prompt: Prompt, images: Sequence[ImageRef], turn: int) -> str:
     """Write the reply while it is drawn; what was written."""
     tokenizer: Any = job.model.tokenizer
-    ids = encode_prompt(tokenizer, prompt, where="The line", chat_template_kwargs=job.template_kwargs)
+    ids, vision = _read(job, prompt, images)
     sampling = _fitting(job, len(ids))
     drawn, said, ended = [], "", False
     try:
-        for token, last in stream(job, policy, ids, sampling, turn):
+        for token, last in stream(job, policy, ids, sampling, turn, vision):
             drawn.append(token)
             ended = last
             text = tokenizer.decode(drawn, skip_special_tokens=True)
@@ -143,7 +208,9 @@ def _reply(job: Chat, policy: Any, prompt: Prompt, turn: int) -> str:
     return said
 
 
-def stream(job: Chat, policy: Any, ids: list[int], sampling: Sampling, turn: int) -> Iterator[tuple[int, bool]]:
+def stream(
+    job: Chat, policy: Any, ids: list[int], sampling: Sampling, turn: int, vision: PromptVision | None = None
+) -> Iterator[tuple[int, bool]]:
     """The tokens that `NativeGenerator` would draw, one at a time, and whether each ends the reply.
 
     Args:
@@ -152,9 +219,11 @@ def stream(job: Chat, policy: Any, ids: list[int], sampling: Sampling, turn: int
         ids: The prompt.
         sampling: How to draw.
         turn: Names the noise, with the seed.
+        vision: What the model sees beside the prompt. None: nothing.
     """
     key = int(prompt_key(job.seed, turn, 0, 0))
     prompts = Vocabulary.of(job.model).prompts([ids], [key], group_size=1)
+    prompts = replace(prompts, vision=[vision] if vision is not None else ())
     check_request(prompts, sampling, policy)
     device = next(policy.parameters()).device
     (batch,) = decode_batches(prompts, None, device)

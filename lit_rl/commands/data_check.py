@@ -16,12 +16,14 @@ from rich.text import Text
 
 from lit_rl.callbacks.text import printable
 from lit_rl.commands.first_row import as_read, first_row
+from lit_rl.commands.image_check import say_bad_images, say_images, seen_sets
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.offline.formats import COLUMNS
 from lit_rl.data.splits import prompt_key
 from lit_rl.errors import DataError, in_range
+from lit_rl.images import ImageRef
 from lit_rl.models.policy.language_model import LanguageModel
 
 _LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
@@ -66,7 +68,7 @@ class Look:
 def data_check(
     data: RolloutDataModule | ExampleDataModule, model: LanguageModel, *, kind: Kind | None = None, rows: int = 3
 ) -> int:
-    """Print the format, the first rows as the model reads them, lengths, what every filter took, and what comes twice.
+    """Print the format, the first rows as the model reads them, lengths, images, what every filter took, and repeats.
 
     Args:
         data: The data module.
@@ -100,8 +102,12 @@ def data_check(
             console.print(bracketed(tokenizer, ids, learned))
     for part, lengths in look.lengths.items():
         _histogram(console, part, lengths, model.context_length)
+    if model.processor is not None:
+        say_images(console, seen_sets(data, model.processor))
     _say_columns(console, look.columns)
     _say_counts(console, data.report)
+    if model.processor is not None:
+        say_bad_images(console, data)
     _say_repeats(console, look, data.report)
     try:
         data.prepare(tokenizer, *((kind,) if kind else ()), processor=model.processor, stage="fit")
@@ -219,7 +225,7 @@ def _histogram(console: Console, part: str, lengths: Sequence[int], context: int
 def _say_columns(console: Console, columns: Mapping[str, Any]) -> None:
     console.print(Text("\nColumns that a reward sees beside prompts and completions", style="bold"))
     for name, value in columns.items():
-        shown = printable(value if isinstance(value, str) else repr(value), 60).replace("\n", " ")
+        shown = printable(str(value) if isinstance(value, str | ImageRef) else repr(value), 60).replace("\n", " ")
         console.print(Text(f"{printable(name)} ({type(value).__name__}): {shown}"))
     if not columns:
         console.print(Text("none"))

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lit_rl.callbacks.kept_images import KeptImages
 from lit_rl.commands.train import Run
 
 
@@ -48,10 +49,13 @@ def predict(run: Run) -> int:
     rank = "" if run.trainer.world_size == 1 else f"-rank{run.trainer.global_rank}"
     target = run.run_dir.path / f"predictions{rank}.jsonl"
     tables = [batch for entry in batches for batch in (entry if isinstance(entry, list) else [entry])]
+    images = KeptImages(target.parent)
     with target.open("w") as file:
         for table in tables:
             for values in zip(*table.values(), strict=True):
-                file.write(json.dumps(dict(zip(table, values)), default=str) + "\n")
+                row = dict(zip(table, values))
+                images.write(row)
+                file.write(json.dumps(images.named(row), default=str) + "\n")
     if run.trainer.is_global_zero:
         Console().print(f"predictions  {target}", soft_wrap=True, highlight=False)
     return 0

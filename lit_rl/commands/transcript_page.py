@@ -14,11 +14,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
-from lit_rl.callbacks.text import printable, visible
+from lit_rl.callbacks.pictures import png
+from lit_rl.callbacks.text import printable, said, visible
 from lit_rl.commands.transcript_record import Recorded, RecordedRollout, Tokens
 from lit_rl.commands.transcript_style import COLOURINGS, LEVELS, SCRIPT, style
+from lit_rl.data.images import image_of
 from lit_rl.episodes import words_of
+from lit_rl.errors import DataError
 
 _LIKELY = (0.9, 0.5, 0.1, 0.01)
 """Probabilities below which the colour of a log-prob is a shade stronger."""
@@ -64,7 +68,8 @@ def page(title: str, rollouts: Sequence[RecordedRollout], most_tokens: int) -> s
     """
     scale = Scale.of(rollouts)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    seen = "img-src data:; " if any(each.images for rollout in rollouts for each in rollout.shown) else ""
+    policy = f"default-src 'none'; {seen}style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     ends = sorted({each.end for rollout in rollouts for each in rollout.shown})
     sections = "".join(_rollout(rollout, scale, most_tokens) for rollout in rollouts)
     return (
@@ -133,13 +138,29 @@ def _rollout(rollout: RecordedRollout, scale: Scale, most_tokens: int) -> str:
 def _group(number: int, members: Sequence[Recorded], scale: Scale, most_tokens: int) -> str:
     prompts = _excerpt(_prompt_text(members[0]))
     episodes = "".join(_episode(each, scale, most_tokens) for each in members)
-    return f"<section><h3>group {number}: {prompts}</h3>\n{episodes}</section>\n"
+    return f"<section><h3>group {number}: {prompts}</h3>\n{_pictures(members[0])}{episodes}</section>\n"
+
+
+def _pictures(each: Recorded) -> str:
+    """Thumbnails of what a prompt shows; the name of an image that is not there any more."""
+    shown = "".join(map(_picture, each.images))
+    return f'<p class="pictures">{shown}</p>\n' if shown else ""
+
+
+def _picture(image: dict[str, Any]) -> str:
+    name = _safe(str(image["path"] or "image"))
+    try:
+        small = png(image_of(image, "samples").thumbnail())
+    except DataError:
+        return f"[{name}]"
+    return f'<img src="data:image/png;base64,{base64.b64encode(small).decode()}" alt="{name}" title="{name}">'
 
 
 def _prompt_text(each: Recorded) -> str:
     if isinstance(each.prompt, str):
         return each.prompt
-    return "\n".join(f"{message['role']}: {words_of(message)}" for message in each.prompt)
+    words = ({**message, "content": said(message.get("content"))} for message in each.prompt)
+    return "\n".join(f"{message['role']}: {words_of(message)}" for message in words)
 
 
 def _excerpt(text: str) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lit_rl.data.image_parts import COLUMNS
 from lit_rl.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Recorded:
     error: str
     tokens: Tokens | None
     """None where the file has no tokens: of validations, and of completions of one turn."""
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Of the prompt, each with its `bytes` or its `path`."""
 
     @property
     def turns(self) -> int:
@@ -120,7 +126,7 @@ def _read_file(path: Path, most: int) -> RecordedRollout:
     try:
         table = pyarrow.parquet.read_table(path)
         columns = table.select(["step", "prompt", "reward"]).to_pydict()
-        groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else columns["prompt"])
+        groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else _asked(table))
         rows = table.slice(0, whole_groups(groups, most)).to_pylist()
         shown = [_recorded(i, group, row) for i, (group, row) in enumerate(zip(groups, rows))]
     except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
@@ -129,6 +135,11 @@ def _read_file(path: Path, most: int) -> RecordedRollout:
     mean = sum(scored) / len(scored) if scored else math.nan
     step = columns["step"][0] if len(table) else 0
     return RecordedRollout(path.stem, step, len(table), mean, shown)
+
+
+def _asked(table: pyarrow.Table) -> list[Any]:
+    """Of each row what its prompt says and shows."""
+    return table.select(["prompt", *(name for name in COLUMNS if name in table.column_names)]).to_pylist()
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
@@ -161,7 +172,14 @@ def _recorded(number: int, group: int, row: Mapping[str, Any]) -> Recorded:
         failed_calls=row.get("failed_calls", 0),
         error=row.get("episode_error", ""),
         tokens=_tokens(row) if "tokens/ids" in row else None,
+        images=[image for name in COLUMNS for image in _images(row.get(name))],
     )
+
+
+def _images(value: Any) -> list[dict[str, Any]]:
+    """Those in a column; none where it holds something else."""
+    many = value if isinstance(value, list) else [value]
+    return [each for each in many if isinstance(each, dict) and each.keys() == {"bytes", "path"}]
 
 
 def _json(text: str) -> Any:

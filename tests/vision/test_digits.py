@@ -15,10 +15,11 @@ import pytest
 import torch
 from PIL import Image
 
-from lit_rl.algorithms import GRPO, SFT, AdamW, Constant
+from lit_rl.algorithms import DPO, GRPO, PPO, SFT, AdamW, Constant
+from lit_rl.callbacks.preference_sets import PreferenceSets
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.digits import IMAGES, Digits, DigitTexts
-from lit_rl.data.offline.datamodule import SupervisedDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel
@@ -141,6 +142,29 @@ def test_reinforcement_teaches_it(fitted):
     policy = fitted(module, RolloutDataModule(task=Digits(), prompts_per_rollout=16, seed=0), 80)
     greedy, sampled = rates(policy, model)
     assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.2
+
+
+@pytest.mark.all
+def test_a_policy_and_a_critic_that_sees_learn_together(fitted):
+    model = LanguageModel("digits", freeze=())
+    how: Any = {"optimizer": AdamW(lr=1e-3), "scheduler": Constant(), "sampling": Sampling(max_new_tokens=2)}
+    module = PPO(model, exact_match, iterations=1, minibatches=1, reward_beta=0.0, **how)
+    policy = fitted(module, RolloutDataModule(task=Digits(), prompts_per_rollout=128, seed=0), 30)
+    greedy, sampled = rates(policy, model)
+    assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.2
+
+
+@pytest.mark.all
+def test_pairs_that_it_wrote_itself_teach_it(fitted, trainer_of, tmp_path: Path):
+    model = LanguageModel("digits", freeze=())
+    still: Any = {"optimizer": AdamW(lr=1e-12), "scheduler": Constant(), "sampling": Sampling(max_new_tokens=2)}
+    here: Any = {"default_root_dir": tmp_path, "callbacks": [PreferenceSets()]}
+    writes = trainer_of(max_steps=60, limit_val_batches=0, **here)
+    writes.fit(GRPO(model, exact_match, **still), datamodule=RolloutDataModule(task=Digits(), prompts_per_rollout=16))
+    pairs = PreferenceDataModule(path=str(tmp_path / "datasets" / "pairs.jsonl"), batch_size=32, val_fraction=0.0)
+    policy = fitted(DPO(model, optimizer=AdamW(lr=5e-4), scheduler=Constant()), pairs, 60)
+    greedy, sampled = rates(policy, model)
+    assert greedy > GREEDY + 0.15 and sampled > SAMPLED + 0.15
 
 
 @pytest.mark.all

@@ -37,6 +37,7 @@ from lit_rl.algorithms.preflight.footprint import (
     shape_of,
     stored_bytes,
 )
+from lit_rl.algorithms.preflight.images import most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, Memory, Network, Numbers
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
@@ -214,6 +215,8 @@ class PolicyModule(L.LightningModule):
             may_offload=may_recompute and device.type == "cuda",
             host=self.host_room(),
         )
+        if self.model.processor is not None:
+            sizes = with_images(sizes, self.model, most_shown(trainer.datamodule, self.model.processor))
         return sizes.recomputing(self.cut.offload) if self.cut is not None and self.cut.recompute else sizes
 
     def _buckets(self, networks: Sequence[Network], numbers: Numbers) -> Buckets | None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lit_rl.algorithms.optim.master_weights import BUCKET, moves_each_alone, moves_numbers_alone
 from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
+from lit_rl.algorithms.preflight.images import seeing_shape
 from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear, ModelShape
@@ -82,9 +84,9 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
     how["logit"] = 2 if halves and not model.lm_head_fp32 else 4
     if model.lora is None and model.adapter is None:
         held = numbers.weight * shape.parameters
-        return Network(shape, shape.parameters, held, head=head, **how)
+        return Network(shape, shape.parameters - _frozen(model), held, head=head, **how)
     rank, targets = _adapter(model)
-    adapted = shape.adapted(targets)
+    adapted = _adapted(model, shape, targets)
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
     base = int(stored_bytes(model, numbers) * shape.parameters)
     return Network(
@@ -97,6 +99,20 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
         narrow=model.quantization is not None or model.dtype in ("bfloat16", "float16"),
         **how,
     )
+
+
+def _frozen(model: LanguageModel) -> int:
+    """Parameters of the parts of a model over images that are not trained."""
+    seeing = seeing_shape(model)
+    return 0 if seeing is None else seeing.frozen(model.frozen_parts)
+
+
+def _adapted(model: LanguageModel, shape: ModelShape, targets: Any) -> tuple[Linear, ...]:
+    """The linear layers that get an adapter: "all-linear" means those of the text."""
+    seeing = seeing_shape(model) if targets == "all-linear" else None
+    outside = {replace(linear, count=0): linear.count for linear in seeing.linears} if seeing else {}
+    counts = [(each, each.count - outside.get(replace(each, count=0), 0)) for each in shape.adapted(targets)]
+    return tuple(replace(linear, count=count) for linear, count in counts if count)
 
 
 def _widened(adapted: Iterable[Linear], numbers: Numbers) -> int:
@@ -186,4 +202,6 @@ def critic_network(critic: Critic, policy: Network, numbers: Numbers) -> Network
         return Network(policy.shape, trained, 4 * trained, adapters=ranks, widened=wide, **like_policy)
     other = critic.model if isinstance(critic, SeparateCritic) and isinstance(critic.model, LanguageModel) else None
     shape = (shape_of(other) if other else None) or policy.shape
-    return Network(shape, shape.trunk, numbers.weight * shape.trunk, **like_policy)
+    # A copy of the policy freezes what the policy freezes.
+    frozen = policy.shape.parameters - policy.trained if other is None and not policy.adapters else 0
+    return Network(shape, shape.trunk - frozen, numbers.weight * shape.trunk, **like_policy)

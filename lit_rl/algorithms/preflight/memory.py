@@ -36,6 +36,8 @@ s tokens; and bytes of a number w (weights), x (the residual stream), y (what ma
                     Where that is more: 4 bytes of each master that the optimizer's step makes at a time, when
                     activations are gone
     allocator       a share of what comes and goes: holes between tensors
+    images          pixels, what is kept of the parts that see, and the working memory of one of their layers, where
+                    that is more: see lit_rl.algorithms.preflight.images
     cache           2 y k L a token: prompts once a group, completions to their longest. Beside it, under autocast, the
                     narrow copies of weights that the products of a rollout read
 
@@ -117,6 +119,18 @@ Head = Literal["fused", "compared", "logits", "none"]
 
 
 @dataclass(frozen=True)
+class Sight:
+    """What the images of a prompt take: see `lit_rl.algorithms.preflight.images`."""
+
+    pixels: int
+    """Bytes that a pass is given of them."""
+    kept: int
+    """Bytes that the backward pass reads of the parts that see."""
+    working: int
+    """Bytes that a layer of what sees works with, before the text runs."""
+
+
+@dataclass(frozen=True)
 class Network:
     """A model that a step runs.
 
@@ -133,6 +147,7 @@ class Network:
         offloaded: Whether the inputs of its layers then wait on the host.
         narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
         eager: Whether attention keeps the weights of all pairs of tokens.
+        sight: What the images of a prompt take in it, at most; None where it sees none.
     """
 
     shape: ModelShape
@@ -146,6 +161,7 @@ class Network:
     offloaded: bool = False
     narrow: bool = False
     eager: bool = False
+    sight: Sight | None = None
 
     @property
     def bytes_of_base(self) -> float:
@@ -372,8 +388,19 @@ class Memory:
 
     def _activations(self, rows: int) -> dict[str, int]:
         """What the backward pass reads, of the policy and of a critic that learns in the same step."""
-        kept = sum(self._kept(network, rows) for network in filter(None, (self.policy, self.critic)))
-        return {"activations": kept, "logits": self._logits(rows)}
+        networks = list(filter(None, (self.policy, self.critic)))
+        kept = sum(self._kept(network, rows) for network in networks)
+        parts = {"activations": kept, "logits": self._logits(rows)}
+        seen = [(network.sight, self._prompts_seen(network, rows)) for network in networks]
+        images = {
+            "pixels": sum(prompts * sight.pixels for sight, prompts in seen if sight),
+            "activations of images": sum(prompts * sight.kept for sight, prompts in seen if sight),
+        }
+        return parts | {name: size for name, size in images.items() if size}
+
+    def _prompts_seen(self, network: Network, rows: int) -> int:
+        """How many prompts' images a pass of a micro-batch sees: one a row, or one a group where it runs once."""
+        return self._calls_of_rows(network, rows)[0].rows
 
     def _kept(self, network: Network, rows: int) -> int:
         """Bytes of the activations of a network."""
@@ -448,7 +475,8 @@ class Memory:
             of_head = max(of_head, logits + self._of_head(self.beside.of(rows).tokens))
         if self.critic is not None or self.beside is not None:
             of_layer += logits
-        most = max(of_layer, of_head, self._waiting(rows) if steps_in_parts else 0)
+        of_sight = max(self._seeing(network, rows) for network in filter(None, (self.policy, self.critic)))
+        most = max(of_layer, of_head, of_sight, self._waiting(rows) if steps_in_parts else 0)
         full = self.policy.adapters == 0 and head != "none" and steps_in_parts
         learning = most + (4 * self.policy.shape.head if full else 0)
         return {"working memory": max(learning, self.masters - sum(self._activations(rows).values()))}
@@ -467,6 +495,12 @@ class Memory:
         """Of the activations of a layer, on their way."""
         of_token = 4 * self.numbers.product * network.shape.inner + 3 * self.numbers.residual * network.shape.hidden
         return max(call.tokens for call in self._calls(network, rows)) * of_token
+
+    def _seeing(self, network: Network, rows: int) -> int:
+        """Of a layer of what sees, beyond the activations of the text, which come after it."""
+        if network.sight is None:
+            return 0
+        return max(0, self._prompts_seen(network, rows) * network.sight.working - self._kept(network, rows))
 
     def _kept_logits(self, tokens: int) -> int:
         """Bytes, where a fused head keeps the logits of so many tokens."""
@@ -492,6 +526,9 @@ class Memory:
         prefill = 3 * self.numbers.product * shape.inner * -(-rows // lengths.group) * p
         narrow = 0 if self.policy.narrow else self.numbers.cast * shape.multiplied
         parts = {"key-value cache": of_token * (prompts * p + rows * t), "narrow weights": narrow, "logits": logits}
+        if (sight := self.policy.sight) is not None:
+            seen = -(-rows // lengths.group)
+            parts["pixels"], prefill = seen * sight.pixels, max(prefill, seen * sight.working)
         return {name: size for name, size in parts.items() if size} | {"working memory": prefill}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -93,6 +94,25 @@ def reading(key: str, name: str, path: str) -> Iterator[None]:
         if translated is None:
             raise
         raise translated from error
+
+
+@contextmanager
+def quiet_about_defaults() -> Iterator[None]:
+    """Without a warning of transformers that is not about the model that is read.
+
+    It makes a config of the family's defaults, to say what differs from them, and the pad token of Idefics3's lies
+    outside of its vocabulary. The model's own tokens are checked with its tokenizer.
+    """
+    logger = logging.getLogger("transformers.configuration_utils")
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "pad_token_id must be" not in record.getMessage()
+
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -219,7 +219,7 @@ class LanguageModel:
         """The config with the overrides of ``init_kwargs``, and those of ``init_kwargs`` that are no overrides."""
         from transformers import AutoConfig
 
-        with hub.reading("model.name", self.name, self.path):
+        with hub.reading("model.name", self.name, self.path), hub.quiet_about_defaults():
             found: Any = AutoConfig.from_pretrained(
                 self.path, return_unused_kwargs=True, **self._hub, **copy.deepcopy(self.init_kwargs)
             )

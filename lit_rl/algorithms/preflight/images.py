@@ -1,0 +1,176 @@
+"""What images add to a memory plan: the pixels of a micro-batch, and what the parts that see keep and work with.
+
+With P patches of a prompt's images, L layers of width d and MLP m with h heads in what sees, f tokens that stand for
+images, numbers of x and y bytes as in `lit_rl.algorithms.preflight.memory`; a prompt:
+
+    pixels       as the processor makes them; a pass joins them
+    kept         of what sees, where it is trained: its pixels, and a layer P (2 x d + c y d + 4 y d + 2 y m + 4 h):
+                 inputs and outputs of two norms, queries, keys, values and attention's output, the MLP's two numbers
+                 of the projector, where it is trained: what its layers read, for each of the f tokens
+    working      a layer of what sees without gradient: P (2 x d + y max(5 d, d + 2 m)), and the pixels once more, as
+                 models narrow or sort them. It runs before the text, whose activations are not there yet
+
+A prompt that runs once a group is seen once; otherwise each of its rows sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from lit_rl.algorithms.preflight.memory import Memory, Network, Numbers, Sight
+from lit_rl.data.image_prompts import Processor
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.shape import Linear
+from lit_rl.models.policy.vision_parts import part_of
+from lit_rl.vision import PromptVision
+
+
+class SeeingShape(NamedTuple):
+    """The sizes of the parts that see, and what stands outside of the text."""
+
+    vision: int
+    """Parameters of what sees."""
+    projector: int
+    """Parameters of what brings it to the width of the text."""
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    patch: int
+    """Numbers of a patch: channels times pixels times frames."""
+    projections: tuple[tuple[int, int], ...]
+    """Inputs and outputs of the projector's linear layers, in order."""
+    linears: tuple[Linear, ...]
+    """Linear layers outside of the text."""
+
+    @classmethod
+    def of(cls, config: Any) -> SeeingShape:
+        """Of a config of a model over images. No weight is read."""
+        return _counted(type(config), config.to_json_string(use_diff=False))
+
+    def frozen(self, parts: Sequence[str]) -> int:
+        """Parameters of the parts of these names."""
+        return sum(getattr(self, part) for part in parts)
+
+
+@cache
+def _counted(kind: type, text: str) -> SeeingShape:
+    import json
+    from collections import Counter
+
+    import torch
+    from torch import nn
+
+    from lit_rl.models.policy.loading import auto_class
+
+    config: Any = kind.from_dict(json.loads(text))  # type: ignore[attr-defined]
+    with torch.device("meta"):
+        model: Any = auto_class(config).from_config(config)
+    sizes, linears, projections = Counter(), Counter(), []
+    for name, parameter in model.named_parameters():
+        sizes[part_of(name, model)] += parameter.numel()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and (part := part_of(name, model)) != "text":
+            linears[(name.rpartition(".")[2], module.in_features, module.out_features)] += 1
+            projections += [(module.in_features, module.out_features)] if part == "projector" else []
+    seen: Any = config.vision_config
+    hidden = getattr(seen, "embed_dim", None) or seen.hidden_size
+    heads = getattr(seen, "num_attention_heads", None) or seen.num_heads
+    channels = getattr(seen, "num_channels", None) or getattr(seen, "in_channels", 3)
+    return SeeingShape(
+        vision=sizes["vision"],
+        projector=sizes["projector"],
+        layers=getattr(seen, "num_hidden_layers", None) or seen.depth,
+        hidden=hidden,
+        inner=getattr(seen, "intermediate_size", None) or int(hidden * seen.mlp_ratio),
+        heads=heads,
+        patch=channels * seen.patch_size**2 * getattr(seen, "temporal_patch_size", 1),
+        projections=tuple(projections),
+        linears=tuple(Linear(*key, count=count) for key, count in sorted(linears.items())),
+    )
+
+
+def seeing_shape(model: LanguageModel) -> SeeingShape | None:
+    """The parts of a described model that see; None of one over text, and where its config does not say."""
+    if not model.sees:
+        return None
+    try:
+        return SeeingShape.of(model.config)
+    except Exception:  # the code of any architecture runs here
+        return None
+
+
+# ---------------------------------------------------------------------- the largest prompt of the data
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a prompt shows."""
+
+    vision: PromptVision
+    tokens: int
+    """That stand for images."""
+
+
+def most_shown(data: Any, processor: Processor) -> Shown | None:
+    """The training prompt with most image tokens, of a data module that was read; None where none shows anything."""
+
+    def images(ids: Sequence[int]) -> int:
+        return sum(token in processor.placeholders for token in ids)
+
+    if hasattr(data, "peek"):
+        counts = list(map(images, data.peek(data.report["train"]["kept"]).prompt_ids))
+        vision_of = data.vision
+    else:
+        examples = data.corpus.train.examples
+        counts = [images(example.texts[0].ids) for example in examples]
+        vision_of = lambda row: shown.vision(processor, row) if (shown := examples[row].shown) else None  # noqa: E731
+    most = max(range(len(counts)), key=counts.__getitem__, default=None)
+    vision = vision_of(most) if most is not None and counts[most] else None
+    return Shown(vision, counts[most]) if vision is not None and most is not None else None
+
+
+# ---------------------------------------------------------------------- in a plan
+
+
+def with_images(memory: Memory, model: LanguageModel, shown: Shown | None) -> Memory:
+    """The plan of a run whose prompts show no more than that."""
+    shape = seeing_shape(model)
+    if shape is None or shown is None:
+        return memory
+
+    def seeing(network: Network) -> Network:
+        frozen = ("vision", "projector") if network.adapters else model.frozen_parts
+        return replace(network, sight=sight_of(shape, shown, memory.numbers, frozen, network.checkpointing))
+
+    critic = None if memory.critic is None else seeing(memory.critic)
+    return replace(memory, policy=seeing(memory.policy), critic=critic)
+
+
+def sight_of(
+    shape: SeeingShape, shown: Shown, numbers: Numbers, frozen: Sequence[str], checkpointing: bool = False
+) -> Sight:
+    """The bytes of a prompt.
+
+    Args:
+        shape: Of the parts that see.
+        shown: The prompt's images.
+        numbers: The types of the run.
+        frozen: Parts that are not trained.
+        checkpointing: Whether a layer that is trained keeps its input alone.
+    """
+    x, y, d, m = numbers.residual, numbers.product, shape.hidden, shape.inner
+    pixels = shown.vision.inputs
+    patches = max((value.numel() for value in pixels.values() if value.is_floating_point()), default=0) // shape.patch
+    size = sum(value.nbytes for value in pixels.values())
+    layer = patches * (2 * x * d + (numbers.copies + 4) * y * d + 2 * y * m + 4 * shape.heads)
+    kept = 0
+    if "vision" not in frozen:
+        kept += size + (shape.layers * patches * x * d + layer if checkpointing else shape.layers * layer)
+    if "projector" not in frozen:
+        between = sum(outputs for _, outputs in shape.projections[:-1])
+        kept += y * shown.tokens * (sum(inputs for inputs, _ in shape.projections) + between)
+    return Sight(size, kept, size + patches * (2 * x * d + y * max(5 * d, d + 2 * m)))

@@ -1,0 +1,138 @@
+"""What `lit-rl data-check` says of images: how many rows show some, their sizes, their tokens, and which are no use."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from lit_rl.callbacks.kept_images import refs_of
+from lit_rl.callbacks.pictures import Pictures
+from lit_rl.callbacks.text import printable
+from lit_rl.commands.first_row import as_read
+from lit_rl.data.corpus import set_key
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.image_parts import COLUMNS, ImageReader
+from lit_rl.data.image_prompts import Processor
+from lit_rl.data.offline.example_module import ExampleDataModule
+from lit_rl.data.sources import Rows
+from lit_rl.errors import DataError
+from lit_rl.images import ImageRef
+
+_NAMES, _BAD = 4, 10
+"""Names of a set that are shown; bad images that are."""
+
+
+@dataclass(frozen=True)
+class SeenSet:
+    """Images of one set."""
+
+    name: str
+    rows: Sequence[Sequence[ImageRef]]
+    """Of each row, in the order in which they are shown."""
+    tokens: Sequence[int]
+    """Of each row: how many tokens of its prompt stand for images; empty where that is not known."""
+
+    @property
+    def refs(self) -> list[ImageRef]:
+        """Of all rows, each once."""
+        return list(dict.fromkeys(ref for row in self.rows for ref in row))
+
+
+def seen_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor) -> list[SeenSet]:
+    """The images of the training rows, and of each validation set. Prompts of rollouts that validate have no tokens."""
+
+    def image_tokens(ids: Sequence[int]) -> int:
+        return sum(token in processor.placeholders for token in ids)
+
+    if isinstance(data, RolloutDataModule):
+        names = ["train", *map(set_key, data.val_names)]
+        rows = [_of_columns(each, data.report[name]["kept"]) for name, each in zip(names, data.columns_of_sets())]
+        tokens = [list(map(image_tokens, data.peek(len(rows[0])).prompt_ids)), *((),) * len(data.val_names)]
+        return [SeenSet(*each) for each in zip(names, rows, tokens)]
+    sets = {"train": data.corpus.train} | {set_key(name): part for name, part in data.corpus.val.items()}
+    return [
+        SeenSet(
+            name,
+            [each.shown.images if each.shown else () for each in part.examples],
+            [image_tokens(each.texts[0].ids) for each in part.examples],
+        )
+        for name, part in sets.items()
+    ]
+
+
+def _of_columns(columns: Mapping[str, Sequence[Any]], count: int) -> list[tuple[ImageRef, ...]]:
+    return [
+        tuple(ref for name in COLUMNS if name in columns for ref in refs_of(columns[name][i])) for i in range(count)
+    ]
+
+
+def say_images(console: Console, sets: Sequence[SeenSet]) -> None:
+    """Print what the sets show."""
+    console.print(Text("\nImages", style="bold"))
+    for seen in sets:
+        console.print(Text(f"{seen.name}: {_counted(seen)}"))
+        if names := str(Pictures(tuple(seen.refs[:_NAMES]))).split("\n") if seen.refs else []:
+            more = f" and {len(seen.refs) - len(names)} more" if len(seen.refs) > len(names) else ""
+            console.print(Text(f"  {', '.join(printable(name, 60) for name in names)}{more}", style="dim"))
+
+
+def _counted(seen: SeenSet) -> str:
+    counts = [len(row) for row in seen.rows if row]
+    said = f"{len(counts)} of {len(seen.rows)} rows show images"
+    if not counts:
+        return said
+    sizes = sorted(((ref.width, ref.height) for ref in seen.refs), key=lambda size: (size[0] * size[1], size))
+    low, middle, high = (f"{size[0]} x {size[1]}" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
+    said += f", {_spread(counts)} each; pixels {low}" + (f" to {high}, median {middle}" if low != high else "")
+    tokens = [count for count, row in zip(seen.tokens, seen.rows) if row]
+    return f"{said}; image tokens of a prompt {_spread(tokens)}" if tokens else said
+
+
+def _spread(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}, median {statistics.median(counts):g}"
+
+
+# ---------------------------------------------------------------------- bad ones
+
+
+def say_bad_images(console: Console, data: RolloutDataModule | ExampleDataModule) -> None:
+    """Name what `data.on_bad_row=skip` left out because of its images: everything is read once more for that."""
+    bad = sum(counts.get("bad", 0) for counts in data.report.values())
+    if not bad or getattr(data, "stream_buffer", None) is not None:  # of a stream only its beginning is read
+        return
+    found = list(islice(_bad_images(data), min(bad, _BAD)))
+    if found:
+        more = f", the first {_BAD}" if len(found) == _BAD < bad else ""
+        console.print(Text(f"\nRows that are left out because of their images{more}", style="bold"))
+    for line in found:
+        console.print(Text(printable(line, 400)))
+
+
+def _bad_images(data: RolloutDataModule | ExampleDataModule) -> Iterator[str]:
+    options: Any = data.options
+    keys = (options.prompt_key,) if isinstance(data, RolloutDataModule) else ("prompt", "messages")
+    for rows in (*data.train_rows(), *data.val_rows().values()):
+        reader = ImageReader(rows.folder, options.max_image_pixels)
+        for i in range(len(rows)):
+            if row := _mapped(rows, i, options):
+                try:
+                    for ref in reader.read(row, rows.where(i), *keys)[1]:
+                        ref.open()
+                except DataError as error:
+                    told = str(error)
+                    yield told if told.startswith(rows.where(i)) else f"{rows.where(i)}: {told}"
+
+
+def _mapped(rows: Rows, i: int, options: Any) -> dict[str, Any] | None:
+    """The row under the names that it is read by; None where that fails, which is no matter of images."""
+    try:
+        return as_read(rows[i], rows.where(i), rename=options.rename, map_row=options.map_row)
+    except DataError:
+        return None
