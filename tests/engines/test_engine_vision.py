@@ -82,7 +82,7 @@ def move_what_sees(policy: Any, seed: int, size: float = 0.2) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
-            if part_of(name, policy) != "text":
+            if part_of(policy)(name) != "text":
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
 

@@ -59,7 +59,7 @@ def test_the_model_finds_the_same_without_positions(toy_of: Any, kind: str) -> N
 @pytest.mark.parametrize("kind", kinds("qwen3_vl"))
 def test_what_brings_early_features_to_the_text_is_a_projector_too(toy_of: Any, kind: str) -> None:
     policy = toy_of(kind).policy
-    parts = {name: part_of(name, policy) for name, _ in policy.named_parameters() if "merger" in name}
+    parts = {name: part_of(policy)(name) for name, _ in policy.named_parameters() if "merger" in name}
     assert any("deepstack" in name for name in parts) and set(parts.values()) == {"projector"}
 
 

@@ -194,9 +194,30 @@ def test_what_is_not_trained_and_what_adapters_leave_alone(toy: Toy, toy_folder:
     def trained(**how: Any) -> set[str]:
         policy: Any = LanguageModel(folder, **how).load()
         base = policy.get_base_model() if "lora" in how else policy
-        return {part_of(name, base) for name, p in base.named_parameters() if p.requires_grad}
+        return {part_of(base)(name) for name, p in base.named_parameters() if p.requires_grad}
 
     assert trained() == {"text", "projector"}
     assert trained(freeze=[]) == {"text", "projector", "vision"}
     assert trained(freeze=["vision", "projector"]) == {"text"}
     assert trained(lora=Lora(r=2)) == {"text"}
+
+
+def test_what_only_images_train_is_found_under_adapters_and_other_heads(toy: Toy, toy_folder: Any) -> None:
+    from torch import nn
+
+    from lit_rl.models import LanguageModel, Lora
+    from lit_rl.models.policy.vision_parts import modules_outside_text, trained_by_images
+    from lit_rl.models.scoring.critic import SeparateCritic
+
+    model = LanguageModel(str(toy_folder(toy.kind)), freeze=[])
+    policy = model.load()
+    found = trained_by_images(policy)
+    outside = [policy.get_submodule(name) for name in modules_outside_text(policy)]
+    assert outside and all(any(layer.weight is each for each in found) for layer in outside)
+    assert len(trained_by_images(SeparateCritic().module(policy))) == len(found)
+    assert trained_by_images(nn.Linear(1, 1)) == []
+    names = {name.rpartition(".")[2] for name in modules_outside_text(policy)}
+    targets = sorted(name for name in names if not name.isdigit())  # "0" would be whole blocks too
+    adapted = LanguageModel(str(toy_folder(toy.kind)), lora=Lora(r=2, targets=targets)).load()
+    assert len(trained_by_images(adapted)) >= 2 * len(targets), "two matrices of an adapter"
+    assert trained_by_images(LanguageModel(str(toy_folder(toy.kind)), lora=Lora(r=2)).load()) == []

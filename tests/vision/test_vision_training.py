@@ -163,7 +163,7 @@ def test_what_is_frozen_stays_and_the_rest_moves(toy_folder: Any, kind: str, tmp
     module = grpo(toy_folder(kind))
     after = fitted(module, rollouts(), tmp_path)
     before = weights(grpo_at_start(toy_folder(kind), tmp_path))
-    moved = {part_of(name, module.policy) for name, value in after.items() if not torch.equal(value, before[name])}
+    moved = {part_of(module.policy)(name) for name, value in after.items() if not torch.equal(value, before[name])}
     assert moved == {"projector", "text"}
 
 

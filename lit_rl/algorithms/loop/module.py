@@ -341,9 +341,10 @@ class PolicyModule(L.LightningModule):
     def with_blind_rows(self, loss: Tensor) -> Tensor:
         """The loss, with a gradient of 0 for what only rows with images train.
 
-        Where the rows of one rank show nothing, the others would wait for its gradient.
+        Where the rows of one rank show nothing, the others would wait for its gradient; and without one an optimizer
+        would leave these weights out of a step that shows nothing, on one rank and not on several.
         """
-        if not self.model.sees or self.ranks.world_size == 1:
+        if not self.model.sees:
             return loss
         modules = (getattr(self, name) for name in ("policy", *self.trained_beside))
         return loss + sum(0 * parameter.sum() for module in modules for parameter in trained_by_images(module))

@@ -70,10 +70,11 @@ def _counted(kind: type, text: str) -> SeeingShape:
     with torch.device("meta"):
         model: Any = auto_class(config).from_config(config)
     sizes, linears, projections = Counter(), Counter(), []
+    part_of_name = part_of(model)
     for name, parameter in model.named_parameters():
-        sizes[part_of(name, model)] += parameter.numel()
+        sizes[part_of_name(name)] += parameter.numel()
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (part := part_of(name, model)) != "text":
+        if isinstance(module, nn.Linear) and (part := part_of_name(name)) != "text":
             linears[(name.rpartition(".")[2], module.in_features, module.out_features)] += 1
             projections += [(module.in_features, module.out_features)] if part == "projector" else []
     seen: Any = config.vision_config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError
@@ -32,15 +32,24 @@ def placeholder_ids(config: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(sorted({number for number in found if isinstance(number, int) and number >= 0}))
 
 
-def part_of(name: str, model: nn.Module) -> str:
-    """Which part a parameter or module belongs to, by its name in the model: "text", "vision" or "projector"."""
-    text = _text_names(model)
-    whole: Any = model
-    if whole.base_model is not whole and not name.startswith(f"{whole.base_model_prefix}."):  # a head on the trunk
-        return "text"
-    if any(name == each or name.startswith(f"{each}.") for each in text):
-        return "text"
-    return "projector" if any(part in name.split(".") for part in _PROJECTORS) else "vision"
+def part_of(model: Any) -> Callable[[str], str]:
+    """What tells the part of a parameter or module by its name in the model: "text", "vision" or "projector".
+
+    To be made once for many names: it goes through the whole model.
+    """
+    trunk = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    kept = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    text = {name for name, module in model.named_modules() if any(module is each for each in kept)}
+
+    def part(name: str) -> str:
+        if not name.startswith(trunk):  # a head
+            return "text"
+        words = name.split(".")
+        if any(".".join(words[:count]) in text for count in range(1, len(words) + 1)):
+            return "text"
+        return "projector" if any(word in _PROJECTORS for word in words) else "vision"
+
+    return part
 
 
 def freeze(model: Any, parts: Sequence[str]) -> None:
@@ -49,17 +58,21 @@ def freeze(model: Any, parts: Sequence[str]) -> None:
     Raises:
         ConfigError: a part is none.
     """
-    for part in parts:
-        if part not in PARTS:
-            raise ConfigError(f"model.freeze={list(parts)} names {part!r}: allowed are {', '.join(PARTS)}.")
+    for named in parts:
+        if named not in PARTS:
+            raise ConfigError(f"model.freeze={list(parts)} names {named!r}: allowed are {', '.join(PARTS)}.")
+    part = part_of(model)
     for name, parameter in model.named_parameters():
-        if part_of(name, model) in parts:
+        if part(name) in parts:
             parameter.requires_grad_(False)
 
 
 def seeing_model(module: nn.Module) -> Any:
     """The model over images in a module: under adapters, or under another head. None: there is none."""
-    return next((part for part in module.modules() if sees(getattr(part, "config", None))), None)
+    from transformers import PreTrainedModel
+
+    models = (part for part in module.modules() if isinstance(part, PreTrainedModel))  # adapters show its config too
+    return next((model for model in models if sees(model.config)), None)
 
 
 def trained_by_images(module: nn.Module) -> list[nn.Parameter]:
@@ -67,11 +80,8 @@ def trained_by_images(module: nn.Module) -> list[nn.Parameter]:
     model = seeing_model(module)
     if model is None:
         return []
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and part_of(name, model) != "text"
-    ]
+    part = part_of(model)
+    return [each for name, each in model.named_parameters() if each.requires_grad and part(name) != "text"]
 
 
 def layers_unasked(model: Any, targets: str | Sequence[str]) -> list[str]:
@@ -83,11 +93,6 @@ def modules_outside_text(model: nn.Module) -> list[str]:
     """Names of the linear layers that are no part of the text model."""
     from torch import nn  # here, as describing a model imports no library
 
+    part = part_of(model)
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return [name for name in linear if part_of(name, model) != "text"]
-
-
-def _text_names(model: Any) -> list[str]:
-    """The modules of the text: the decoder, the embedding and the head."""
-    kept = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
-    return [name for name, module in model.named_modules() if any(module is each for each in kept)]
+    return [name for name in linear if part(name) != "text"]
