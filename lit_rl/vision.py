@@ -59,6 +59,14 @@ class PromptVision:
             return self
         return replace(self, per_token={name: values[:tokens] for name, values in self.per_token.items()})
 
+    def continued(self, tokens: int) -> PromptVision:
+        """Of the prompt and so many tokens of text behind it, where they are read together as a prompt."""
+        longer = {
+            name: torch.cat([values, values.new_full((tokens,), self.in_response[name])])
+            for name, values in self.per_token.items()
+        }
+        return replace(self, per_token=longer)
+
 
 class Vision:
     """Of rows: which prompt's images each of them sees. To be treated as frozen.

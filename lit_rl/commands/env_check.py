@@ -143,7 +143,7 @@ class _Checked:
 def _picked(batch: PromptBatch, rows: Sequence[int]) -> PromptBatch:
     columns = {name: [of[row] for row in rows] for name, of in batch.columns.items()}
     prompts, ids = [batch.prompts[row] for row in rows], [batch.prompt_ids[row] for row in rows]
-    return PromptBatch(prompts, ids, columns, [batch.rows[row] for row in rows], [0] * len(rows))
+    return PromptBatch(prompts, ids, columns, [batch.rows[row] for row in rows], [0] * len(rows), vision=batch.vision)
 
 
 # ---------------------------------------------------------------------- what is looked at

@@ -50,9 +50,10 @@ def talk(
     Raises:
         LitRLError: what would end a run.
     """
-    (prompt,), conversations = interaction.begin(batch, [seed], max_new_tokens=max_new_tokens)
+    seen = batch.vision(batch.rows) if batch.vision is not None else ()
+    (opened,), conversations = interaction.begin(batch, [seed], max_new_tokens=max_new_tokens, seen=seen)
     with closing(conversations):
-        ids, learned, room = list(prompt), [False] * len(prompt), max_new_tokens
+        ids, learned, room = list(opened.ids), [False] * len(opened.ids), max_new_tokens
         for number, text in enumerate(turns):
             whole = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
             turn = whole[: min(room, max_new_tokens)]

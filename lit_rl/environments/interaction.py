@@ -10,13 +10,15 @@ from functools import partial
 from typing import Any
 
 from lit_rl.data.checks import excerpt
-from lit_rl.data.templates import control_tokens, encode_prompt
+from lit_rl.data.image_prompts import Processor
+from lit_rl.data.templates import encode_prompt
 from lit_rl.environments.base import Environment, Opening
 from lit_rl.environments.channels import said_and_thought, speaks_on_channels
 from lit_rl.environments.conversation import Conversations, Reading, Row
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.frames import ChatFrames, Frames, TextFrames, check_tools_are_told, literal_ids
 from lit_rl.environments.journal import EpisodeJournal, Journal
+from lit_rl.environments.opened import CannotBegin, OpenedPrompt, PromptOpener
 from lit_rl.environments.parser_choice import parser_for
 from lit_rl.environments.parsers import Parser, RegexParser
 from lit_rl.environments.remembered import RememberedEnvironment
@@ -24,7 +26,8 @@ from lit_rl.environments.rewriting import EVERY, TemplateRewriting
 from lit_rl.environments.runner import Runner
 from lit_rl.environments.source import EpisodeRequest, EpisodeSource
 from lit_rl.errors import GenerationError
-from lit_rl.rollout import Completions, Message, Prompt, PromptBatch
+from lit_rl.rollout import Completions, PromptBatch
+from lit_rl.vision import PromptVision
 
 _SEED_BITS = 31
 
@@ -50,6 +53,7 @@ class Interaction(EpisodeSource):
         chat: Whether prompts are chat messages; else they are texts.
         template_kwargs: What prompts are rendered with, of the data.
         journal: Of the run; None: what is answered is written down nowhere.
+        processor: Of a policy over images; None: it reads text.
 
     Raises:
         ConfigError: the chat template cannot render what answers the policy, or nothing says how calls are written.
@@ -64,12 +68,14 @@ class Interaction(EpisodeSource):
         chat: bool,
         template_kwargs: Mapping[str, Any],
         journal: Journal | None = None,
+        processor: Processor | None = None,
     ) -> None:
         self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._ready = {name: self._made_ready(kind, chat, template_kwargs) for name, kind in factory.kinds.items()}
         self._reading = Reading(self._text, self._thought, self._written, self._shortened, frozenset(eos_ids))
-        self._control, self._on_channels = control_tokens(tokenizer), speaks_on_channels(tokenizer)
+        self._on_channels = speaks_on_channels(tokenizer)
+        self._opener = PromptOpener(tokenizer, processor, self._shortened, factory.max_observation_tokens)
         self._runner, self._told = Runner(), set[str]()
         self._rewriting = TemplateRewriting(tokenizer)
 
@@ -124,19 +130,22 @@ class Interaction(EpisodeSource):
             journal = self.journal.request(request.batch.rollout, request)
         with ExitStack() as closes:
 
-            def begun() -> tuple[list[list[int]], Conversations]:
-                prompt_ids, conversations = self.begin(
-                    request.batch, seeds, max_new_tokens=sampling.max_new_tokens, journal=journal
+            def begun() -> tuple[list[OpenedPrompt], Conversations]:
+                opened, conversations = self.begin(
+                    request.batch, seeds, max_new_tokens=sampling.max_new_tokens, journal=journal, seen=asked.vision
                 )
                 closes.enter_context(closing(conversations))
-                return prompt_ids, conversations
+                return opened, conversations
 
             try:
-                prompt_ids, conversations = request.agree(begun)
+                opened, conversations = request.agree(begun)
             except GenerationError:
                 self.forget()  # what began wrongly is asked anew when it is mended
                 raise
-            completions = request.generate(replace(asked, token_ids=prompt_ids, responder=conversations), sampling)
+            told = replace(asked, token_ids=[each.ids for each in opened], responder=conversations)
+            if asked.vision:
+                told = replace(told, vision=[each.seen for each in opened])
+            completions = request.generate(told, sampling)
             drawn = replace(completions, episodes=conversations.episodes())
             rollout = request.batch.rollout
             due = rollout >= 0 and rollout % EVERY == 0  # validations are below 0
@@ -155,7 +164,8 @@ class Interaction(EpisodeSource):
         *,
         max_new_tokens: int,
         journal: Callable[..., EpisodeJournal] | None = None,
-    ) -> tuple[list[list[int]], Conversations]:
+        seen: Sequence[PromptVision | None] = (),
+    ) -> tuple[list[OpenedPrompt], Conversations]:
         """Open the episodes of a batch.
 
         Args:
@@ -163,9 +173,10 @@ class Interaction(EpisodeSource):
             seeds: One a completion, any integers; the completions of a prompt are neighbours.
             max_new_tokens: Of one turn.
             journal: The part of an episode, by row, occurrence, sample and seed; see `Journal.request`.
+            seen: What the model sees of each prompt; empty: no prompt has images.
 
         Returns:
-            The tokens of each prompt as it is opened, and what answers its completions. To be closed.
+            Each prompt as it is opened, and what answers its completions. To be closed.
 
         Raises:
             GenerationError: the environments of one prompt began differently.
@@ -189,7 +200,8 @@ class Interaction(EpisodeSource):
             prompts = []
             for number in range(len(batch)):
                 part = slice(number * group, (number + 1) * group)
-                prompts.append(self._opened(batch, number, rows[part], openings[part]))
+                of_prompt = seen[number] if seen else None
+                prompts.append(self._opened(batch, number, of_prompt, rows[part], openings[part]))
         except BaseException:
             conversations.close()
             raise
@@ -203,9 +215,15 @@ class Interaction(EpisodeSource):
             make = partial(RememberedEnvironment, make, has_state=ready.kind.has_state, journal=journal)
         return Row(make, ready.frames, seed & ((1 << _SEED_BITS) - 1), copy.deepcopy(columns))
 
-    def _opened(self, batch: PromptBatch, number: int, rows: Sequence[Row], openings: Sequence[Opening]) -> list[int]:
-        """The tokens of a prompt with what its environments began with."""
-        prompt = batch.prompts[number]
+    def _opened(
+        self,
+        batch: PromptBatch,
+        number: int,
+        seen: PromptVision | None,
+        rows: Sequence[Row],
+        openings: Sequence[Opening],
+    ) -> OpenedPrompt:
+        """A prompt with what its environments began with."""
         sound = [opening for opening, row in zip(openings, rows) if not row.failed]
         opening = sound[0] if sound else None
         if differing := [other for other in sound if other != opening]:
@@ -214,62 +232,18 @@ class Interaction(EpisodeSource):
                 f"{excerpt(repr(differing[0]))}: completions of a group answer the same prompt. Let reset depend on "
                 f"nothing but its arguments and its seed, and take env.seed=group (it is {self.factory.seed})."
             )
-        ready = self._ready[self.factory.kind_of(rows[0].columns)]
-        plain = self._plain_ids(batch, number, ready)
-        opened, ids = prompt, plain
+        kwargs = self._ready[self.factory.kind_of(rows[0].columns)].template_kwargs
+        where = f"the prompt of row {batch.rows[number]}"
+        opened = self._opener.told(OpenedPrompt(batch.prompts[number], batch.prompt_ids[number], seen), where, kwargs)
         if opening is not None:
-            opened, ids = self._with_opening(prompt, plain, opening, ready)
-            if len(ids) - len(plain) > self.factory.max_observation_tokens:
-                opened, ids = prompt, plain
+            try:
+                opened = self._opener.begun(opened, opening, where, kwargs)
+            except CannotBegin as why:
                 for row in rows:
-                    row.end, row.error = "failed", "what it began with is longer than env.max_observation_tokens"
+                    row.end, row.error = "failed", str(why)
         for row in rows:
-            row.prompt = opened
-        return ids
-
-    def _plain_ids(self, batch: PromptBatch, number: int, ready: _Ready) -> list[int]:
-        """The prompt, told of its tools."""
-        if not ready.template_kwargs.get("tools"):
-            return batch.prompt_ids[number]
-        where, kwargs = f"the prompt of row {batch.rows[number]}", ready.template_kwargs
-        prompt = batch.prompts[number]
-        return encode_prompt(self._tokenizer, prompt, where=where, chat_template_kwargs=kwargs, control=self._control)
-
-    def _with_opening(
-        self, prompt: Prompt, plain: Sequence[int], opening: str | Sequence[Message], ready: _Ready
-    ) -> tuple[Prompt, list[int]]:
-        """The prompt and its tokens with what the environment begins with, in which control tokens are text."""
-        most = self.factory.max_observation_tokens
-        parts = [opening] if isinstance(opening, str) else [str(message["content"]) for message in opening]
-        parts = [self._shortened(part, max(1, most // len(parts))) for part in parts]
-        if isinstance(prompt, str):
-            text = "".join(parts)
-            return prompt + text, [*plain, *literal_ids(self._tokenizer, text)]
-        if isinstance(opening, str):
-            opened = _ending(prompt, parts[0])
-        else:
-            opened = [*prompt, *({**message, "content": part} for message, part in zip(opening, parts))]
-        if not any(token in part for token in self._control for part in parts):
-            return opened, encode_prompt(self._tokenizer, opened, chat_template_kwargs=ready.template_kwargs)
-        marks = [f"qq{number}opening{number}qq" for number in range(len(parts))]
-        marked = (
-            _ending(prompt, marks[0])
-            if isinstance(opening, str)
-            else [*prompt, *({**message, "content": mark} for message, mark in zip(opening, marks))]
-        )
-        return opened, self._ids_around(marked, marks, parts, ready)
-
-    def _ids_around(
-        self, marked: list[Message], marks: Sequence[str], parts: Sequence[str], ready: _Ready
-    ) -> list[int]:
-        """The tokens of a rendering in which each mark is a text that is tokenised apart."""
-        settings = {"tokenize": False, "add_generation_prompt": True, **ready.template_kwargs}
-        text, ids = str(self._tokenizer.apply_chat_template(marked, **settings)), list[int]()
-        for mark, part in zip(marks, parts):
-            before, text = text.split(mark, 1)
-            ids += [*self._tokenizer(before, add_special_tokens=False)["input_ids"]]
-            ids += literal_ids(self._tokenizer, part)
-        return [*ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+            row.prompt = opened.prompt
+        return opened
 
     # ------------------------------------------------------------------ the tokenizer
 
@@ -316,8 +290,3 @@ class Interaction(EpisodeSource):
         mark = f" [cut: of {len(ids)} tokens]"
         room = most - len(literal_ids(self._tokenizer, mark))
         return f"{self._tokenizer.decode(ids[:room])}{mark}" if room > 0 else str(self._tokenizer.decode(ids[:most]))
-
-
-def _ending(prompt: Sequence[Message], text: str) -> list[Message]:
-    """The messages with a text on the end of the last."""
-    return [*prompt[:-1], {**prompt[-1], "content": f"{prompt[-1]['content']}{text}"}]

@@ -55,7 +55,7 @@ class TemplateRewriting:
             frames: What rendered the answers of each.
         """
         assert completions.episodes is not None
-        held = _before_last_turns(completions)
+        held = _before_last_turns(completions, self._tokenizer)
         looked_at = [row for row, each in enumerate(completions.episodes) if not each.failed and each.turns]
         told = [self._compared(held[row], completions.episodes[row], frames[row]) for row in looked_at]
         rewritten, looked = self._counted or (0, 0)
@@ -105,10 +105,19 @@ class TemplateRewriting:
         )
 
 
-def _before_last_turns(completions: Completions) -> list[list[int]]:
-    """The tokens of each row before its last turn, those of the prompt included."""
+def _prompts_of(completions: Completions, tokenizer: Any) -> list[list[int]]:
+    """The tokens of each row's prompt; of one with images, as the template wrote it: placeholders not expanded."""
     prompts = zip(completions.prompt_ids.tolist(), completions.prompt_mask.tolist())
     found = [[token for token, there in zip(*row) if there] for row in prompts]
+    for row, seen in enumerate(completions.vision.rows if completions.vision is not None else ()):
+        if seen is not None and seen.source is not None:
+            found[row] = list(tokenizer(seen.source.text, add_special_tokens=False)["input_ids"])
+    return found
+
+
+def _before_last_turns(completions: Completions, tokenizer: Any) -> list[list[int]]:
+    """The tokens of each row before its last turn, those of the prompt included."""
+    found = _prompts_of(completions, tokenizer)
     if completions.turn is None or completions.attended is None:
         return found
     sampled, turn = completions.response_mask, completions.turn

@@ -18,6 +18,7 @@ from jsonschema.protocols import Validator
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.runner import NoReply
 from lit_rl.errors import ConfigError
+from lit_rl.images import ImageRef
 
 _log = logging.getLogger(__name__)
 
@@ -133,8 +134,8 @@ class FunctionTool(Tool):
             if inspect.isawaitable(result):
                 result = await result
             return ToolAnswer(as_text(result, f"The tool {self.name!r}"))
-        except NoReply:
-            raise  # the episode fails: it is nothing that the policy did
+        except (NoReply, ImageReturned):
+            raise  # the episode fails, or the run ends: it is nothing that the policy did
         except ConfigError as error:
             self._log_once(str(error))
             return ToolAnswer(f"error: {self.name} gave no answer that can be written", failed=True)
@@ -212,10 +213,12 @@ def as_text(result: Any, who: str) -> str:
     """What a tool or an environment gave, as the policy reads it: text as it stands, all else as JSON.
 
     Raises:
+        ImageReturned: it is an image, or has one as a part of a message.
         ConfigError: it is neither.
     """
     if isinstance(result, str):
         return writable(result)
+    refuse_images(result, who)
     try:
         return writable(json.dumps(result, ensure_ascii=False, allow_nan=True))
     except (TypeError, ValueError, RecursionError) as error:
@@ -223,6 +226,42 @@ def as_text(result: Any, who: str) -> str:
             f"{who} returned {_shown(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
             "lists and dicts of these."
         ) from error
+
+
+class ImageReturned(ConfigError):
+    """A tool or an environment gave an image, which no answer can show."""
+
+
+def refuse_images(given: Any, who: str) -> None:
+    """Refuse images in what a tool or an environment gave.
+
+    As JSON the policy would read the words of a part, and see nothing.
+
+    Raises:
+        ImageReturned: names what came.
+    """
+    parts = given if isinstance(given, list | tuple) else [given]
+    if (image := next((part for part in parts if _is_image(part)), None)) is not None:
+        raise ImageReturned(
+            f"{who} returned an image ({_shown(image)}), and answers are text: an image can stand in the prompt of the "
+            "data alone. Return words or numbers about it."
+        )
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, Mapping):  # a part of a message, and nothing that merely has a type
+        return value.get("type") in ("image", "image_url") and value.keys() <= _IMAGE_KEYS
+    bytes_ = str(getattr(value, "dtype", "")).endswith("uint8")
+    return (
+        (bytes_ and value.ndim == _DIMENSIONS)
+        or isinstance(value, ImageRef)
+        or (hasattr(value, "tobytes") and hasattr(value, "mode"))
+    )
+
+
+_IMAGE_KEYS = {"type", "image", "image_url", "url", "path", "bytes", "base64", "detail"}
+_DIMENSIONS = 3
+"""Height, width and colour, of the arrays of pixels that gymnasium's environments give."""
 
 
 def writable(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Opening
 from lit_rl.environments.runner import global_generators_kept
-from lit_rl.environments.tools import Toolbox, as_text, writable
+from lit_rl.environments.tools import Toolbox, as_text, refuse_images, writable
 from lit_rl.errors import ConfigError, RewardError, one_of
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
 from lit_rl.rollout import Message
@@ -163,6 +163,7 @@ def opening_of(returned: Any, who: str) -> Opening:
     Raises:
         ConfigError: it can be none of these.
     """
+    refuse_images(returned, f"env: {who}")
     if returned is None or returned in ("", []):
         return None
     return checked_messages(returned, who) if isinstance(returned, list) else as_text(returned, who)
@@ -172,9 +173,11 @@ def checked_messages(messages: Sequence[Any], who: str, roles: Sequence[str] = (
     """The messages, if they are some.
 
     Raises:
+        ImageReturned: one shows an image.
         ConfigError: one has another role, or no text.
     """
     for message in messages:
+        refuse_images(message.get("content") if isinstance(message, dict) else message, f"env: {who}")
         if not (isinstance(message, dict) and message.get("role") in roles and isinstance(message.get("content"), str)):
             raise ConfigError(
                 f"env: {who} returned the message {excerpt(repr(message))}; its messages have the role "

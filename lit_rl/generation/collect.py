@@ -108,8 +108,8 @@ def _check_sees(generator: Generator, interaction: EpisodeSource | None) -> None
             f"{type(generator).__name__} would not see the images of the prompts. Use generator=native, hf, vllm or "
             "vllm_server."
         )
-    if interaction is not None:
-        raise ConfigError("Prompts with images have one answer each: leave env out, or the images.")
+    if interaction is not None and not interaction.settings.converses:
+        raise ConfigError("A rollout function would not see the images of the prompts: leave env=rollout_func out.")
 
 
 def _alone(work: Callable[[], Result]) -> Result:

@@ -49,6 +49,8 @@ class DecodingSteps:
         self.logits = logits.repeat_interleave(batch.repeats, 0)
         last = positions[:, -1:] if positions.ndim == 2 else positions.amax((0, 2))[:, None]
         self._next_position = (last + 1).repeat_interleave(batch.repeats, 0)
+        # By how much positions differ from the number of tokens before: where a model turns those of an image.
+        self._ahead = (last + 1 - mask.sum(1, keepdim=True)).repeat_interleave(batch.repeats, 0)
         self._share_out(batch)
 
     def advance(self, tokens: Tensor) -> None:
@@ -59,7 +61,7 @@ class DecodingSteps:
 
     def keep(self, kept: Tensor) -> None:
         """Go on with the given rows only, long ``(b,)``, ascending, one or more."""
-        self._next_position = self._next_position[kept]
+        self._next_position, self._ahead = self._next_position[kept], self._ahead[kept]
         self._keep_cache(kept)
 
     def split(self, rows: Tensor) -> Self:
@@ -76,7 +78,7 @@ class DecodingSteps:
 
         Args:
             chunks: The tokens of each row, 1 or more.
-            positions: Long ``(b,)``: of the first of them in the text.
+            positions: Long ``(b,)``: tokens of the text before the first of them.
             stale: Long ``(b,)``: how many of the newest tokens of each row are taken back first.
         """
         self._joined = True
@@ -85,11 +87,12 @@ class DecodingSteps:
         ids = pad_sequence([torch.tensor(chunk, device=positions.device) for chunk in chunks], batch_first=True)
         lengths = torch.tensor([len(chunk) for chunk in chunks], device=positions.device)
         columns = torch.arange(ids.shape[1], device=positions.device)
-        places = positions[:, None] + columns.minimum(lengths[:, None] - 1)
+        first = positions[:, None] + self._ahead
+        places = first + columns.minimum(lengths[:, None] - 1)
         lasts, which = (lengths - 1).unique(return_inverse=True)
         logits = self._read(ids, columns < lengths[:, None], places, lasts)
         self.logits = logits[torch.arange(len(ids), device=logits.device), which].float()
-        self._next_position = (positions + lengths)[:, None]
+        self._next_position = first + lengths[:, None]
         self._shift(ids.shape[1] - lengths)
 
     def join(self, others: Self) -> None:
@@ -100,6 +103,7 @@ class DecodingSteps:
         self._joined = True
         self.logits = torch.cat([self.logits, others.logits])
         self._next_position = torch.cat([self._next_position, others._next_position])
+        self._ahead = torch.cat([self._ahead, others._ahead])
         self._last_position = max(self._last_position, others._last_position)
         self._join_cache(others)
 

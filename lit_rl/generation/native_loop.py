@@ -220,8 +220,8 @@ class _Talk:
                 yield steps, of
 
     def _read(self, row: int) -> tuple[list[int], int] | None:
-        """What the model has to read before the row's next turn, and the position of its first token in the text. The
-        last token that it said is part of it. None where the conversation is over."""
+        """What the model has to read before the row's next turn, and how many tokens stand before that in the text.
+        The last token that it said is part of it. None where the conversation is over."""
         heard, last = self._heard.pop(row), self._responses.last(row)
         position = self._prompt_lengths[row] + int(self._responses.lengths[row]) - 1
         if not self._responses.hear(heard):

@@ -76,8 +76,12 @@ class TurnByTurn:
 
     def _batch(self, rows: Sequence[int]) -> DecodeBatch:
         prompts, device = self._prompts, self._whole.keys.device
-        texts = [[*prompts.token_ids[row // prompts.group_size], *self._responses.text(row)] for row in rows]
+        said = [self._responses.text(row) for row in rows]
+        numbers = [row // prompts.group_size for row in rows]
+        texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
         ids, mask = left_pad(texts, prompts.pad_id)
+        shown = [prompts.vision[number] for number in numbers] if prompts.vision else []
+        seen = tuple(each and each.continued(len(text)) for each, text in zip(shown, said))
         which = torch.tensor(rows)
         keys, begun = self._whole.keys[which.to(device)], self._responses.lengths[which.to(device)]
-        return DecodeBatch(ids.to(device), mask.to(device), 1, keys, which, rows, begun)
+        return DecodeBatch(ids.to(device), mask.to(device), 1, keys, which, rows, begun, seen)

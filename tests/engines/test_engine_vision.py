@@ -16,11 +16,18 @@ import torch
 from engine_cases import perturb
 from engine_fixtures import MAKERS, Case
 from vision_seen import image
+from vision_toys import picture
+from vision_worlds import Begins
 
 from lit_rl.data.image_prompts import Shown
+from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_examples
+from lit_rl.data.sources import Rows
 from lit_rl.data.templates import render_prompt
+from lit_rl.environments.custom import CustomEnvironment
+from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import GenerationError, NumericError
 from lit_rl.generation.base import rollout_mode
+from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.vision_parts import part_of, placeholder_ids
@@ -154,6 +161,37 @@ def test_a_prompt_that_the_engine_makes_otherwise(sees: Case) -> None:
     with pytest.raises(GenerationError, match=message):
         sees.generator.generate(replace(prompts, token_ids=token_ids), SAMPLED)
     assert sees.generator.generate(prompts, SAMPLED).lengths.tolist() == [8] * 12, "it goes on as before"
+
+
+def test_episodes_whose_prompts_show_images(sees: Case) -> None:
+    """The prompt begins with a word of the world, which answers with what it sees."""
+    policy, model = sees.fresh(**DIGITS), sees.model
+    env = CustomEnvironment(Begins, max_turns=3, max_tokens=120, max_observation_tokens=40)
+    how: dict[str, Any] = {"eos_ids": model.eos_ids, "chat": True, "template_kwargs": {}}
+    interaction = Interaction(env, model.tokenizer, processor=model.processor, **how)
+    question = [{"role": "user", "content": "Which digit?"}]
+    rows = [{"prompt": question, "answer": str(n), "image": picture(n, 24 + n, 32)} for n in range(3)]
+    made, _ = read_examples(
+        Rows("rows", [*rows, {"prompt": question, "answer": "3"}]), model.tokenizer, PromptOptions(), model.processor
+    )
+    batch = PromptSet.of(made, model.processor).batch(range(4))
+    drawn = request(
+        sees.generator,
+        policy,
+        batch,
+        sampling=Sampling(max_new_tokens=6),
+        group_size=3,
+        vocabulary=Vocabulary.of(model),
+        version=sees.sync(policy),
+        seed=5,
+        interaction=interaction,
+    )()
+    assert drawn.episodes is not None and drawn.attended is not None and drawn.vision is not None
+    assert not any(each.failed for each in drawn.episodes) and len({each.turns for each in drawn.episodes}) > 1
+    assert bool((drawn.attended & ~drawn.response_mask).any())
+    assert [seen is None for seen in drawn.vision.prompts] == [False, False, False, True]
+    assert any("25 wide" in str(message["content"]) for message in drawn.episodes[3].messages)
+    assert gap(policy, drawn) < CLOSE
 
 
 def test_nan_in_what_an_image_asked_for(sees: Case) -> None:

@@ -51,7 +51,8 @@ class Talk:
         self, interaction: Interaction, batch: PromptBatch, seeds: Sequence[int], turn: int = TURN, journal: Any = None
     ) -> None:
         self._interaction = interaction
-        self.prompt_ids, self.conversations = interaction.begin(batch, seeds, max_new_tokens=turn, journal=journal)
+        opened, self.conversations = interaction.begin(batch, seeds, max_new_tokens=turn, journal=journal)
+        self.prompt_ids = [each.ids for each in opened]
         self._turns: dict[int, int] = {}
 
     def say(self, row: int, text: str, *, ended: bool = True) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 
 from lit_rl.environments.interaction import Interaction
+from lit_rl.environments.opened import OpenedPrompt
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.continuous import HFContinuousGenerator
@@ -258,8 +259,8 @@ class ScriptedInteraction:
     draw = Interaction.draw
 
     def begin(
-        self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int, journal: Any
-    ) -> tuple[list[list[int]], Any]:
+        self, batch: PromptBatch, seeds: Sequence[int], *, max_new_tokens: int, journal: Any, seen: Any
+    ) -> tuple[list[OpenedPrompt], Any]:
         class Closing(Scripted):
             waited, chat_frames = 0.0, ()
 
@@ -269,7 +270,8 @@ class ScriptedInteraction:
             def close(self) -> None: ...
 
         assert len(set(seeds)) == 1 and len(seeds) == 2, "one seed for the group"
-        return [[*ids, 5] for ids in batch.prompt_ids], Closing(reply)
+        opened = [OpenedPrompt(prompt, [*ids, 5], None) for prompt, ids in zip(batch.prompts, batch.prompt_ids)]
+        return opened, Closing(reply)
 
 
 def test_a_request_takes_its_responder_to_generators_that_hear_it() -> None:

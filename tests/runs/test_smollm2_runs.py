@@ -74,12 +74,12 @@ def test_it_calls_a_tool_through_its_own_template(train, tmp_path):
     interaction = Interaction(tools, tokenizer, eos_ids=(tokenizer.eos_token_id,), chat=True, template_kwargs={})
     chat = QuestionDemonstrations(max_operand=30, val_rows=0).train()[1]["prompt"]
     asked = PromptBatch([chat[:1]], [[1]], {}, [0], [0])
-    prompt_ids, conversations = interaction.begin(asked, [0], max_new_tokens=24)
+    (opened,), conversations = interaction.begin(asked, [0], max_new_tokens=24)
     said = [*tokenizer(chat[1]["content"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     conversations.tell(Said(0, 0, said, True))
     (heard,) = conversations.answers(wait=True)
     whole = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    assert [*prompt_ids[0], *said, *heard.token_ids] == whole
+    assert [*opened.ids, *said, *heard.token_ids] == whole
 
     assert (
         train("experiment=smollm2_tool_sft", "trainer.max_steps=1", "data.batch_size=4", f"run_dir={tmp_path}/sft") == 0

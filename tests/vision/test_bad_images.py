@@ -14,10 +14,9 @@ from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples as read_texts
 from lit_rl.data.prompt_set import PromptOptions, read_examples
 from lit_rl.data.sources import Rows
-from lit_rl.environments.custom import CustomEnvironment
-from lit_rl.environments.guess import GuessNumber
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.generation.continuous import HFContinuousGenerator
+from lit_rl.generation.rollout_function import RolloutFunction
 from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
@@ -117,12 +116,12 @@ def test_what_no_model_over_images_can_do(toy_folder: Any, module: Any, message:
         module(str(toy_folder("idefics3"))).configure_model()
 
 
-def test_episodes_of_a_model_over_images(toy_folder: Any, tmp_path: Any) -> None:
+def test_rollout_functions_of_a_model_over_images(toy_folder: Any, tmp_path: Any) -> None:
     from test_vision_training import fitted, rollouts
 
-    env = CustomEnvironment(GuessNumber, max_turns=2, max_tokens=60, max_observation_tokens=20)
+    env = RolloutFunction(lambda prompts, trainer: {}, max_tokens=60)
     module = GRPO(str(toy_folder("idefics3")), never, env=env, sampling=Sampling(max_new_tokens=5))
-    with pytest.raises(ConfigError, match="episodes are text alone: leave env out"):
+    with pytest.raises(ConfigError, match="env=rollout_func would not show it any"):
         fitted(module, rollouts(rows=[{"prompt": ASKED}] * 8), tmp_path)
 
 

@@ -123,9 +123,10 @@ class GeneratingModule(PolicyModule):
                 f"model.name={self.model.name!r} is a model over images, and {type(self.generator).__name__} would not "
                 "show it any. Use generator=native, hf, vllm or vllm_server."
             )
-        if self.interaction is not None:
+        if self.interaction is not None and not self.interaction.settings.converses:
             raise ConfigError(
-                f"model.name={self.model.name!r} is a model over images, and episodes are text alone: leave env out."
+                f"model.name={self.model.name!r} is a model over images, and env=rollout_func would not show it any. "
+                "Take env=tools, mcp or environment, or leave env out."
             )
         if against not in (None, BASE):
             raise ConfigError(

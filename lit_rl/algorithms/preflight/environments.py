@@ -122,6 +122,7 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         chat=not isinstance(data.peek(1).prompts[0], str),
         template_kwargs=data.options.chat_template_kwargs,
         journal=journal,
+        processor=model.processor,
     )
 
 

@@ -21,7 +21,12 @@ def to_plain(item: Any) -> Any:
         return item.detach().cpu().clone()
     if isinstance(item, Vision):
         used = item.used()
-        return {"rows": [-1 if prompt is None else prompt.row for prompt in used.prompts], "index": used.index}
+        # Values of tokens are kept, since an episode's prompt may have more of them than the data's row.
+        return {
+            "rows": [-1 if prompt is None else prompt.row for prompt in used.prompts],
+            "index": used.index,
+            "per_token": [{} if prompt is None else dict(prompt.per_token) for prompt in used.prompts],
+        }
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
     if isinstance(item, Mapping):
@@ -64,7 +69,12 @@ def completions_of(plain: dict[str, Any], device: torch.device) -> Completions:
 
 def _unmade(plain: Mapping[str, Any]) -> Vision:
     """Names the rows of the data whose images are seen; `made` makes pixels of them."""
-    return Vision([None if row < 0 else PromptVision({}, row=row) for row in plain["rows"]], plain["index"].cpu())
+    rows = plain["rows"]
+    per_token = [
+        {name: values.cpu() for name, values in of.items()} for of in plain.get("per_token") or [{}] * len(rows)
+    ]
+    prompts = [None if row < 0 else PromptVision({}, of, row=row) for row, of in zip(rows, per_token, strict=True)]
+    return Vision(prompts, plain["index"].cpu())
 
 
 def made(item: Any, see: Callable[[int], PromptVision | None]) -> Any:
@@ -78,8 +88,13 @@ def made(item: Any, see: Callable[[int], PromptVision | None]) -> Any:
         return dataclasses.replace(item, completions=made(item.completions, see))
     if item.vision is None:
         return item
-    prompts = [None if prompt is None else see(prompt.row) for prompt in item.vision.prompts]
+    prompts = [None if prompt is None else _seen_again(prompt, see(prompt.row)) for prompt in item.vision.prompts]
     return dataclasses.replace(item, vision=Vision(prompts, item.vision.index))
+
+
+def _seen_again(kept: PromptVision, found: PromptVision | None) -> PromptVision | None:
+    """The images of a row, with the values of tokens that were kept. Checkpoints of before have none of these."""
+    return dataclasses.replace(found, per_token=kept.per_token) if found and kept.per_token else found
 
 
 def rollout_of(plain: dict[str, Any], device: torch.device) -> Rollout:

@@ -29,6 +29,15 @@ _TOKENS = ("input_ids", "attention_mask", "labels")
 _PREFIX_FAMILIES = {"paligemma": 1}
 """Value of `token_type_ids` at tokens of a response, by model type: PaliGemma attends both ways where it is 0."""
 
+_TEXT_AS_PARTS = (
+    "{%- set with_parts = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- if message['content'] is string -%}"
+    "{%- set message = dict(message, content=[{'type': 'text', 'text': message['content']}]) -%}"
+    "{%- endif -%}{%- set with_parts.messages = with_parts.messages + [message] -%}{%- endfor -%}"
+    "{%- set messages = with_parts.messages -%}"
+)
+"""Before a chat template that reads nothing but parts: a message that is a text becomes a part of text."""
+
 _PACKAGES = ("torchvision", "num2words", "PIL")
 
 
@@ -48,6 +57,8 @@ class VisionProcessor:
             self.processor.chat_template = tokenizer.chat_template
         else:
             tokenizer.chat_template = self.processor.chat_template
+        if _drops_plain_text(tokenizer):
+            tokenizer.chat_template = self.processor.chat_template = f"{_TEXT_AS_PARTS}{tokenizer.chat_template}"
         self._placeholders = placeholder_ids(config)
         self._needs_images = config.model_type in _PREFIX_FAMILIES
         self._in_response = {"token_type_ids": _PREFIX_FAMILIES.get(config.model_type, 0)}
@@ -104,6 +115,21 @@ class VisionProcessor:
         per_token = {name: value[0].long() for name, value in others.items() if value.shape == ids.shape}
         inputs = {name: value for name, value in others.items() if name not in per_token}
         return PromptVision(inputs, per_token, {name: self._in_response.get(name, 0) for name in per_token})
+
+
+def _drops_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template goes over the parts of a message and finds none in a text, which is then lost."""
+    if not isinstance(tokenizer.chat_template, str):
+        return False
+    word = "plain"
+    shown = []
+    for content in (word, [{"type": "text", "text": word}]):
+        try:
+            messages: Any = [{"role": "user", "content": content}]
+            shown.append(word in str(tokenizer.apply_chat_template(messages, tokenize=False)))
+        except Exception:  # a template is a program: whatever it raises, it reads no such message
+            shown.append(False)
+    return shown == [False, True]
 
 
 def load_processor(

@@ -1,0 +1,159 @@
+"""Prompts as their episodes begin with them: told of the tools, and of what the environment says first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lit_rl.data.image_prompts import Processor, Shown
+from lit_rl.data.templates import control_tokens, encode_prompt, render_prompt
+from lit_rl.environments.frames import literal_ids
+from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.rollout import Message, Prompt
+from lit_rl.vision import PromptVision
+
+
+class CannotBegin(Exception):
+    """The prompt cannot be told what its environment began with: its episodes fail, and the message says why."""
+
+
+@dataclass(frozen=True)
+class OpenedPrompt:
+    """A prompt as the policy reads it."""
+
+    prompt: Prompt
+    ids: list[int]
+    seen: PromptVision | None
+    """What the model sees beside the tokens. None: the prompt shows no image."""
+
+
+class PromptOpener:
+    """Renders prompts anew, where their episodes begin with more than the data say.
+
+    A prompt that shows images is processed again as a whole, so that its placeholders are expanded as those of the data
+    were.
+
+    Args:
+        tokenizer: Of the policy.
+        processor: Of a policy over images; None: it reads text.
+        shortened: A text cut to so many tokens, which says that it was.
+        most: Tokens that an environment may begin with.
+
+    Raises:
+        ConfigError: a placeholder of images cannot be written as text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, processor: Processor | None, shortened: Callable[[str, int], str], most: int
+    ) -> None:
+        self._tokenizer, self._processor = tokenizer, processor
+        self._shortened, self._most = shortened, most
+        self._control = control_tokens(tokenizer)
+        if processor is not None:
+            self._control = sorted({*self._control, *processor.reserved})
+            _refuse_spelled_placeholders(tokenizer, processor)
+
+    def told(self, plain: OpenedPrompt, where: str, template_kwargs: Mapping[str, Any]) -> OpenedPrompt:
+        """The prompt of a row, told of its tools."""
+        if not template_kwargs.get("tools"):
+            return plain
+        return self._rendered(plain.prompt, plain.seen, where, template_kwargs)
+
+    def begun(
+        self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
+    ) -> OpenedPrompt:
+        """The prompt with what the environment begins with, in which control tokens are text.
+
+        Args:
+            plain: Told of its tools.
+            opening: Goes on the end of the last message, or behind the messages.
+            where: The prompt, for messages.
+            template_kwargs: What it is rendered with.
+
+        Raises:
+            CannotBegin: the environment begins with too much, or with a control token beside images.
+        """
+        found = self._with(plain, opening, where, template_kwargs)
+        if len(found.ids) - len(plain.ids) > self._most:
+            raise CannotBegin("what it began with is longer than env.max_observation_tokens")
+        return found
+
+    def _with(
+        self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
+    ) -> OpenedPrompt:
+        prompt = plain.prompt
+        parts = [opening] if isinstance(opening, str) else [str(message["content"]) for message in opening]
+        parts = [self._shortened(part, max(1, self._most // len(parts))) for part in parts]
+        if isinstance(prompt, str):
+            text = "".join(parts)
+            return OpenedPrompt(prompt + text, [*plain.ids, *literal_ids(self._tokenizer, text)], None)
+        opened = _with_texts(prompt, opening, parts)
+        written = next((token for token in self._control for part in parts if token in part), None)
+        if written is None:
+            return self._rendered(opened, plain.seen, where, template_kwargs)
+        if plain.seen is not None:  # a processor makes tokens of a whole text, in which nothing can stand apart
+            raise CannotBegin(
+                f"what it began with holds the text {written!r}, a control token of the policy, which a prompt with "
+                "images cannot hold: let reset return other words"
+            )
+        marks = [f"qq{number}opening{number}qq" for number in range(len(parts))]
+        marked = _with_texts(prompt, opening, marks)
+        return OpenedPrompt(opened, self._ids_around(marked, marks, parts, template_kwargs), None)
+
+    def _rendered(
+        self, prompt: Prompt, seen: PromptVision | None, where: str, template_kwargs: Mapping[str, Any]
+    ) -> OpenedPrompt:
+        how = {"where": where, "chat_template_kwargs": template_kwargs, "control": self._control}
+        if seen is None or isinstance(prompt, str):
+            return OpenedPrompt(prompt, encode_prompt(self._tokenizer, prompt, **how), None)
+        if self._processor is None or not isinstance(seen.source, Shown):
+            raise GenerationError(
+                f"{where} has pixels, and env= renders it anew: that takes the policy's processor and the images "
+                "(PromptVision.source), which data modules give."
+            )
+        text = render_prompt(self._tokenizer, prompt, where, template_kwargs, self._control)
+        shown = replace(seen.source, text=text, where=where)
+        ids, found = self._processor.process(text, shown.images, where)
+        return OpenedPrompt(prompt, ids, None if found is None else replace(found, row=seen.row, source=shown))
+
+    def _ids_around(
+        self, marked: list[Message], marks: Sequence[str], parts: Sequence[str], template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """The tokens of a rendering in which each mark is a text that is tokenised apart."""
+        settings = {"tokenize": False, "add_generation_prompt": True, **template_kwargs}
+        text, ids = str(self._tokenizer.apply_chat_template(marked, **settings)), list[int]()
+        for mark, part in zip(marks, parts):
+            before, text = text.split(mark, 1)
+            ids += [*self._tokenizer(before, add_special_tokens=False)["input_ids"]]
+            ids += literal_ids(self._tokenizer, part)
+        return [*ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: Sequence[str]) -> list[Message]:
+    """The messages with texts in the place of those that the environment begins with."""
+    if isinstance(opening, str):
+        return [*prompt[:-1], {**prompt[-1], "content": _ending(prompt[-1]["content"], texts[0])}]
+    return [*prompt, *({**message, "content": text} for message, text in zip(opening, texts))]
+
+
+def _ending(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+    """What a message says, with a text on its end."""
+    if isinstance(content, str):
+        return f"{content}{text}"
+    *others, last = content
+    if last["type"] != "text":
+        return [*content, {"type": "text", "text": text}]
+    return [*others, {**last, "text": f"{last['text']}{text}"}]
+
+
+def _refuse_spelled_placeholders(tokenizer: Any, processor: Processor) -> None:
+    """What a tool or an environment says may spell a placeholder, and must not become one."""
+    for token in processor.placeholders:
+        text = str(tokenizer.decode([token]))
+        if token in literal_ids(tokenizer, text):
+            raise ConfigError(
+                f"env= lets others write texts for the policy, and its tokenizer makes a placeholder of an image of "
+                f"{text!r} wherever it stands, since that is no special token of it. Mark it as special in the "
+                "tokenizer's files, or leave env out."
+            )
