@@ -6,6 +6,7 @@ An image that is a file stays where it is, and its absolute path is written. One
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ def _named(value: Any) -> Any:
 def _write(path: Path, data: bytes) -> None:
     if path.exists():  # named by what it holds
         return
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write the same image at once
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(data)

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+from lightning.pytorch.loggers import WandbLogger
 
 from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.callbacks.conversation import conversation_of
@@ -97,8 +98,8 @@ class Samples(L.Callback):
             if hasattr(experiment, "add_text"):
                 _to_tensorboard(experiment, rows, step)
             elif hasattr(logger, "log_table"):
-                columns = list(rows[0])
-                data = [[_cell(row[name]) for name in columns] for row in rows]
+                columns, cell = list(rows[0]), _cell if isinstance(logger, WandbLogger) else printable
+                data = [[cell(row[name]) for name in columns] for row in rows]
                 logger.log_table(key=f"samples/step_{step}", columns=columns, data=data)  # pyright: ignore
 
     def _pick(self, table: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -120,7 +121,7 @@ class Samples(L.Callback):
 
 
 def _to_tensorboard(experiment: Any, rows: list[dict[str, Any]], step: int) -> None:
-    """The table as text, and beside it the images of its first row as `samples/image_1`, and so on."""
+    """The table as text, and beside it the images of each row: `samples/image_1` those of the first, and so on."""
     experiment.add_text("samples", markdown_table(rows), global_step=step)
     for number, row in enumerate(rows, 1):
         strip = row["image"].strip() if "image" in row else None

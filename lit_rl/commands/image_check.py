@@ -112,7 +112,7 @@ def say_bad_images(console: Console, data: RolloutDataModule | ExampleDataModule
         more = f", the first {_BAD}" if len(found) == _BAD < bad else ""
         console.print(Text(f"\nRows that are left out because of their images{more}", style="bold"))
     for line in found:
-        console.print(Text(printable(line, 400)))
+        console.print(Text(printable(line, 400)), soft_wrap=True)
 
 
 def _bad_images(data: RolloutDataModule | ExampleDataModule) -> Iterator[str]:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import math
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def _pictures(each: Recorded) -> str:
 def _picture(image: dict[str, Any]) -> str:
     name = _safe(str(image["path"] or "image"))
     try:
-        small = png(image_of(image, "samples").thumbnail())
+        small = png(image_of(image, "samples", max_pixels=sys.maxsize).thumbnail())
     except DataError:
         return f"[{name}]"
     return f'<img src="data:image/png;base64,{base64.b64encode(small).decode()}" alt="{name}" title="{name}">'

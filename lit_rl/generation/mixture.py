@@ -47,8 +47,7 @@ class GeometricMixture(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The policy without its adapters, which knows where tokens of images stand: under the name by which whatever
-        stands before a model holds it."""
+        """The policy without its adapters. `models.policy.positions` asks `.model` where tokens of images stand."""
         return base_of(self.policy)
 
     def forward(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vision_seen import SEEN, Toy, drawn, image, prompts
 
+from lit_rl.errors import ConfigError
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.models.policy.forward import response_logprobs, score
 from lit_rl.models.policy.head import Targets, run
@@ -200,6 +201,16 @@ def test_what_is_not_trained_and_what_adapters_leave_alone(toy: Toy, toy_folder:
     assert trained(freeze=[]) == {"text", "projector", "vision"}
     assert trained(freeze=["vision", "projector"]) == {"text"}
     assert trained(lora=Lora(r=2)) == {"text"}
+    part, layers = part_of(toy.policy), dict[str, set[str]]()
+    for name, module in toy.policy.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            layers.setdefault(part(name), set()).add(name.rpartition(".")[2])
+    if shared := sorted(layers["text"] & layers["vision"]):
+        assert "vision" not in trained(lora=Lora(r=2, targets=shared))
+        assert "vision" in trained(freeze=[], lora=Lora(r=2, targets=shared))
+    alone = next(name for name in sorted(layers["vision"] - layers["text"] - layers.get("projector", set())))
+    with pytest.raises(ConfigError, match=r"names layers of frozen parts alone \(.*model\.freeze=\['vision'\]"):
+        trained(lora=Lora(r=2, targets=[alone]))
 
 
 def test_what_only_images_train_is_found_under_adapters_and_other_heads(toy: Toy, toy_folder: Any) -> None:
@@ -218,6 +229,6 @@ def test_what_only_images_train_is_found_under_adapters_and_other_heads(toy: Toy
     assert trained_by_images(nn.Linear(1, 1)) == []
     names = {name.rpartition(".")[2] for name in modules_outside_text(policy)}
     targets = sorted(name for name in names if not name.isdigit())  # "0" would be whole blocks too
-    adapted = LanguageModel(str(toy_folder(toy.kind)), lora=Lora(r=2, targets=targets)).load()
+    adapted = LanguageModel(str(toy_folder(toy.kind)), freeze=[], lora=Lora(r=2, targets=targets)).load()
     assert len(trained_by_images(adapted)) >= 2 * len(targets), "two matrices of an adapter"
     assert trained_by_images(LanguageModel(str(toy_folder(toy.kind)), lora=Lora(r=2)).load()) == []

@@ -17,7 +17,7 @@ from vision_toys import picture, shown, text_of, tokenizer_of
 
 from lit_rl.algorithms import DPO, GRPO
 from lit_rl.algorithms.preflight.footprint import policy_network, shape_of
-from lit_rl.algorithms.preflight.images import Shown, most_shown, with_images
+from lit_rl.algorithms.preflight.images import LargestPrompt, most_shown, with_images
 from lit_rl.algorithms.preflight.memory import Lengths, Memory, Numbers
 from lit_rl.commands.plan import prepared
 from lit_rl.commands.run_dir import RunDir
@@ -76,7 +76,7 @@ class Case:
         network = policy_network(model, shape, numbers, "fused")
         memory = Memory(network, numbers, lengths, decoding=lengths)
         tokens = sum(token in model.processor.placeholders for token in ids)
-        self.plan = with_images(memory, model, Shown(vision, tokens)).plan(
+        self.plan = with_images(memory, model, LargestPrompt(vision, tokens)).plan(
             len(self.rows), len(self.rows), steps_in_parts=True
         )
 

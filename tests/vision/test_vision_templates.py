@@ -6,6 +6,7 @@ from typing import Any
 
 from vision_toys import picture
 
+from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.models import LanguageModel
 
@@ -49,3 +50,17 @@ def test_a_template_that_reads_texts_stays_as_it_is(toy_folder: Any) -> None:
         model.tokenizer.chat_template,
     )
     assert "with_parts" not in model.tokenizer.chat_template
+
+
+def test_other_settings_of_the_processor_are_other_data(toy_folder: Any) -> None:
+    row = {"prompt": [{"role": "user", "content": "Which?"}], "image": picture(1)}
+
+    def fingerprint(mean: float) -> str:
+        model = LanguageModel(str(toy_folder("idefics3")))
+        assert model.processor is not None
+        model.processor.processor.image_processor.image_mean = [mean] * 3
+        data = RolloutDataModule(rows=[row] * 4, prompts_per_rollout=4, val_fraction=0.0)
+        data.prepare(model.tokenizer, processor=model.processor)
+        return data._prepared().train.fingerprint
+
+    assert fingerprint(0.5) == fingerprint(0.5) != fingerprint(0.1)

@@ -27,8 +27,9 @@ from lit_rl.data.images import image_of
 from lit_rl.rewards import RewardModel
 
 score = RewardModel("path/to/this/folder")
-asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which digit?"}]}]
-score([asked], [[{"role": "assistant", "content": "7"}]], images=[[image_of(Path("photo.png").resolve(), "photo")]])"""
+photo = image_of(Path("photo.png").resolve(), "photo")
+asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is shown?"}]}]
+score([asked], [[{"role": "assistant", "content": "a reply"}]], images=[[photo]])"""
 
 
 class ScalarModule(OfflineModule, ABC):

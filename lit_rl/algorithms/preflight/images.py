@@ -108,19 +108,21 @@ def seeing_shape(model: LanguageModel) -> SeeingShape | None:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a prompt shows."""
+class LargestPrompt:
+    """What the prompt with most image tokens shows."""
 
     vision: PromptVision
     tokens: int
     """That stand for images."""
 
 
-def most_shown(data: Any, processor: Processor) -> Shown | None:
+def most_shown(data: Any, processor: Processor) -> LargestPrompt | None:
     """The training prompt with most image tokens, of a data module that was read; None where none shows anything."""
 
+    placeholders = set(processor.placeholders)
+
     def images(ids: Sequence[int]) -> int:
-        return sum(token in processor.placeholders for token in ids)
+        return sum(map(placeholders.__contains__, ids))
 
     if hasattr(data, "peek"):
         counts = list(map(images, data.peek(data.report["train"]["kept"]).prompt_ids))
@@ -128,16 +130,20 @@ def most_shown(data: Any, processor: Processor) -> Shown | None:
     else:
         examples = data.corpus.train.examples
         counts = [images(example.texts[0].ids) for example in examples]
-        vision_of = lambda row: shown.vision(processor, row) if (shown := examples[row].shown) else None  # noqa: E731
+
+        def vision_of(row: int) -> PromptVision | None:
+            shown = examples[row].shown
+            return shown.vision(processor, row) if shown else None
+
     most = max(range(len(counts)), key=counts.__getitem__, default=None)
     vision = vision_of(most) if most is not None and counts[most] else None
-    return Shown(vision, counts[most]) if vision is not None and most is not None else None
+    return LargestPrompt(vision, counts[most]) if vision is not None and most is not None else None
 
 
 # ---------------------------------------------------------------------- in a plan
 
 
-def with_images(memory: Memory, model: LanguageModel, shown: Shown | None) -> Memory:
+def with_images(memory: Memory, model: LanguageModel, shown: LargestPrompt | None) -> Memory:
     """The plan of a run whose prompts show no more than that."""
     shape = seeing_shape(model)
     if shape is None or shown is None:
@@ -152,7 +158,7 @@ def with_images(memory: Memory, model: LanguageModel, shown: Shown | None) -> Me
 
 
 def sight_of(
-    shape: SeeingShape, shown: Shown, numbers: Numbers, frozen: Sequence[str], checkpointing: bool = False
+    shape: SeeingShape, shown: LargestPrompt, numbers: Numbers, frozen: Sequence[str], checkpointing: bool = False
 ) -> Sight:
     """The bytes of a prompt.
 

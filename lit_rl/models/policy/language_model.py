@@ -344,7 +344,7 @@ class LanguageModel:
             loading.rule_out_placeholders(base)
         policy: PreTrainedModel | PeftModel = base
         if self.lora is not None:
-            policy = self.lora.apply(base, new_tokens=self.new_tokens)
+            policy = self.lora.apply(base, new_tokens=self.new_tokens, frozen=self.frozen_parts)
         elif self.adapter is not None:
             policy = loading.continue_adapter(base, self.adapter)
         elif self.sees:

@@ -50,6 +50,7 @@ class Lora:
         *,
         head: Sequence[str] = (),
         new_tokens: Sequence[int] = (),
+        frozen: Sequence[str] = (),
     ) -> PeftModel:
         """The model with fresh adapters, whose output equals the model's until the first update.
 
@@ -58,14 +59,18 @@ class Lora:
             task_type: PEFT's word for what the model does.
             head: Names of a classifier's head, which PEFT trains in full and which gets no adapter.
             new_tokens: Tokens whose embeddings mean nothing yet: their rows are trained too, and no others.
+            frozen: Parts of a model over images that get no adapter.
 
         Raises:
-            ConfigError: a name in ``targets`` or ``modules_to_save`` matches no module, or names a tied weight; or the
+            ConfigError: a name in ``targets`` or ``modules_to_save`` matches no module, or names a tied weight;
+                ``targets`` are in frozen parts alone; or the
                 head is of a kind of which single rows cannot be trained.
         """
         from peft import LoraConfig, PeftModel, get_peft_model
 
         self._check_names(model)
+        unasked = layers_unasked(model, self.targets, frozen)
+        self._check_reached(model, unasked, frozen)
         config = LoraConfig(
             task_type=task_type,
             r=self.r,
@@ -77,7 +82,7 @@ class Lora:
             modules_to_save=None if self.modules_to_save is None else list(self.modules_to_save),
             trainable_token_indices=self._rows(model, new_tokens),
             # "all-linear" would take the head of a token classifier too, and what sees.
-            exclude_modules=[*head, *layers_unasked(model, self.targets)] or None,
+            exclude_modules=[*head, *unasked] or None,
         )
         try:
             adapted = get_peft_model(model, config)
@@ -85,6 +90,19 @@ class Lora:
             raise ConfigError(f"model.lora.targets={self.targets!r}: {error}{_modules(model)}") from error
         assert isinstance(adapted, PeftModel)
         return adapted
+
+    def _check_reached(self, model: PreTrainedModel, unasked: Sequence[str], frozen: Sequence[str]) -> None:
+        """Refuse targets that are in frozen parts alone."""
+        if isinstance(self.targets, str):
+            return
+        ends = tuple(f".{name}" for name in self.targets)
+        matches = [name for name, _ in model.named_modules() if f".{name}".endswith(ends)]
+        if matches and set(matches) <= set(unasked):
+            raise ConfigError(
+                f"model.lora.targets={list(self.targets)} names layers of frozen parts alone "
+                f"({', '.join(matches[:4])}{', ...' if len(matches) > 4 else ''}). Name layers of the text, or let "
+                f"model.freeze={list(frozen)} leave these parts out."
+            )
 
     def _rows(self, model: PreTrainedModel, tokens: Sequence[int]) -> dict[str, list[int]] | None:
         """The rows to train, by module. Those of a module that is trained in full are among them anyway."""

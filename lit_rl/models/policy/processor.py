@@ -6,7 +6,9 @@ Pixels and placeholders of a prompt depend on that prompt alone, so what is made
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +76,11 @@ class VisionProcessor:
 
     @property
     def name(self) -> str:
-        """The classes that make pixels: two backends of one processor differ in their last digits."""
-        return f"{type(self.processor).__name__}/{type(self.processor.image_processor).__name__}"
+        """The classes that make pixels, two backends of which differ in their last digits, and their settings' hash."""
+        makers = (self.processor, self.processor.image_processor)
+        settings = json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
+        digest = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+        return f"{'/'.join(type(each).__name__ for each in makers)} {digest}"
 
     @property
     def reserved(self) -> list[str]:
@@ -133,9 +138,15 @@ def _drops_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def load_processor(
-    name: str, path: str, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, **how: Any
+    name: str,
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    *,
+    key: str = "model.name",
+    **how: Any,
 ) -> VisionProcessor:
-    """The processor that was saved with a model.
+    """The processor that was saved with a model, which a user named by the key.
 
     Raises:
         BackendError: its files or a package that it needs are missing, or the model cannot be reached.
@@ -143,13 +154,13 @@ def load_processor(
     from transformers import AutoProcessor
 
     try:
-        with hub.reading("model.name", name, path):
+        with hub.reading(key, name, path):
             processor: Any = AutoProcessor.from_pretrained(path, **how)
     except ImportError as error:
         raise BackendError(f"The processor of {name!r} lacks a package: {_missing(error)}") from error
     if not hasattr(processor, "image_processor"):
         raise BackendError(
-            f"model.name={name!r} is a model over images and comes without its processor (preprocessor_config.json or "
+            f"{key}={name!r} is a model over images and comes without its processor (preprocessor_config.json or "
             "processor_config.json). Copy these files of its base model into the folder."
         )
     return VisionProcessor(processor, tokenizer, config)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError, did_you_mean
-from lit_rl.models.policy.hub import reading, resolve
+from lit_rl.models.policy.hub import quiet_about_defaults, reading, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +24,7 @@ def load_tokenizer(name: str, path: str, key: str = "model.name", **hub: Any) ->
     """Raises ConfigError where the model comes without a vocabulary, which `AutoTokenizer` lets pass."""
     from transformers import AutoTokenizer
 
-    with reading(key, name, path):
+    with reading(key, name, path), quiet_about_defaults():
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **hub)
     if not set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids):
         raise ConfigError(

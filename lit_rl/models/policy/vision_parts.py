@@ -84,9 +84,20 @@ def trained_by_images(module: nn.Module) -> list[nn.Parameter]:
     return [each for name, each in model.named_parameters() if each.requires_grad and part(name) != "text"]
 
 
-def layers_unasked(model: Any, targets: str | Sequence[str]) -> list[str]:
-    """Layers that get no adapter of "all-linear": those of a model over images that are no part of its text."""
-    return modules_outside_text(model) if isinstance(targets, str) and sees(model.config) else []
+def layers_unasked(model: Any, targets: str | Sequence[str], frozen: Sequence[str] = ("vision",)) -> list[str]:
+    """Modules of a model over images that get no adapter.
+
+    Args:
+        model: Any model; one over text has none such.
+        targets: Names of layers, which mean none of a frozen part; or "all-linear", which means those of the text.
+        frozen: Parts that are not trained.
+    """
+    if not sees(model.config):
+        return []
+    if isinstance(targets, str):
+        return modules_outside_text(model)
+    part = part_of(model)
+    return [name for name, _ in model.named_modules() if name and part(name) in frozen]
 
 
 def modules_outside_text(model: nn.Module) -> list[str]:

@@ -107,7 +107,7 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         liger.use_kernels(base)
     scorer: PreTrainedModel | PeftModel = base
     if model.lora is not None:
-        scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)])
+        scorer = model.lora.apply(base, scoring.task_type, head=[head_name(base)], frozen=model.frozen_parts)
     elif model.adapter is not None:
         scorer = continue_adapter(base, model.adapter)
     elif model.sees:

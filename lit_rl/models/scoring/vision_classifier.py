@@ -33,4 +33,5 @@ def register_classifier(config: PreTrainedConfig) -> None:
     renamed = renames_of(writers[kind].__name__) or renames_of(config.model_type)
     if renamed:  # how older files of the family name its weights
         register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
-    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)  # without it, nothing of its own families
+    AutoModelForSequenceClassification.register(kind, made, exist_ok=True)
+    # exist_ok: else transformers passes over a class for a config of its own, without a word.

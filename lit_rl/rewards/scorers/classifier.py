@@ -75,14 +75,13 @@ class Classifier:
         self.overlong = overlong
         self.chat_template = chat_template
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
-        self.processor: VisionProcessor | None = None
-        """What makes pixels of prompts with images. None before the model is loaded, and of a model over text."""
+        self._processor: VisionProcessor | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_loaded": None, "processor": None}  # a copy in another process loads its own
+        return self.__dict__ | {"_loaded": None, "_processor": None}  # a copy in another process loads its own
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """The model on its device and its tokenizer; loaded at the first call.
@@ -95,6 +94,21 @@ class Classifier:
         if self._loaded is None:
             self._loaded = _load(self)
         return self._loaded
+
+    def processor(self) -> VisionProcessor | None:
+        """What makes pixels of prompts with images, loaded when it is first asked for. None for a model over text.
+
+        Raises:
+            BackendError: its files or a package that it needs are missing.
+        """
+        from lit_rl.models.policy.processor import load_processor
+        from lit_rl.models.policy.vision_parts import sees
+
+        model, tokenizer = self.load()
+        if self._processor is None and sees(model.config):
+            how = {"key": "name", "revision": self.revision}
+            self._processor = load_processor(self.name, self.path, tokenizer, model.config, **how)
+        return self._processor
 
     @property
     def weight_bytes(self) -> int:
@@ -147,8 +161,6 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
     from transformers import AutoConfig, AutoTokenizer
 
     from lit_rl.models.policy import hub
-    from lit_rl.models.policy.processor import load_processor
-    from lit_rl.models.policy.vision_parts import sees
     from lit_rl.models.scoring.vision_classifier import register_classifier
 
     name, path, revision = description.name, description.path, description.revision
@@ -181,8 +193,6 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
         )
     if description.chat_template is not None:
         tokenizer.chat_template = description.chat_template
-    if sees(config):
-        description.processor = load_processor(name, path, tokenizer, config, revision=revision)
     return model.to(_device(description.device)).eval().requires_grad_(False), tokenizer
 
 

@@ -106,7 +106,8 @@ class RewardModel(Classifier):
 
         A prompt is processed once for all of its completions; what follows is tokenised, as in training.
         """
-        if self.processor is None:
+        processor = self.processor()
+        if processor is None:
             raise RewardError(
                 f"The prompts show images, and the reward model {self.name!r} reads text alone. Take one that was "
                 "trained on images (algo=reward_model), or a reward function."
@@ -125,7 +126,7 @@ class RewardModel(Classifier):
                 )
             key = (text, *map(str, images))
             if key not in made:
-                made[key] = self.processor.process(text, images, where)
+                made[key] = processor.process(text, images, where)
             begin, vision = made[key]
             found.append([*begin, *ids[len(bare) :]])
             seen.append(vision)
@@ -174,8 +175,9 @@ class RewardModel(Classifier):
 
 def shows_images(prompt: Prompt) -> bool:
     """Whether a message of it has a part that is an image."""
-    contents = [] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    return any(part.get("type") == "image" for content in contents if not isinstance(content, str) for part in content)
+    contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(part.get("type") == "image" for part in parts)
 
 
 def _by_row(rows: int, image: Sequence[Any] | None, images: Sequence[Any] | None) -> list[list[Any]]:
