@@ -218,11 +218,15 @@ class TestKernels:
         assert torch.equal(ours(ids).logits, theirs(ids).logits)
 
     def test_a_scoring_model_has_them_too(self, make_model):
-        folder, scores = str(make_model("qwen3")), []
+        folder, scores, terms, ids = str(make_model("qwen3")), [], [], torch.tensor([[5, 6, 7]])
         for use_liger_kernel in (False, True):
             torch.manual_seed(0)
             model = LanguageModel(folder, use_liger_kernel=use_liger_kernel)
             scorer = load_scoring(model, SEQUENCES).eval()
             assert any("forward" in vars(part) for part in scorer.modules()) == use_liger_kernel
-            scores.append(scorer(torch.tensor([[5, 6, 7]])).logits.detach())
-        alike(scores[1], scores[0])
+            scores.append(scorer(ids).logits.detach())
+            hidden: Any = scorer.base_model(ids).last_hidden_state[:, -1].detach()
+            terms.append(hidden * scorer.get_submodule("score").get_parameter("weight").detach())
+        alike(terms[1], terms[0])
+        # A score is a sum that may be near 0: what rounding leaves of it goes by the size of its terms.
+        assert (scores[1] - scores[0]).abs().max() <= 1e-6 * terms[0].abs().sum()
