@@ -18,6 +18,8 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # The tests of tests/vision, of the families whose processors need torchvision.
 FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision -k 'qwen or smolvlm or onevision or internvl'
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
+# By itself: what engines of a worker hold adds up, and 24 GB have to do.
+ENGINES_SEEING := tests/engines/test_engine_vision.py
 # Triton is there for Liger's kernels, which are interpreted on the CPU.
 AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
@@ -114,7 +116,8 @@ test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp  ## ever
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
-	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
+	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) $(args)
+	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
 	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents $(args)
@@ -144,7 +147,8 @@ test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain`: every stag
 	$(PYTEST) -m 'chain and $(ALL)' $(args)
 
 test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
-	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines $(args)
+	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) $(args)
+	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
 
 test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, Liger's kernels interpreted
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
