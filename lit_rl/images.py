@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,9 @@ from lit_rl.errors import BackendError, DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+COLUMNS = ("image", "images")
+"""Columns of a row that hold its images: one, or a list."""
 
 WHITE = (255, 255, 255)
 
@@ -91,6 +95,30 @@ class ImageRef:
     def encoding(self) -> str:
         """How its bytes are encoded, as the ending of a file: `png`, `jpeg`."""
         return str(pillow().open(io.BytesIO(self.read())).format).lower()
+
+
+def refs_of(value: Any) -> tuple[ImageRef, ...]:
+    """The images in a value of a column; none where it is something else."""
+    many = value if isinstance(value, list | tuple) else (value,)
+    return tuple(each for each in many if isinstance(each, ImageRef))
+
+
+def images_of(columns: Mapping[str, Sequence[Any] | None], row: int) -> tuple[ImageRef, ...]:
+    """The images of a row, in the order in which they are shown, of columns by name."""
+    held = (columns.get(name) for name in COLUMNS)
+    return tuple(ref for values in held if values is not None for ref in refs_of(values[row]))
+
+
+def is_pillow(value: Any) -> bool:
+    """Whether it is a PIL image; Pillow is not imported for that."""
+    return hasattr(value, "tobytes") and hasattr(value, "mode")
+
+
+def as_png(image: Image, compress_level: int = 6) -> bytes:
+    """The image as a PNG file, which loses nothing. A lower level, from 0 to 9, is faster and larger."""
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG", compress_level=compress_level)
+    return encoded.getvalue()
 
 
 def digest_of(data: bytes) -> str:

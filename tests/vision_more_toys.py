@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import transformers as hf
-from vision_toys import EYES, shown, text_of, tokenizer_of
+from vision_toys import EYES, OF_IDEFICS, of_idefics, shown, text_of, tokenizer_of
 
 PATCHES = {"patch_size": 8, "temporal_patch_size": 2}
 SEEING = {**PATCHES, "depth": 2, "hidden_size": 64, "num_heads": 2, "spatial_merge_size": 2}
@@ -60,21 +60,12 @@ def _qwen(model: Any, config: Any, processor: Any, eyes: dict[str, Any], **text:
 
 
 def smolvlm() -> tuple[Any, Any]:
-    grid = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
-    tokenizer = tokenizer_of(["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *grid])
+    tokenizer = tokenizer_of(OF_IDEFICS)
     size = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}}
     images = hf.SmolVLMImageProcessor(**size, do_image_splitting=False)
     videos = hf.SmolVLMVideoProcessor(**size)
     processor = hf.SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, chat_template=shown("<image>"))
-    config = hf.SmolVLMConfig(
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-        scale_factor=2,
-        text_config=text_of(tokenizer, model_type="llama"),
-        vision_config=EYES,
-    )
-    return hf.SmolVLMForConditionalGeneration(config), processor
+    return hf.SmolVLMForConditionalGeneration(hf.SmolVLMConfig(**of_idefics(tokenizer))), processor
 
 
 def llava_onevision() -> tuple[Any, Any]:

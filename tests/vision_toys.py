@@ -25,6 +25,10 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 EYES = {**SMALL, "image_size": 32, "patch_size": 8}
 
 
+OF_IDEFICS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+OF_IDEFICS += [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
+
+
 def tokenizer_of(special: list[str], **how: Any) -> Any:
     """A token for each byte, and these."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -55,21 +59,24 @@ def text_of(tokenizer: Any, **more: Any) -> dict[str, Any]:
 def idefics3() -> tuple[Any, Any]:
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-    grid = [f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)]
-    tokenizer = tokenizer_of(["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *grid])
+    tokenizer = tokenizer_of(OF_IDEFICS)
     images = Idefics3ImageProcessorPil(
         size={"longest_edge": 32}, max_image_size={"longest_edge": 32}, do_image_splitting=False
     )
     processor = hf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=shown("<image>"))
-    config = hf.Idefics3Config(
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-        scale_factor=2,
-        text_config=text_of(tokenizer, model_type="llama"),
-        vision_config=EYES,
-    )
-    return hf.Idefics3ForConditionalGeneration(config), processor
+    return hf.Idefics3ForConditionalGeneration(hf.Idefics3Config(**of_idefics(tokenizer))), processor
+
+
+def of_idefics(tokenizer: Any) -> dict[str, Any]:
+    """What the configs of Idefics3 and SmolVLM have in common."""
+    return {
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": True,
+        "scale_factor": 2,
+        "text_config": text_of(tokenizer, model_type="llama"),
+        "vision_config": EYES,
+    }
 
 
 def llava() -> tuple[Any, Any]:

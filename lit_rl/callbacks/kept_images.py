@@ -12,19 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import StorageError
-from lit_rl.images import ImageRef
+from lit_rl.images import ImageRef, refs_of
 
 if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "images"
 """Beside a file of JSON Lines: the images that its rows held as bytes."""
-
-
-def refs_of(value: Any) -> tuple[ImageRef, ...]:
-    """The images in a value of a column; none where it is something else."""
-    many = value if isinstance(value, list | tuple) else (value,)
-    return tuple(each for each in many if isinstance(each, ImageRef))
 
 
 # ---------------------------------------------------------------------- parquet

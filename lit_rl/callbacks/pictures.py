@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lit_rl.callbacks.kept_images import refs_of
-from lit_rl.data.image_parts import COLUMNS
-from lit_rl.images import THUMBNAIL, WHITE, ImageRef, pillow
+from lit_rl.images import THUMBNAIL, WHITE, ImageRef, images_of, pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,7 +21,7 @@ class Pictures:
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Any]], row: int) -> Pictures:
         """Those in a row of a table of samples."""
-        return cls(tuple(ref for name in COLUMNS if name in table for ref in refs_of(table[name][row])))
+        return cls(images_of(table, row))
 
     def __str__(self) -> str:
         """A line each: the file, or where the bytes came from and how their digest begins."""
@@ -48,10 +45,3 @@ class Pictures:
 
 
 _GAP = THUMBNAIL // 24
-
-
-def png(image: Image) -> bytes:
-    """The image as a PNG file."""
-    encoded = io.BytesIO()
-    image.save(encoded, "PNG")
-    return encoded.getvalue()

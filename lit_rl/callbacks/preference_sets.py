@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.callbacks.kept_images import KeptImages
-from lit_rl.data import image_parts
 from lit_rl.data.offline.formats import COLUMNS, OTHER_MASKS
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import control_tokens
 from lit_rl.errors import ConfigError, StorageError, did_you_mean, in_range
+from lit_rl.images import COLUMNS as IMAGE_COLUMNS
 from lit_rl.rollout import Prompt
 
 Row = dict[str, Any]
@@ -226,7 +226,7 @@ def _digests(path: Path) -> set[bytes]:
 def _digest(row: Mapping[str, Any]) -> bytes:
     """Equal for equal prompts, images and completions; the first row of them stays."""
     prompt: Prompt = row["prompt"]
-    said = [row.get(name) for name in ("chosen", "rejected", "completion", *image_parts.COLUMNS)]
+    said = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS)]
     return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
 
 

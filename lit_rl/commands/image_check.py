@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from lit_rl.callbacks.kept_images import refs_of
 from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.text import printable
 from lit_rl.commands.first_row import as_read
 from lit_rl.data.corpus import set_key
 from lit_rl.data.datamodule import RolloutDataModule
-from lit_rl.data.image_parts import COLUMNS, ImageReader
-from lit_rl.data.image_prompts import Processor
+from lit_rl.data.image_parts import ImageReader
+from lit_rl.data.image_prompts import Processor, count_of_placeholders
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.sources import Rows
 from lit_rl.errors import DataError
-from lit_rl.images import ImageRef
+from lit_rl.images import ImageRef, images_of
 
 _NAMES, _BAD = 4, 10
 """Names of a set that are shown; bad images that are."""
@@ -46,29 +46,21 @@ class SeenSet:
 
 def seen_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor) -> list[SeenSet]:
     """The images of the training rows, and of each validation set. Prompts of rollouts that validate have no tokens."""
-
-    def image_tokens(ids: Sequence[int]) -> int:
-        return sum(token in processor.placeholders for token in ids)
-
+    tokens_of_images = partial(count_of_placeholders, processor)
     if isinstance(data, RolloutDataModule):
         names = ["train", *map(set_key, data.val_names)]
-        rows = [_of_columns(each, data.report[name]["kept"]) for name, each in zip(names, data.columns_of_sets())]
-        tokens = [list(map(image_tokens, data.peek(len(rows[0])).prompt_ids)), *((),) * len(data.val_names)]
+        sets = zip(data.columns_of_sets(), (data.report[name]["kept"] for name in names))
+        rows = [[images_of(columns, row) for row in range(count)] for columns, count in sets]
+        tokens = [list(map(tokens_of_images, data.peek(len(rows[0])).prompt_ids)), *((),) * len(data.val_names)]
         return [SeenSet(*each) for each in zip(names, rows, tokens)]
     sets = {"train": data.corpus.train} | {set_key(name): part for name, part in data.corpus.val.items()}
     return [
         SeenSet(
             name,
             [each.shown.images if each.shown else () for each in part.examples],
-            [image_tokens(each.texts[0].ids) for each in part.examples],
+            [tokens_of_images(each.texts[0].ids) for each in part.examples],
         )
         for name, part in sets.items()
-    ]
-
-
-def _of_columns(columns: Mapping[str, Sequence[Any]], count: int) -> list[tuple[ImageRef, ...]]:
-    return [
-        tuple(ref for name in COLUMNS if name in columns for ref in refs_of(columns[name][i])) for i in range(count)
     ]
 
 

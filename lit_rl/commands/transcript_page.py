@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lit_rl.callbacks.pictures import png
 from lit_rl.callbacks.text import printable, said, visible
 from lit_rl.commands.transcript_record import Recorded, RecordedRollout, Tokens
 from lit_rl.commands.transcript_style import COLOURINGS, LEVELS, SCRIPT, style
 from lit_rl.data.images import image_of
 from lit_rl.episodes import words_of
 from lit_rl.errors import DataError
+from lit_rl.images import as_png
 
 _LIKELY = (0.9, 0.5, 0.1, 0.01)
 """Probabilities below which the colour of a log-prob is a shade stronger."""
@@ -151,7 +151,7 @@ def _pictures(each: Recorded) -> str:
 def _picture(image: dict[str, Any]) -> str:
     name = _safe(str(image["path"] or "image"))
     try:
-        small = png(image_of(image, "samples", max_pixels=sys.maxsize).thumbnail())
+        small = as_png(image_of(image, "samples", max_pixels=sys.maxsize).thumbnail())
     except DataError:
         return f"[{name}]"
     return f'<img src="data:image/png;base64,{base64.b64encode(small).decode()}" alt="{name}" title="{name}">'

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_rl.data.image_parts import COLUMNS
 from lit_rl.errors import ConfigError, StorageError
+from lit_rl.images import COLUMNS
 
 if TYPE_CHECKING:
     import pyarrow

@@ -8,7 +8,6 @@ under CC BY 4.0. The file is the one that scikit-learn distributes, byte for byt
 from __future__ import annotations
 
 import gzip
-import io
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 from lit_rl.data.tasks import HoldsOut
 from lit_rl.errors import in_range
-from lit_rl.images import pillow
+from lit_rl.images import as_png, pillow
 
 QUESTION = "Which digit?"
 IMAGES = 1797
@@ -68,8 +67,7 @@ class DigitTexts(Digits):
 
 def _png(greys: list[int]) -> bytes:
     """Of greys from 0, which is black, to 16."""
-    module, encoded = pillow(), io.BytesIO()
+    module = pillow()
     image = module.frombytes("L", (_SIDE, _SIDE), bytes(grey * 255 // _GREYS for grey in greys))
     side = _SIDE * _SCALE
-    image.resize((side, side), module.Resampling.NEAREST).convert("RGB").save(encoded, "PNG")
-    return encoded.getvalue()
+    return as_png(image.resize((side, side), module.Resampling.NEAREST).convert("RGB"))

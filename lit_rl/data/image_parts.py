@@ -10,9 +10,8 @@ from typing import Any
 from lit_rl.data.checks import excerpt
 from lit_rl.data.images import image_of
 from lit_rl.errors import ConfigError, DataError
-from lit_rl.images import ImageRef
+from lit_rl.images import COLUMNS, ImageRef
 
-COLUMNS = ("image", "images")
 PART = {"type": "image"}
 """What stands in a message for an image."""
 

@@ -34,6 +34,11 @@ class Processor(Protocol):
         ...
 
 
+def count_of_placeholders(processor: Processor, ids: Sequence[int]) -> int:
+    """How many tokens of a text stand for images."""
+    return sum(map(processor.placeholders.__contains__, ids))
+
+
 def refuse_reserved(processor: Processor, text: str, where: str) -> None:
     """A placeholder that is written in a plain text would be taken for an image that is not there.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.errors import DataError, did_you_mean
-from lit_rl.images import ImageRef, as_rgb, digest_of, pillow
+from lit_rl.images import ImageRef, as_png, as_rgb, digest_of, is_pillow, pillow
 
 MAX_IMAGE_PIXELS = 40_000_000
 """Width times height of an image that a data set may hold, if nothing else is said: 120 MB as RGB."""
@@ -51,7 +51,7 @@ def image_of(value: Any, where: str, *, folder: Path | None = None, max_pixels: 
         return _of_bytes(bytes(value), "bytes", where, max_pixels)
     if isinstance(value, Mapping) and value.keys() <= {"bytes", "path"}:
         return _of_mapping(value, where, folder, max_pixels)
-    if hasattr(value, "tobytes") and hasattr(value, "mode"):
+    if is_pillow(value):
         return _of_pillow(value, where, max_pixels)
     raise DataError(f"{where}: the image is {excerpt(repr(value))} ({type(value).__name__}); allowed are {ALLOWED}.")
 
@@ -114,12 +114,11 @@ def _of_pillow(image: Any, where: str, max_pixels: int) -> ImageRef:
     _check_size(image.width, image.height, "a PIL image", where, max_pixels)
     if getattr(image, "is_animated", False):
         raise _animated("a PIL image", where)
-    encoded = io.BytesIO()
     try:
-        as_rgb(image).save(encoded, "PNG")
+        encoded = as_png(as_rgb(image))
     except (OSError, ValueError) as error:
         raise DataError(f"{where}: the image, a PIL image, cannot be used: {error}.") from error
-    return _of_bytes(encoded.getvalue(), "a PIL image", where, max_pixels)
+    return _of_bytes(encoded, "a PIL image", where, max_pixels)
 
 
 def _of_bytes(data: bytes, name: str, where: str, max_pixels: int) -> ImageRef:

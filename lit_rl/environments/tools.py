@@ -18,7 +18,7 @@ from jsonschema.protocols import Validator
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.runner import NoReply
 from lit_rl.errors import ConfigError
-from lit_rl.images import ImageRef
+from lit_rl.images import ImageRef, is_pillow
 
 _log = logging.getLogger(__name__)
 
@@ -252,11 +252,7 @@ def _is_image(value: Any) -> bool:
     if isinstance(value, Mapping):  # a part of a message, and nothing that merely has a type
         return value.get("type") in ("image", "image_url") and value.keys() <= _IMAGE_KEYS
     bytes_ = str(getattr(value, "dtype", "")).endswith("uint8")
-    return (
-        (bytes_ and value.ndim == _DIMENSIONS)
-        or isinstance(value, ImageRef)
-        or (hasattr(value, "tobytes") and hasattr(value, "mode"))
-    )
+    return (bytes_ and value.ndim == _DIMENSIONS) or isinstance(value, ImageRef) or is_pillow(value)
 
 
 _IMAGE_KEYS = {"type", "image", "image_url", "url", "path", "bytes", "base64", "detail"}

@@ -13,7 +13,7 @@ from live_tensors import Live
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from vision_runs import quiet_trainer
 from vision_seen import Toy, image
-from vision_toys import picture, shown, text_of, tokenizer_of
+from vision_toys import of_idefics, picture, shown, text_of, tokenizer_of
 
 from lit_rl.algorithms import DPO, GRPO
 from lit_rl.algorithms.preflight.footprint import policy_network, shape_of
@@ -43,14 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     edge = {"longest_edge": SIDE}
     images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
     processor = hf.Idefics3Processor(images, tokenizer, image_seq_len=16, chat_template=shown("<image>"))
-    config = hf.Idefics3Config(
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=True,
-        scale_factor=2,
-        text_config=text_of(tokenizer, model_type="llama", **SMALL | {"num_key_value_heads": 3}),
-        vision_config={**SMALL, "image_size": SIDE, "patch_size": 14},
-    )
+    of_text = text_of(tokenizer, model_type="llama", **SMALL | {"num_key_value_heads": 3})
+    of_vision = {**SMALL, "image_size": SIDE, "patch_size": 14}
+    config = hf.Idefics3Config(**of_idefics(tokenizer) | {"text_config": of_text, "vision_config": of_vision})
     place = tmp_path_factory.mktemp("larger")
     torch.manual_seed(0)
     hf.Idefics3ForConditionalGeneration(config).save_pretrained(place)

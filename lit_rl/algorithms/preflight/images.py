@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from lit_rl.algorithms.preflight.memory import Memory, Network, Numbers, Sight
-from lit_rl.data.image_prompts import Processor
+from lit_rl.data.image_prompts import Processor, count_of_placeholders
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear
 from lit_rl.models.policy.vision_parts import part_of
@@ -119,11 +119,7 @@ class LargestPrompt:
 def most_shown(data: Any, processor: Processor) -> LargestPrompt | None:
     """The training prompt with most image tokens, of a data module that was read; None where none shows anything."""
 
-    placeholders = set(processor.placeholders)
-
-    def images(ids: Sequence[int]) -> int:
-        return sum(map(placeholders.__contains__, ids))
-
+    images = partial(count_of_placeholders, processor)
     if hasattr(data, "peek"):
         counts = list(map(images, data.peek(data.report["train"]["kept"]).prompt_ids))
         vision_of = data.vision

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from lit_rl.data.image_prompts import Shown
 from lit_rl.data.images import image_of
 from lit_rl.data.templates import render_prompt
 from lit_rl.errors import DataError
-from lit_rl.images import ImageRef, pillow
+from lit_rl.images import ImageRef, as_png, pillow
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.rollout import Prompts
 
@@ -44,6 +43,4 @@ def _picture() -> ImageRef:
     """Bands and a slope: whatever a tower looks at, it finds something."""
     places = ((x, y) for y in range(_SIDE) for x in range(_SIDE))
     pixels = bytes(value for x, y in places for value in (x * 4, y * 4, 255 * (x // 8 + y // 16 & 1)))
-    held = io.BytesIO()
-    pillow().frombytes("RGB", (_SIDE, _SIDE), pixels).save(held, "PNG")
-    return image_of(held.getvalue(), _WHERE, max_pixels=_SIDE * _SIDE)
+    return image_of(as_png(pillow().frombytes("RGB", (_SIDE, _SIDE), pixels)), _WHERE)

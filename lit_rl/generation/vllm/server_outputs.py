@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import io
 import math
 import time
 from typing import Any
 
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.requests import Answer, Pictured, Request, same_prompt
+from lit_rl.images import as_png
 from lit_rl.vision import Picture
 
 _NO_NUMBER = -9999.0
@@ -55,9 +55,7 @@ def body_with_images(pictured: Pictured, fields: dict[str, Any], model: str) -> 
 def _address(image: Picture) -> str:
     """A ``data:`` URI of the very pixels that the policy sees: PNG loses none, and how an image of another mode becomes
     RGB is for us to say."""
-    buffer = io.BytesIO()
-    image.open().save(buffer, "PNG", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    return f"data:image/png;base64,{base64.b64encode(as_png(image.open(), compress_level=1)).decode()}"
 
 
 def _in_order(answer: dict[str, Any]) -> list[dict[str, Any]]:

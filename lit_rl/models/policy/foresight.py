@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import nn
@@ -37,10 +38,10 @@ def refuse_foresight(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
         ConfigError: the log-prob of a token changes with a later one.
     """
     device, config = next(model.parameters()).device, base_of(model).config
-    barred = set(placeholder_ids(config))
-    usable = [token for token in range(3, config.get_text_config().vocab_size) if token not in barred]
-    told = usable[:_TOKENS]
-    rows = torch.tensor([told, [*told[:-1], usable[_TOKENS]]], device=device)
+    barred = placeholder_ids(config)
+    tokens = islice((token for token in range(config.get_text_config().vocab_size) if token not in barred), _TOKENS + 1)
+    *told, last, another = tokens
+    rows = torch.tensor([[*told, last], [*told, another]], device=device)
     prompts = torch.tensor([list(prompt_ids)] * 2, device=device)
     every = torch.ones_like(rows, dtype=torch.bool)
     completions = Completions(

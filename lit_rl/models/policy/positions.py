@@ -92,6 +92,15 @@ def text_positions(model: nn.Module, tokens: TokenBatch) -> Tensor:
     return found
 
 
+def text_inputs(model: nn.Module, tokens: TokenBatch) -> dict[str, Tensor]:
+    """Where the tokens of texts stand, and what is seen beside them, as keyword arguments of a model."""
+    found = {"position_ids": text_positions(model, tokens)}
+    if tokens.vision is not None:
+        ids = tokens.input_ids
+        found |= tokens.vision.inputs(ids.device) | tokens.vision.per_text_token(ids.shape[1], ids.device)
+    return found
+
+
 def counted_positions(mask: Tensor) -> Tensor:
     """Of each attended token, how many stand before it; of padding, 0 or that of the token before."""
     return (mask.long().cumsum(1) - 1).clamp(min=0)

@@ -17,7 +17,7 @@ from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import DEFAULT, ForwardOptions
-from lit_rl.models.policy.positions import text_positions
+from lit_rl.models.policy.positions import text_inputs
 from lit_rl.models.policy.rows_by_length import Call, at_most, by_length
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.linear_logprobs import Distribution
@@ -171,16 +171,16 @@ def _inputs(
     extra: dict[str, Any] = {"output_router_logits": True} if router_aux else {}
     if router_aux and "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
         raise no_router(model)
-    ids, positions, kept, shape = tokens.input_ids, text_positions(model, tokens), columns, (len(tokens), len(columns))
-    if tokens.vision is not None:
-        extra |= tokens.vision.inputs(ids.device) | tokens.vision.per_text_token(ids.shape[1], ids.device)
+    ids, kept, shape = tokens.input_ids, columns, (len(tokens), len(columns))
+    extra |= text_inputs(model, tokens)
     if tokens.segment is None:
         extra["attention_mask"] = tokens.attention_mask.long()
     elif _needs_one_row(model):
         starts = torch.arange(len(tokens), device=ids.device)[:, None] * ids.shape[1]
-        ids, positions, kept = ids.reshape(1, -1), positions.reshape(1, -1), (starts + columns).flatten()
+        extra["position_ids"] = extra["position_ids"].reshape(1, -1)
+        ids, kept = ids.reshape(1, -1), (starts + columns).flatten()
         shape = (1, kept.numel())
-    named = {"input_ids": ids, "position_ids": positions, "logits_to_keep": kept, "use_cache": False}
+    named = {"input_ids": ids, "logits_to_keep": kept, "use_cache": False}
     return named | extra, shape
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.forward import no_router
-from lit_rl.models.policy.positions import text_positions
+from lit_rl.models.policy.positions import text_inputs
 from lit_rl.models.policy.trunk import base_of
 
 
@@ -34,9 +34,7 @@ def scoring_logits(model: nn.Module, tokens: TokenBatch, *, router_aux: bool = F
     """
     inputs: dict[str, Any] = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask.long()}
     if tokens.vision is not None:
-        ids = tokens.input_ids
-        inputs["position_ids"] = text_positions(model, tokens)
-        inputs |= tokens.vision.inputs(ids.device) | tokens.vision.per_text_token(ids.shape[1], ids.device)
+        inputs |= text_inputs(model, tokens)
     if not router_aux:
         return model(**inputs, use_cache=False).logits.float(), None
     base = base_of(model)

@@ -239,9 +239,7 @@ def _seen(model: PreTrainedModel, ids: Tensor, mask: Tensor, seen: Sequence[Prom
     """What a model over images is given beside ids and mask."""
     if not any(seen):
         return {}
-    from lit_rl.models.policy.positions import text_positions
+    from lit_rl.models.policy.positions import text_inputs
 
     vision = Vision(seen, torch.arange(len(seen)))
-    positions = text_positions(model, TokenBatch(ids, mask.bool(), mask.bool(), vision=vision))
-    inputs = vision.inputs(ids.device) | vision.per_text_token(ids.shape[1], ids.device)
-    return {"position_ids": positions, **inputs}
+    return text_inputs(model, TokenBatch(ids, mask.bool(), mask.bool(), vision=vision))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.errors import ConfigError, RewardError
+from lit_rl.images import ImageRef, images_of
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.scorers.classifier import Classifier, logits_of
 from lit_rl.rollout import Prompt
@@ -82,13 +83,14 @@ class RewardModel(Classifier):
         rows = [self._ids(tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
         seen: list[PromptVision | None] = []
         if any(map(shows_images, prompts)):
-            shown = _by_row(len(prompts), image, images)
+            columns = {"image": image, "images": images}
+            shown = [images_of(columns, row) for row in range(len(prompts))]
             rows, seen = self._with_images(tokenizer, prompts, rows, shown)
         limit = self.longest(rows)
         scored = [i for i, row in enumerate(rows) if len(row) <= limit or self.overlong == "truncate_left"]
+        self._check_cut(scored, rows, seen, limit)
         scores: list[float | None] = [None] * len(rows)
         for batch in self.batches(rows, scored):
-            self._check_cut(batch, rows, seen, limit)
             ids = [rows[i][-limit:] for i in batch]
             logits = logits_of(model, ids, [seen[i] for i in batch] if seen else [])[:, 0]
             for i, score in zip(batch, logits.tolist(), strict=True):
@@ -100,7 +102,7 @@ class RewardModel(Classifier):
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[Prompt],
         rows: Sequence[list[int]],
-        shown: Sequence[Sequence[Any]],
+        shown: Sequence[Sequence[ImageRef]],
     ) -> tuple[list[list[int]], list[PromptVision | None]]:
         """Rows in which images have as many placeholders as the model has features, and what each of them shows.
 
@@ -133,15 +135,16 @@ class RewardModel(Classifier):
         return found, seen
 
     def _check_cut(
-        self, batch: Sequence[int], rows: Sequence[list[int]], seen: Sequence[PromptVision | None], limit: int
+        self, scored: Sequence[int], rows: Sequence[list[int]], seen: Sequence[PromptVision | None], limit: int
     ) -> None:
-        for i in batch if seen else ():
-            if seen[i] is not None and len(rows[i]) > limit:
-                raise RewardError(
-                    f"row {i} has {len(rows[i])} tokens with its images for the reward model {self.name!r}, and "
-                    f"overlong=truncate_left to max_length={limit} would cut through them. Raise it, or set overlong "
-                    "to skip."
-                )
+        """Refuse to cut through images. `seen` is empty where no row shows any."""
+        cut = next((i for i in scored if seen and seen[i] is not None and len(rows[i]) > limit), None)
+        if cut is not None:
+            raise RewardError(
+                f"row {cut} has {len(rows[cut])} tokens with its images for the reward model {self.name!r}, and "
+                f"overlong=truncate_left to max_length={limit} would cut through them. Raise it, or set overlong to "
+                "skip."
+            )
 
     def _ids(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Completion) -> list[int]:
         if isinstance(prompt, str):
@@ -178,10 +181,3 @@ def shows_images(prompt: Prompt) -> bool:
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(part.get("type") == "image" for part in parts)
-
-
-def _by_row(rows: int, image: Sequence[Any] | None, images: Sequence[Any] | None) -> list[list[Any]]:
-    """The images of each row, of the columns ``image`` and ``images``."""
-    many = [list(each or []) for each in images] if images is not None else [[] for _ in range(rows)]
-    single = image if image is not None else [None] * rows
-    return [[*([] if one is None else [one]), *rest] for one, rest in zip(single, many, strict=True)]
