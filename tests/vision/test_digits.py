@@ -128,7 +128,7 @@ def test_a_few_steps_of_imitation_teach_it(fitted):
     assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.1
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive  # in every run notebooks/05_images.ipynb does the same
 def test_reinforcement_teaches_it(fitted):
     model = LanguageModel("digits", freeze=())
     module = GRPO(
