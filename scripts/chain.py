@@ -1,6 +1,6 @@
 """A whole post-training chain on the shipped policy, each stage learning from the last: `make chain`.
 
-    python scripts/chain.py OUT [--picture FILE.png]
+    python scripts/chain.py OUT [--picture FILE.png] [--share 0.5]
 
 On sums up to 30, of which 150 are held out from every stage:
 
@@ -61,69 +61,70 @@ class Stage:
     Args:
         does: What it is, in a few words.
         begins: The stage whose model it begins with; None is the shipped policy.
+        steps: Optimizer steps.
         settings: Of `train.py`; `{out}` stands for the folder of all runs.
     """
 
     does: str
     begins: str | None
+    steps: int
     settings: tuple[str, ...]
 
-    def command(self, name: str, out: Path) -> list[str]:
+    def command(self, name: str, out: Path, share: float) -> list[str]:
+        """The run that takes this share of the steps."""
         start = [f"model.name={out}/{self.begins}/hf"] if self.begins else []
         settings = [setting.format(out=out) for setting in self.settings]
-        return ["train.py", "model=tiny", *start, *settings, "trainer.max_epochs=-1", f"run_dir={out}/{name}"]
+        ends = [f"trainer.max_steps={round(self.steps * share)}", "trainer.max_epochs=-1"]
+        return ["train.py", "model=tiny", *start, *settings, *ends, f"run_dir={out}/{name}"]
 
 
 STAGES = {
-    "sft": Stage(
-        "imitates right answers, 30 steps", None, ("algo=sft", *SUMS, "optimizer.lr=3e-4", "trainer.max_steps=30")
-    ),
+    "sft": Stage("imitates right answers for a moment", None, 30, ("algo=sft", *SUMS, "optimizer.lr=3e-4")),
     "judge": Stage(
-        "imitates right answers, 300 steps",
-        None,
-        ("algo=sft", *SUMS, "optimizer.lr=2e-3", "scheduler=cosine", "trainer.max_steps=300"),
+        "imitates right answers for long", None, 300, ("algo=sft", *SUMS, "optimizer.lr=2e-3", "scheduler=cosine")
     ),
     "rollouts": Stage(
         "writes completions and pairs them; learns nothing",
         "sft",
+        30,
         (
             *("algo=grpo", *SUMS, "callbacks=preference_sets", "callbacks.preference_sets.ranked_per_group=8"),
-            *("sampling.temperature=1.5", "data.prompts_per_rollout=128", "trainer.max_steps=30"),
+            *("sampling.temperature=1.5", "data.prompts_per_rollout=128"),
             "optimizer.lr=1e-12",  # only what it writes is wanted
         ),
     ),
     "reward_model": Stage(
         "tells right from wrong completions",
         "judge",
+        1000,
         (
             *("algo=reward_model", "data=preferences", "data.path={out}/rollouts/datasets/ranked.jsonl"),
             *("data.val_fraction=0.1", "data.batch_size=64", "optimizer.lr=5e-4", "scheduler=cosine"),
-            "trainer.max_steps=1000",
         ),
     ),
     "dpo": Stage(
         "prefers its better completions (algo=rpo)",
         "sft",
+        100,
         (
             *("algo=rpo", "data=preferences", "data.path={out}/rollouts/datasets/pairs.jsonl"),
-            *("data.batch_size=64", "optimizer.lr=3e-4", "trainer.max_steps=100"),
+            *("data.batch_size=64", "optimizer.lr=3e-4"),
         ),
     ),
     "ppo": Stage(
         "is scored by the reward model",
         "sft",
+        320,
         (
             *("algo=ppo", *SUMS, *SCORED, "algo.reward_beta=0.3", "data.prompts_per_rollout=256"),
-            *("optimizer.lr=5e-4", "trainer.max_steps=320"),
+            "optimizer.lr=5e-4",
         ),
     ),
     "online_dpo": Stage(
         "is judged by the reward model, pair by pair",
         "sft",
-        (
-            *("algo=online_dpo", *SUMS, *SCORED, "data.prompts_per_rollout=128"),
-            *("optimizer.lr=3e-4", "trainer.max_steps=120"),
-        ),
+        120,
+        ("algo=online_dpo", *SUMS, *SCORED, "data.prompts_per_rollout=128", "optimizer.lr=3e-4"),
     ),
 }
 WAVES = (("sft", "judge"), ("rollouts",), ("reward_model", "dpo"), ("ppo", "online_dpo"))
@@ -132,13 +133,19 @@ WAVES = (("sft", "judge"), ("rollouts",), ("reward_model", "dpo"), ("ppo", "onli
 POLICIES = ("sft", "dpo", "ppo", "online_dpo")
 
 
-def run(wave: Sequence[str], out: Path) -> None:
-    """Run the stages of a wave that are not finished. Exits where one fails, with the end of what it said."""
+def run(wave: Sequence[str], out: Path, share: float) -> None:
+    """Run the stages of a wave that are not finished. Exits where one fails, with the end of what it said.
+
+    Args:
+        wave: Names of stages.
+        out: Folder of the runs.
+        share: Of the steps of each stage, above 0.
+    """
     began = time.perf_counter()
     started = {}
     for name in wave:
         if not (out / name / "hf" / "config.json").is_file():
-            command = STAGES[name].command(name, out)
+            command = STAGES[name].command(name, out, share)
             print(f"{name}: {STAGES[name].does}\n  python {shlex.join(command)}", flush=True)
             with (out / f"{name}.log").open("w") as log:
                 threads = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -241,11 +248,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the runs")
     parser.add_argument("--picture", type=Path, help="where to draw the accuracies")
+    parser.add_argument("--share", type=float, default=1, help="of the steps of each stage, for a shorter chain (1)")
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     for wave in WAVES:
-        run(wave, out)
+        run(wave, out, given.share)
     print("measuring ...", flush=True)
     filter_warnings()
     torch.set_num_threads(1)

@@ -20,10 +20,15 @@ ROWS = table_rows(ROOT / "docs" / "papers.md")
 @pytest.mark.all
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_the_command_of_a_paper_composes_and_builds(row: list[str]) -> None:
+    """A command of one preset is built by tests/cli/test_configs.py: here its file has to be there."""
     words = row[1].strip("`").split()
     assert words[:2] == ["python", "train.py"]
-    with left_as_found():
-        assert build(tree_of(*words[2:])["algo"]) is not None
+    match words[2:]:
+        case [preset] if preset.startswith("algo="):
+            assert (ROOT / "conf" / "algo" / f"{preset.removeprefix('algo=')}.yaml").is_file()
+        case overrides:
+            with left_as_found():
+                assert build(tree_of(*overrides)["algo"]) is not None
 
 
 def test_every_paper_that_the_code_names_is_told() -> None:

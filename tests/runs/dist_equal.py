@@ -31,10 +31,11 @@ def trainer(folder: Path, devices: int, **more: Any) -> L.Trainer:
         "num_sanity_val_steps": 0,
         "limit_val_batches": 0,
         "use_distributed_sampler": False,
+        "enable_checkpointing": False,
     }
     return L.Trainer(
-        accelerator="cpu", devices=devices, default_root_dir=folder, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **{**settings, **more},
+        accelerator="cpu", devices=devices, default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, **{**settings, **more},
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import dist_episodes
 import dist_masters
 import dist_offline
 import dist_precomputed
+import dist_resumed
 import dist_shipping
 import dist_terms
 import dist_verdicts
@@ -24,6 +25,7 @@ LISTS = {
     "masters": dist_masters.main,
     "offline": dist_offline.main,
     "precomputed": dist_precomputed.main,
+    "resumed": dist_resumed.main,
     "shipping": dist_shipping.main,
     "terms": dist_terms.main,
     "verdicts": dist_verdicts.main,

@@ -26,7 +26,7 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.models.policy.sharding import full_state_dict
 from lit_rl.models.scoring.critic import SeparateCritic
-from lit_rl.ops import losses, mismatch, selection
+from lit_rl.ops import advantages, losses, mismatch, selection
 from lit_rl.rollout import Sampling
 
 STEPS = 4
@@ -70,6 +70,7 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
                 "weight_norm": mismatch.normalize_sequence_weights,
             },
         ),
+        "batch-normalized": (GRPO, {"advantage": advantages.batch_normalized}),
         "skipped": (GRPO, {"reward": uneven}),
         "dynamic": (GRPO, {"groups": DynamicSampling(6), "beta": 0.2, "kl_control": AdaptiveKL(0.01, 64)}),
         "whitened": (Reinforce, {**two, "reward_beta": 0.2, "reward_norm": RunningNorm()}),

