@@ -19,11 +19,11 @@ FAMILIES = ("internvl", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "qwen3_vl",
 _TIMED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
 """Those that tell the model when a frame was."""
 
-_STACKED = ("internvl", "llava_onevision")
-"""Those whose processors stack the videos of a prompt."""
+_STACKED = ("internvl", "llava_onevision", "smolvlm")
+"""Those whose processors stack the videos of a prompt; SmolVLM's writes the longest one's number of frames for all."""
 
 _UNPADDED = ("llava_onevision",)
-"""Those whose model takes every frame of a batch for one, those that pad a shorter video too."""
+"""Those whose model has no mark for frames that only pad a shorter video of a batch."""
 
 _APART = ("smolvlm",)
 """Those whose processor makes one input of frames and images, of which the frames stay."""
