@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 
 class Picture(Protocol):
-    """An image: `lit_rl.images.ImageRef`."""
+    """An image, `lit_rl.images.ImageRef`, or a video, `lit_rl.videos.VideoRef`."""
 
     def open(self) -> Any:
-        """Its pixels, a PIL image in mode RGB."""
+        """Its pixels, a PIL image in mode RGB, or a list of them."""
         ...
 
 
@@ -43,7 +43,7 @@ class PromptVision:
     """Of one prompt with images, on the CPU."""
 
     inputs: Mapping[str, Tensor]
-    """Joined along the first dimension, which counts images, tiles or patches."""
+    """Joined along the first dimension, which counts images, tiles, patches, videos or frames."""
     per_token: Mapping[str, Tensor] = field(default_factory=dict)
     """Long ``(n,)`` each: a value for each token of the prompt."""
     in_response: Mapping[str, int] = field(default_factory=dict)

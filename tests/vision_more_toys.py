@@ -47,7 +47,7 @@ def _qwen(model: Any, config: Any, processor: Any, eyes: dict[str, Any], **text:
     tokenizer = tokenizer_of(list(names.values()))
     how = {**PATCHES, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
     videos = hf.Qwen3VLVideoProcessor if processor is hf.Qwen3VLProcessor else hf.Qwen2VLVideoProcessor
-    template = shown("<|vision_start|><|image_pad|><|vision_end|>")
+    template = shown(*(f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("image", "video")))
     made = processor(hf.Qwen2VLImageProcessor(**how), tokenizer, videos(**how), chat_template=template)
     text = {"rope_parameters": _turned(), **text}
     settings = config(
@@ -64,7 +64,9 @@ def smolvlm() -> tuple[Any, Any]:
     size = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 32}}
     images = hf.SmolVLMImageProcessor(**size, do_image_splitting=False)
     videos = hf.SmolVLMVideoProcessor(**size)
-    processor = hf.SmolVLMProcessor(images, tokenizer, videos, image_seq_len=4, chat_template=shown("<image>"))
+    processor = hf.SmolVLMProcessor(
+        images, tokenizer, videos, image_seq_len=4, chat_template=shown("<image>", "<video>")
+    )
     return hf.SmolVLMForConditionalGeneration(hf.SmolVLMConfig(**of_idefics(tokenizer))), processor
 
 
@@ -78,7 +80,7 @@ def llava_onevision() -> tuple[Any, Any]:
         hf.LlavaOnevisionVideoProcessor(size=size),
         num_image_tokens=16,
         vision_feature_select_strategy="full",
-        chat_template=shown("<image>"),
+        chat_template=shown("<image>", "<video>"),
     )
     image, video = (tokenizer.convert_tokens_to_ids(name) for name in ("<image>", "<video>"))
     config = hf.LlavaOnevisionConfig(
@@ -110,7 +112,7 @@ def internvl() -> tuple[Any, Any]:
         tokenizer,
         hf.InternVLVideoProcessor(size=size),
         image_seq_length=4,
-        chat_template=shown("<IMG_CONTEXT>"),
+        chat_template=shown("<IMG_CONTEXT>", "<video>"),
     )
     config = hf.InternVLConfig(
         text_config=text_of(tokenizer, model_type="qwen2"),

@@ -18,7 +18,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}IMAGE{% elif p['type'] == 'video' %}VIDEO"
+    "{% else %}{{ p['text'] }}{% endif %}"
+    "{% endfor %}"
     "{% endif %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -168,8 +170,8 @@ def paligemma() -> tuple[Any, Any]:
     return hf.PaliGemmaForConditionalGeneration(config), processor
 
 
-def shown(placeholder: str) -> str:
-    return TEMPLATE.replace("IMAGE", placeholder)
+def shown(placeholder: str, video: str = "") -> str:
+    return TEMPLATE.replace("IMAGE", placeholder).replace("VIDEO", video)
 
 
 TOYS = {"idefics3": idefics3, "llava": llava, "llava_next": llava_next, "gemma3": gemma3, "paligemma": paligemma}

@@ -1,4 +1,4 @@
-"""Images of rows in the files that a run writes: columns of a parquet file, and names in JSON Lines.
+"""Images and frames of rows in the files that a run writes: columns of a parquet file, and names in JSON Lines.
 
 An image that is a file stays where it is, and its absolute path is written. One that was held as bytes is written once.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import StorageError
 from lit_rl.images import ImageRef, refs_of
+from lit_rl.videos import VideoRef, videos_in
 
 if TYPE_CHECKING:
     import pyarrow
@@ -27,20 +28,32 @@ FOLDER = "images"
 def arrow_images(values: Sequence[Any]) -> pyarrow.Array | None:
     """A column of images as `datasets.Image` has it: a struct of bytes and path, or lists of them. None: no images.
 
-    An image that is a file has its absolute path and no bytes.
+    An image that is a file has its absolute path and no bytes. A video is the list of its frames.
     """
     import pyarrow
 
-    if not any(refs_of(value) for value in values):
+    if not any(refs_of(value) or videos_in(value) for value in values):
         return None
-    one = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
-    if any(isinstance(value, list | tuple) for value in values):
-        lists = [None if value is None else [_plain(ref) for ref in refs_of(value)] for value in values]
-        return pyarrow.array(lists, type=pyarrow.list_(one))
-    return pyarrow.array([None if value is None else _plain(value) for value in values], type=one)
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    lists = any(isinstance(value, list | tuple) for value in values)
+    for _ in range(lists + any(videos_in(value) for value in values)):
+        kind = pyarrow.list_(kind)
+    return pyarrow.array([_plain(value) for value in values], type=kind)
 
 
-def _plain(ref: ImageRef) -> dict[str, Any]:
+def _plain(value: Any) -> Any:
+    if value is None:
+        return None
+    return _stored(value) if isinstance(value, ImageRef | VideoRef) else [_stored(ref) for ref in _refs(value)]
+
+
+def _refs(value: Any) -> tuple[ImageRef | VideoRef, ...]:
+    return (*refs_of(value), *videos_in(value))
+
+
+def _stored(ref: ImageRef | VideoRef) -> Any:
+    if isinstance(ref, VideoRef):
+        return [_stored(frame) for frame in ref.frames]
     if ref.path is not None:
         return {"bytes": None, "path": str(ref.path.resolve())}
     return {"bytes": ref.data, "path": ref.name}
@@ -50,8 +63,10 @@ def image_features(table: pyarrow.Table, names: Sequence[str]) -> pyarrow.Table:
     """The table with a note by which `datasets.load_dataset("parquet", ...)` gives the named columns back as images."""
     import pyarrow
 
-    image = {"_type": "Image"}
-    features = {name: [image] if pyarrow.types.is_list(table.schema.field(name).type) else image for name in names}
+    def feature(kind: pyarrow.DataType) -> Any:
+        return [feature(kind.value_type)] if pyarrow.types.is_list(kind) else {"_type": "Image"}
+
+    features = {name: feature(table.schema.field(name).type) for name in names}
     return table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
 
 
@@ -78,14 +93,19 @@ class KeptImages:
         Raises:
             StorageError: one could not be written.
         """
-        for ref in (ref for value in row.values() for ref in refs_of(value) if ref.path is None):
-            _write(self._folder / _named(ref), ref.read())
+        shown = [ref for value in row.values() for ref in _refs(value)]
+        images = (image for ref in shown for image in (ref.frames if isinstance(ref, VideoRef) else (ref,)))
+        for image in (image for image in images if image.path is None):
+            _write(self._folder / _named(image), image.read())
 
 
 def _named(value: Any) -> Any:
     if isinstance(value, ImageRef):
         return f"{FOLDER}/{value.digest}.{value.encoding}" if value.path is None else str(value.path.resolve())
-    return [_named(each) for each in value] if refs_of(value) else value
+    if isinstance(value, VideoRef):
+        frames = [_named(frame) for frame in value.frames]
+        return frames if value.fps is None else {"frames": frames, "fps": value.fps}
+    return [_named(each) for each in value] if _refs(value) else value
 
 
 def _write(path: Path, data: bytes) -> None:

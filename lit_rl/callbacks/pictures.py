@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lit_rl.images import THUMBNAIL, WHITE, ImageRef, images_of, pillow
+from lit_rl.images import THUMBNAIL, WHITE, pillow
+from lit_rl.videos import Visual, shown_in
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of a row, in the order in which they are shown. Nothing is opened before it is asked for."""
+    """What a row shows: images, then videos, as their first frames. Nothing is opened before it is asked for."""
 
-    refs: tuple[ImageRef, ...]
+    refs: tuple[Visual, ...]
 
     @classmethod
     def of(cls, table: Mapping[str, Sequence[Any]], row: int) -> Pictures:
         """Those in a row of a table of samples."""
-        return cls(images_of(table, row))
+        return cls(shown_in(table, row))
 
     def __str__(self) -> str:
         """A line each: the file, or where the bytes came from and how their digest begins."""

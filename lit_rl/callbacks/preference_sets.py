@@ -21,6 +21,7 @@ from lit_rl.data.templates import control_tokens
 from lit_rl.errors import ConfigError, StorageError, did_you_mean, in_range
 from lit_rl.images import COLUMNS as IMAGE_COLUMNS
 from lit_rl.rollout import Prompt
+from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
 
 Row = dict[str, Any]
 
@@ -226,7 +227,7 @@ def _digests(path: Path) -> set[bytes]:
 def _digest(row: Mapping[str, Any]) -> bytes:
     """Equal for equal prompts, images and completions; the first row of them stays."""
     prompt: Prompt = row["prompt"]
-    said = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS)]
+    said = [row.get(name) for name in ("chosen", "rejected", "completion", *IMAGE_COLUMNS, *VIDEO_COLUMNS)]
     return hashlib.blake2b(json.dumps([prompt_key(prompt), said]).encode(), digest_size=16).digest()
 
 

@@ -25,6 +25,7 @@ from lit_rl.data.splits import prompt_key
 from lit_rl.errors import DataError, in_range
 from lit_rl.images import ImageRef
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.videos import VideoRef
 
 _LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
 _OPEN, _CLOSE = "⟦", "⟧"
@@ -225,7 +226,8 @@ def _histogram(console: Console, part: str, lengths: Sequence[int], context: int
 def _say_columns(console: Console, columns: Mapping[str, Any]) -> None:
     console.print(Text("\nColumns that a reward sees beside prompts and completions", style="bold"))
     for name, value in columns.items():
-        shown = printable(str(value) if isinstance(value, str | ImageRef) else repr(value), 60).replace("\n", " ")
+        said = str(value) if isinstance(value, str | ImageRef | VideoRef) else repr(value)
+        shown = printable(said, 60).replace("\n", " ")
         console.print(Text(f"{printable(name)} ({type(value).__name__}): {shown}"))
     if not columns:
         console.print(Text("none"))

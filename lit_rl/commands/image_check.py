@@ -22,7 +22,7 @@ from lit_rl.data.image_prompts import Processor, count_of_placeholders
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.data.sources import Rows
 from lit_rl.errors import DataError
-from lit_rl.images import ImageRef, images_of
+from lit_rl.videos import VideoRef, Visual, shown_in
 
 _NAMES, _BAD = 4, 10
 """Names of a set that are shown; bad images that are."""
@@ -33,13 +33,13 @@ class SeenSet:
     """Images of one set."""
 
     name: str
-    rows: Sequence[Sequence[ImageRef]]
-    """Of each row, in the order in which they are shown."""
+    rows: Sequence[Sequence[Visual]]
+    """Of each row, in the order in which they are shown; videos too."""
     tokens: Sequence[int]
     """Of each row: how many tokens of its prompt stand for images; empty where that is not known."""
 
     @property
-    def refs(self) -> list[ImageRef]:
+    def refs(self) -> list[Visual]:
         """Of all rows, each once."""
         return list(dict.fromkeys(ref for row in self.rows for ref in row))
 
@@ -50,7 +50,7 @@ def seen_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor)
     if isinstance(data, RolloutDataModule):
         names = ["train", *map(set_key, data.val_names)]
         sets = zip(data.columns_of_sets(), (data.report[name]["kept"] for name in names))
-        rows = [[images_of(columns, row) for row in range(count)] for columns, count in sets]
+        rows = [[shown_in(columns, row) for row in range(count)] for columns, count in sets]
         tokens = [list(map(tokens_of_images, data.peek(len(rows[0])).prompt_ids)), *((),) * len(data.val_names)]
         return [SeenSet(*each) for each in zip(names, rows, tokens)]
     sets = {"train": data.corpus.train} | {set_key(name): part for name, part in data.corpus.val.items()}
@@ -82,6 +82,8 @@ def _counted(seen: SeenSet) -> str:
     sizes = sorted(((ref.width, ref.height) for ref in seen.refs), key=lambda size: (size[0] * size[1], size))
     low, middle, high = (f"{size[0]} x {size[1]}" for size in (sizes[0], sizes[len(sizes) // 2], sizes[-1]))
     said += f", {_spread(counts)} each; pixels {low}" + (f" to {high}, median {middle}" if low != high else "")
+    if frames := [len(ref.frames) for ref in seen.refs if isinstance(ref, VideoRef)]:
+        said += f"; {len(frames)} of them videos, of {_spread(frames)} frames"
     tokens = [count for count, row in zip(seen.tokens, seen.rows) if row]
     return f"{said}; image tokens of a prompt {_spread(tokens)}" if tokens else said
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import ConfigError, StorageError
-from lit_rl.images import COLUMNS
+from lit_rl.images import COLUMNS as IMAGE_COLUMNS
+from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
 
 if TYPE_CHECKING:
     import pyarrow
@@ -139,7 +140,8 @@ def _read_file(path: Path, most: int) -> RecordedRollout:
 
 def _asked(table: pyarrow.Table) -> list[Any]:
     """Of each row what its prompt says and shows."""
-    return table.select(["prompt", *(name for name in COLUMNS if name in table.column_names)]).to_pylist()
+    names = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
+    return table.select([name for name in names if name in table.column_names]).to_pylist()
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
@@ -172,7 +174,10 @@ def _recorded(number: int, group: int, row: Mapping[str, Any]) -> Recorded:
         failed_calls=row.get("failed_calls", 0),
         error=row.get("episode_error", ""),
         tokens=_tokens(row) if "tokens/ids" in row else None,
-        images=[image for name in COLUMNS for image in _images(row.get(name))],
+        images=[
+            *(image for name in IMAGE_COLUMNS for image in _images(row.get(name))),
+            *(image for name in VIDEO_COLUMNS for image in _first_frames(row.get(name))),
+        ],
     )
 
 
@@ -180,6 +185,12 @@ def _images(value: Any) -> list[dict[str, Any]]:
     """Those in a column; none where it holds something else."""
     many = value if isinstance(value, list) else [value]
     return [each for each in many if isinstance(each, dict) and each.keys() == {"bytes", "path"}]
+
+
+def _first_frames(value: Any) -> list[dict[str, Any]]:
+    """Of the videos in a column."""
+    many = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+    return [frame for each in many for frame in _images(each)[:1]]
 
 
 def _json(text: str) -> Any:

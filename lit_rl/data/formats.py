@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lit_rl.data.checks import excerpt
-from lit_rl.data.image_parts import PART, sound_parts, text_of
+from lit_rl.data.image_parts import sound_parts, text_of
 from lit_rl.errors import DataError, did_you_mean
 from lit_rl.rollout import Message, Prompt
 
@@ -31,7 +31,7 @@ def rename_columns(row: Mapping[str, Any], where: str, rename: Mapping[str, str]
 def split_prompt(row: Mapping[str, Any], where: str, *, prompt_key: str = "prompt") -> tuple[Prompt, dict[str, Any]]:
     """The prompt of a row, checked and in one form, and its other columns.
 
-    Message content may be a list of parts: texts are joined, and bare image parts stay where they are
+    Message content may be a list of parts: texts are joined, and bare parts of images and videos stay where they are
     (`lit_rl.data.image_parts`).
 
     Raises:
@@ -107,7 +107,7 @@ def checked_message(message: Any, where: str) -> Message:
         content = ""
     if isinstance(content, list):
         content = sound_parts(content, where)
-        content = content if PART in content else text_of(content)
+        content = content if any(part["type"] != "text" for part in content) else text_of(content)
     if not isinstance(content, str | list):
         raise DataError(f"{where} has the content {excerpt(repr(content))}; allowed is a string or a list of parts.")
     _sound_text(text_of(content), where)

@@ -1,4 +1,4 @@
-"""Messages with images in one form: parts without payload, and the images in the order in which they are shown."""
+"""Messages with images and videos in one form: parts without payload, and what they show, in the order of the parts."""
 
 from __future__ import annotations
 
@@ -9,103 +9,155 @@ from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.images import image_of
+from lit_rl.data.videos import lists_frames, video_of
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.images import COLUMNS, ImageRef
+from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
+from lit_rl.videos import VideoRef, Visual
 
 PART = {"type": "image"}
 """What stands in a message for an image."""
 
-_PAYLOADS = ("image", "url", "image_url")
+VIDEO_PART = {"type": "video"}
+"""What stands in a message for a video."""
+
+_PAYLOADS = {"image": ("image", "url", "image_url"), "video": ("video", "url", "video_url")}
+"""Keys of a part that hold what it shows."""
+
+_KEYS_OF_VIDEOS = ("type", "fps", "bytes", "path", *_PAYLOADS["video"])
+"""Keys that may hold something in a part that shows a video."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What parts of one type show."""
+
+    name: str
+    columns: tuple[str, str]
+    """Of a row: one, or a list."""
+    types: tuple[str, str]
+    """Of parts."""
+    reference: type[ImageRef] | type[VideoRef]
+
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": self.name}
+
+    def has(self, part: Any) -> bool:
+        return isinstance(part, Mapping) and part.get("type") in self.types
+
+    def is_nothing(self, value: Any, column: str) -> bool:
+        """Whether a column shows nothing. A video without a frame is one all the same, and a mistake."""
+        empty = str | bytes if column == "video" else str | bytes | list | tuple
+        return value is None or (isinstance(value, empty) and not value)
+
+
+_IMAGE = _Kind("image", COLUMNS, ("image", "image_url"), ImageRef)
+_VIDEO = _Kind("video", VIDEO_COLUMNS, ("video", "video_url"), VideoRef)
+_KINDS = (_IMAGE, _VIDEO)
 
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Takes the images out of rows.
+    """Takes the images and videos out of rows.
 
     Args:
         folder: Of the data set's file, which relative paths begin at. None: it is no file.
-        max_pixels: Width times height of an image, at most.
+        max_pixels: Width times height of an image or a frame, at most.
     """
 
     folder: Path | None
     max_pixels: int
 
-    def read(self, row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[str, Any], tuple[ImageRef, ...]]:
-        """The row with plain parts in its messages and references in its columns, and the images that these show.
+    def read(self, row: Mapping[str, Any], where: str, *keys: str) -> tuple[dict[str, Any], tuple[Visual, ...]]:
+        """The row with plain parts in its messages and references in its columns, and what these messages show.
 
-        A part without payload shows the next image of the columns. Where no part is without payload, the images of the
-        columns stand before the text of the first message of the user, as TRL has it. Images that stood in the
-        messages are in the column ``images`` afterwards, with all others of the row.
+        A part without payload shows the next image (or video) of the columns. Where no such part is without payload,
+        what the columns have stands before the text of the first message of the user, images first, as TRL has it for
+        these. Images that stood in the messages are in the column ``images`` afterwards, with all others of the row,
+        and videos in ``videos``.
 
         Args:
-            row: With messages in the columns `keys`, and images in ``image`` or ``images``.
+            row: With messages in the columns `keys`, images in ``image`` or ``images``, videos in ``video`` or
+                ``videos``.
             where: The row, for messages.
             keys: Columns that hold messages, in the order in which they are shown.
 
         Raises:
-            DataError: an image cannot be used, parts and images are not as many, or images come with a plain text.
+            DataError: an image or a video cannot be used, parts and what they show are not as many, or images come
+                with a plain text.
         """
         row = {**row, **{key: [_copied(each) for each in row[key]] for key in keys if isinstance(row.get(key), list)}}
-        given = self._of_columns(row, where)
+        given = {kind.name: self._of_columns(kind, row, where) for kind in _KINDS}
         messages = [message for key in keys for message in _messages(row.get(key))]
-        if not given and not any(_shows(message) for message in messages):
+        if not any(given.values()) and not any(_shows(message) for message in messages):
             return row, ()
         if not messages:
+            what = " and ".join(f"{name}s" for name, refs in given.items() if refs)
             raise DataError(
-                f"{where}: images come with a prompt that is a plain text, which does not say where they stand. Make "
+                f"{where}: {what} come with a prompt that is a plain text, which does not say where they stand. Make "
                 'it a list of messages: [{"role": "user", "content": ...}].'
             )
-        waiting = [part for message in messages for part in _parts(message) if _is_image(part) and not _payload(part)]
-        if given and not waiting:
-            _insert(messages, len(given), where)
-        found = self._in_order(messages, list(given), where)
-        if len(found) > len(given):  # some stood in the messages: rewards find all of them in one column
-            row.pop("image", None)
-            row["images"] = list(found)
+        for kind in reversed(_KINDS):  # what is put there last stands first
+            places = [part for message in messages for part in _parts(message) if kind.has(part)]
+            if given[kind.name] and all(map(_payload, places)):
+                _insert(kind, messages, len(given[kind.name]), where)
+        found = self._in_order(messages, {name: list(refs) for name, refs in given.items()}, where)
+        for kind in _KINDS:
+            refs = [ref for ref in found if isinstance(ref, kind.reference)]
+            if len(refs) > len(given[kind.name]):  # some stood in the messages: rewards find all of them in one column
+                one, many = kind.columns
+                row.pop(one, None)
+                row[many] = refs
         for key in keys:
             if isinstance(row.get(key), list):
                 row[key] = [_plain(message) for message in row[key]]
         return row, found
 
-    def _of_columns(self, row: dict[str, Any], where: str) -> tuple[ImageRef, ...]:
+    def _of_columns(self, kind: _Kind, row: dict[str, Any], where: str) -> tuple[Visual, ...]:
         """Those of the columns, in which references take the place of what came."""
-        held = {name: row[name] for name in COLUMNS if not _is_nothing(row.get(name))}
+        one, many = kind.columns
+        held = {name: row[name] for name in kind.columns if not kind.is_nothing(row.get(name), name)}
         if len(held) > 1:
-            raise DataError(f"{where}: the row has both the columns image and images. Keep one of them.")
+            raise DataError(f"{where}: the row has both the columns {one} and {many}. Keep one of them.")
         for name, value in held.items():
-            many = list(value) if name == "images" and isinstance(value, list | tuple) else [value]
-            refs = [self._image(each, where) for each in many]
-            row[name] = refs if name == "images" else refs[0]
+            values = list(value) if name == many and isinstance(value, list | tuple) else [value]
+            refs = [self._reference(kind, each, where) for each in values]
+            row[name] = refs if name == many else refs[0]
             return tuple(refs)
         return ()
 
-    def _in_order(self, messages: Sequence[dict[str, Any]], given: list[ImageRef], where: str) -> tuple[ImageRef, ...]:
-        found, count = [], len(given)
-        places = [part for message in messages for part in _parts(message) if _is_image(part)]
-        empty = sum(_payload(part) is None for part in places)
-        if empty != count:
-            raise DataError(
-                f"{where}: the messages have {empty} image parts without an image of their own, and the row has "
-                f"{count} images. They have to be as many."
-            )
-        for part in places:
+    def _in_order(
+        self, messages: Sequence[dict[str, Any]], given: dict[str, list[Visual]], where: str
+    ) -> tuple[Visual, ...]:
+        places = [(kind, part) for message in messages for part in _parts(message) for kind in _KINDS if kind.has(part)]
+        for kind in _KINDS:
+            empty = sum(each is kind and _payload(part) is None for each, part in places)
+            if empty != len(given[kind.name]):
+                what = f"{kind.name} parts without {'an image' if kind is _IMAGE else 'frames'} of their own"
+                raise DataError(
+                    f"{where}: the messages have {empty} {what}, and the row has {len(given[kind.name])} {kind.name}s. "
+                    "They have to be as many."
+                )
+        found = []
+        for kind, part in places:
+            if kind is _VIDEO:
+                _check_video_part(part, where)
             payload = _payload(part)
-            found.append(given.pop(0) if payload is None else self._image(payload, where))
+            found.append(given[kind.name].pop(0) if payload is None else self._reference(kind, payload, where))
         return tuple(found)
 
-    def _image(self, value: Any, where: str) -> ImageRef:
-        return image_of(value, where, folder=self.folder, max_pixels=self.max_pixels)
+    def _reference(self, kind: _Kind, value: Any, where: str) -> Visual:
+        read = image_of if kind is _IMAGE else video_of
+        return read(value, where, folder=self.folder, max_pixels=self.max_pixels)
 
 
 def images_in(row: Mapping[str, Any], *keys: str) -> str:
-    """Where a row has images: its columns, or the messages of these; empty where it has none."""
-    held = [f"column {name!r}" for name in COLUMNS if not _is_nothing(row.get(name))]
+    """Where a row has images or videos: its columns, or the messages of these; empty where it has none."""
+    held = [f"column {name!r}" for name in COLUMNS if not _IMAGE.is_nothing(row.get(name), name)]
+    held += [f"column {name!r}" for name in VIDEO_COLUMNS if lists_frames(row.get(name))]
     shown = [key for key in keys if any(_shows(message) for message in _messages(row.get(key)))]
     return ", ".join([*held, *(f"parts of {key!r}" for key in shown)])
-
-
-def _is_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, str | bytes | list | tuple) and not value)
 
 
 def _copied(message: Any) -> Any:
@@ -113,7 +165,7 @@ def _copied(message: Any) -> Any:
 
 
 class RowImages:
-    """Images of rows for a policy, which sees them or not.
+    """Images and videos of rows for a policy, which sees them or not.
 
     Args:
         sees: Whether it is a model over images.
@@ -126,11 +178,11 @@ class RowImages:
 
     def read(
         self, row: dict[str, Any], where: str, *keys: str, without: Sequence[str] = ()
-    ) -> tuple[dict[str, Any], tuple[ImageRef, ...]]:
+    ) -> tuple[dict[str, Any], tuple[Visual, ...]]:
         """`ImageReader.read` of a row, whose columns `without` may show none.
 
         Raises:
-            ConfigError: the row has images, and the policy reads text.
+            ConfigError: the row has images or videos, and the policy reads text.
             DataError: as `ImageReader.read`; or there are images where none may be.
         """
         if self._reader is None:
@@ -155,61 +207,85 @@ def _parts(message: Mapping[str, Any]) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+def _kind_of(part: Any) -> _Kind | None:
+    return next((kind for kind in _KINDS if kind.has(part)), None)
 
 
 def _shows(message: Mapping[str, Any]) -> bool:
-    return any(_is_image(part) for part in _parts(message))
+    return any(_kind_of(part) for part in _parts(message))
 
 
 def _payload(part: Mapping[str, Any]) -> Any:
-    """What an image part holds; None where it only marks a place. Tables fill absent keys with None."""
-    held = next((part[name] for name in _PAYLOADS if part.get(name) is not None), None)
+    """What a part holds; None where it only marks a place. Tables fill absent keys with None."""
+    kind = _VIDEO if _VIDEO.has(part) else _IMAGE
+    held = next((part[name] for name in _PAYLOADS[kind.name] if part.get(name) is not None), None)
     if held is None and (part.get("bytes") is not None or part.get("path") is not None):
         return {"bytes": part.get("bytes"), "path": part.get("path")}
+    if kind is _VIDEO and part.get("fps") is not None and not (isinstance(held, Mapping) or held is None):
+        return {"frames": held, "fps": part["fps"]}
     return held.get("url", held) if isinstance(held, Mapping) else held
 
 
-def _insert(messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
+def _check_video_part(part: Mapping[str, Any], where: str) -> None:
+    """A part says nothing that would be passed over: processors have many settings, and frames are shown as they are.
+
+    Raises:
+        DataError: it has another key, or a rate beside frames that have one already or are not its own.
+    """
+    held = [key for key, value in part.items() if value is not None]
+    if unknown := [key for key in held if key not in _KEYS_OF_VIDEOS]:
+        raise DataError(
+            f"{where}: a video part has the keys {', '.join(map(str, unknown))}; allowed are type, video and fps. "
+            "Frames are shown as they are listed."
+        )
+    if "fps" in held and not isinstance(part.get("video"), list | tuple):
+        raise DataError(
+            f'{where}: a video part says fps and lists no frames. Say it beside the frames: {{"frames": [...], "fps": '
+            "2.0}."
+        )
+
+
+def _insert(kind: _Kind, messages: Sequence[dict[str, Any]], count: int, where: str) -> None:
     """Places for so many images before the text of the first message of the user."""
     first = next((message for message in messages if message.get("role") == "user"), None)
     if first is None:
-        raise DataError(f"{where}: there are images and no message of the user that could show them.")
+        raise DataError(f"{where}: there are {kind.name}s and no message of the user that could show them.")
     content = first.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    first["content"] = [*(dict(PART) for _ in range(count)), *parts]
+    first["content"] = [*(kind.part for _ in range(count)), *parts]
 
 
 def _plain(message: Any) -> Any:
-    """The message with bare image parts."""
+    """The message with bare parts."""
     if not isinstance(message, dict) or not _shows(message):
         return message
-    return {**message, "content": [dict(PART) if _is_image(part) else part for part in _parts(message)]}
+    return {**message, "content": [kind.part if (kind := _kind_of(part)) else part for part in _parts(message)]}
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """The words of a message; an image is nothing."""
+    """The words of a message; images and videos are nothing."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content if part.get("type") == "text")
 
 
 def sound_parts(parts: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Parts of text and bare images, neighbouring texts joined.
+    """Parts of text and bare images and videos, neighbouring texts joined.
 
     Raises:
         DataError: a part is neither.
     """
     found: list[dict[str, Any]] = []
     for part in parts:
-        if part == PART:
-            found.append(dict(PART))
+        if part in (PART, VIDEO_PART):
+            found.append(dict(part))
         elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
             if found and found[-1]["type"] == "text":
                 found[-1]["text"] += part["text"]
             else:
                 found.append({"type": "text", "text": part["text"]})
         else:
-            raise DataError(f"{where} has content parts that are neither text nor images: {excerpt(repr(parts))}.")
+            raise DataError(
+                f"{where} has content parts that are neither text nor images nor videos: {excerpt(repr(parts))}."
+            )
     return found

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
 from lit_rl.data.image_parts import RowImages
-from lit_rl.data.image_prompts import Processor, Shown, refuse_reserved
+from lit_rl.data.image_prompts import Processor, Shown, refuse_reserved, refuse_unequal_videos
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt, render_prompt
 from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean, in_range
-from lit_rl.images import ImageRef
 from lit_rl.rollout import Prompt, PromptBatch
 from lit_rl.vision import PromptVision
 
@@ -87,10 +86,12 @@ class PromptSet:
         """A set of the examples, in their order; a column that a row lacks is None there.
 
         Raises:
-            DataError: a column mixes kinds of values that no lossless change makes one.
+            DataError: a column mixes kinds of values that no lossless change makes one, or videos cannot be read
+                together.
         """
         names = dict.fromkeys(name for example in examples for name in example.columns)
         shown = [example.shown for example in examples]
+        refuse_unequal_videos(processor, shown)
         return cls(
             prompts=[example.prompt for example in examples],
             prompt_ids=[example.prompt_ids for example in examples],
@@ -106,7 +107,9 @@ class PromptSet:
         for i, prompt in enumerate(self.prompts):
             row: list[Any] = [prompt, self.prompt_ids[i], {name: values[i] for name, values in self.columns.items()}]
             if self.shown and self.processor:
-                row += [self.processor.name, [str(image) for image in self._images(i)]]
+                shown = self.shown[i]
+                row += [self.processor.name, list(map(str, shown.images)) if shown else []]
+                row += shown.maker_of_videos(self.processor) if shown else []
             digest.update(json.dumps(row, sort_keys=True, skipkeys=True, default=_plain).encode())
         return digest.hexdigest()
 
@@ -114,10 +117,6 @@ class PromptSet:
     def keys(self) -> list[str]:
         """Of each row a text that is equal for rows of equal prompts and images."""
         return [prompt_key(prompt, self.shown[i] if self.shown else None) for i, prompt in enumerate(self.prompts)]
-
-    def _images(self, row: int) -> Sequence[ImageRef]:
-        shown = self.shown[row]
-        return shown.images if shown else ()
 
     def vision(self, row: int) -> PromptVision | None:
         """What the model sees of a prompt beside its tokens: made anew, and equal to the bit, each time.

@@ -47,7 +47,7 @@ class DecodingSteps:
         named = {"logits_to_keep": last} if "logits_to_keep" in self._named else {}
         logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named, **shown)
         self.logits = logits.repeat_interleave(batch.repeats, 0)
-        last = positions[:, -1:] if positions.ndim == 2 else positions.amax((0, 2))[:, None]
+        last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
         self._next_position = (last + 1).repeat_interleave(batch.repeats, 0)
         # By how much positions differ from the number of tokens before: where a model turns those of an image.
         self._ahead = (last + 1 - mask.sum(1, keepdim=True)).repeat_interleave(batch.repeats, 0)

@@ -3,14 +3,15 @@
 With P patches of a prompt's images, L layers of width d and MLP m with h heads in what sees, f tokens that stand for
 images, numbers of x and y bytes as in `lit_rl.algorithms.preflight.memory`; a prompt:
 
-    pixels       as the processor makes them; a pass joins them
+    pixels       as the processor makes them, of images and of frames; a pass joins them
     kept         of what sees, where it is trained: its pixels, and a layer P (2 x d + c y d + 4 y d + 2 y m + 4 h):
                  inputs and outputs of two norms, queries, keys, values and attention's output, the MLP's two numbers
                  of the projector, where it is trained: what its layers read, for each of the f tokens
     working      a layer of what sees without gradient: P (2 x d + y max(5 d, d + 2 m)), and the pixels once more, as
                  models narrow or sort them. It runs before the text, whose activations are not there yet
 
-A prompt that runs once a group is seen once; otherwise each of its rows sees it.
+A prompt that runs once a group is seen once; otherwise each of its rows sees it. Tokens of videos count as those of
+images do. Where a model pools features behind its projector (LLaVA-OneVision, of videos), f is less than that reads.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ def sight_of(
     """
     x, y, d, m = numbers.residual, numbers.product, shape.hidden, shape.inner
     pixels = shown.vision.inputs
-    patches = max((value.numel() for value in pixels.values() if value.is_floating_point()), default=0) // shape.patch
+    seen = (value.numel() for name, value in pixels.items() if name.startswith("pixel_values"))
+    patches = sum(seen) // shape.patch
     size = sum(value.nbytes for value in pixels.values())
     layer = patches * (2 * x * d + (numbers.copies + 4) * y * d + 2 * y * m + 4 * shape.heads)
     kept = 0

@@ -19,8 +19,8 @@ from lit_rl.data.templates import (
     require_chat_template,
 )
 from lit_rl.errors import ConfigError, DataError
-from lit_rl.images import ImageRef
 from lit_rl.rollout import Message, Prompt
+from lit_rl.videos import Visual
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ class Encoder:
         *,
         tools: Sequence[Any] | None = None,
         every_turn: bool = False,
-        images: Sequence[ImageRef] = (),
+        images: Sequence[Visual] = (),
     ) -> Encoded:
         """A prompt, if there is one, and what follows it, of one kind: strings or messages.
 
@@ -117,7 +117,7 @@ class Encoder:
         where: str,
         *,
         tools: Sequence[Any] | None = None,
-        images: Sequence[ImageRef] = (),
+        images: Sequence[Visual] = (),
     ) -> tuple[Encoded, ...]:
         """Several completions of one prompt; all texts begin with the same prompt tokens.
 
@@ -191,7 +191,7 @@ class Encoder:
         completion: list[Message],
         where: str,
         tools: Sequence[Any] | None,
-        images: Sequence[ImageRef],
+        images: Sequence[Visual],
     ) -> Encoded:
         require_chat_template(self.tokenizer, where)
         refuse_control_tokens(self.control, [*prompt, *completion], where)
@@ -206,7 +206,7 @@ class Encoder:
             raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(whole)}")
         return Encoded(ids, [], count)
 
-    def _shown(self, processor: Processor, begin: str, whole: str, images: Sequence[ImageRef], where: str) -> Encoded:
+    def _shown(self, processor: Processor, begin: str, whole: str, images: Sequence[Visual], where: str) -> Encoded:
         """A rendered text of which images are shown where it begins.
 
         The prompt is processed, and what follows is tokenised: a processor may end its text by a mark of its own

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.data.image_prompts import Processor
+from lit_rl.data.image_prompts import Processor, refuse_unequal_videos
 from lit_rl.data.offline.example import Encoded, Example, Kind
 from lit_rl.data.prompt_set import Example as PromptExample
 from lit_rl.data.prompt_set import PromptSet
@@ -33,6 +33,9 @@ class ExampleSet:
     processor: Processor | None = None
     """Makes pixels of what prompts show."""
 
+    def __post_init__(self) -> None:
+        refuse_unequal_videos(self.processor, (example.shown for example in self.examples))
+
     def __len__(self) -> int:
         return len(self.examples) if self.packs is None else len(self.packs)
 
@@ -45,7 +48,8 @@ class ExampleSet:
             label = None if self.packs is not None else _label(self.examples[row])
             digest.update(json.dumps([pieces, label]).encode())
             if self.packs is None and self.processor and (shown := self.examples[row].shown):
-                digest.update(json.dumps([self.processor.name, *map(str, shown.images)]).encode())
+                made_by = [self.processor.name, *shown.maker_of_videos(self.processor)]
+                digest.update(json.dumps([*made_by, *map(str, shown.images)]).encode())
         return digest.hexdigest()
 
     @functools.cached_property

@@ -23,8 +23,8 @@ from lit_rl.data.offline.conversations import (
 from lit_rl.data.offline.example import Kind
 from lit_rl.data.offline.tokenised import masked_tokens
 from lit_rl.errors import DataError, did_you_mean
-from lit_rl.images import ImageRef
 from lit_rl.rollout import Prompt
+from lit_rl.videos import Visual
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "tokenised": ("input_ids",),
@@ -69,8 +69,8 @@ class Record:
     margin: float | None = None
     desirable: bool | None = None
     labels: tuple[bool, ...] = ()
-    images: tuple[ImageRef, ...] = ()
-    """Those that its prompt shows."""
+    images: tuple[Visual, ...] = ()
+    """Those that its prompt shows, and its videos."""
     tokens: tuple[list[int], list[bool]] | None = None
     """Rows that are tokenised already: ids, and which of them are learned."""
 

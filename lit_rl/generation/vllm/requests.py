@@ -17,6 +17,7 @@ from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation.batches import Decoded, assemble
 from lit_rl.generation.noise import turn_key
 from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.videos import VideoRef
 from lit_rl.vision import Picture
 
 _TEMPERATURES = 0.01, 2.0
@@ -118,6 +119,11 @@ def _pictured(prompts: Prompts, number: int) -> Pictured | None:
             f"Prompt {number} of the batch has pixels, and vLLM makes them itself: it takes the images "
             "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
             "lit_rl.data.image_prompts.Shown give both."
+        )
+    if video := next((each for each in vision.source.images if isinstance(each, VideoRef)), None):
+        raise ConfigError(
+            f"Prompt {number} of the batch, row {vision.row} of its data, shows the video {video.name}, and the "
+            "generators of vLLM are given images alone. Set generator=native or generator=hf."
         )
     return Pictured(list(prompts.encode(vision.source.text)), vision.source.images, vision.row)
 

@@ -1,8 +1,9 @@
 """Where tokens stand in a text: counted, or of three axes where a model turns image tokens by row and column.
 
 Models of the Qwen VL family give each token a time, a height and a width (M-RoPE, 2409.12191). Their own
-`get_rope_index` says which for a prompt; behind it all three count on from the largest. Positions of one axis would be
-taken for three equal ones, without a word.
+`get_rope_index` says which for a prompt; behind it all three count on from its last token, and from the largest of the
+three where that shows something. A video may last longer than the words behind it: its last moment is not what
+transformers counts on from. Positions of one axis would be taken for three equal ones, without a word.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def position_ids(model: nn.Module, completions: Completions) -> Tensor:
         axes = finds(completions.prompt_ids[rows[0]][there], vision)
         found[:, rows, p - axes.shape[1] : p] = axes[:, None]
         last = counted[rows, p - 1 : p]
-        found[:, rows, p:] = counted[rows, p:] - last + axes.max()
+        found[:, rows, p:] = counted[rows, p:] - last + axes[:, -1].max()
     return found
 
 
@@ -88,7 +89,7 @@ def text_positions(model: nn.Module, tokens: TokenBatch) -> Tensor:
             n = len(next(iter(vision.per_token.values())))
             axes = finds(tokens.input_ids[row, :n], vision)
             found[:, row, :n] = axes
-            found[:, row, n:] = counted[row, n:] - (n - 1) + axes.max()
+            found[:, row, n:] = counted[row, n:] - (n - 1) + axes[:, -1].max()
     return found
 
 

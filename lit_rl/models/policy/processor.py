@@ -1,7 +1,8 @@
 """The processor of a vision-language model, asked one prompt at a time.
 
 Pixels and placeholders of a prompt depend on that prompt alone, so what is made once can be joined to any batch
-(`lit_rl.vision`). Images are given as pixels: a processor opens every path and URL that it is given as a string.
+(`lit_rl.vision`). Images and frames are given as pixels: a processor opens every path and URL that it is given as a
+string.
 """
 
 from __future__ import annotations
@@ -17,15 +18,19 @@ from torch import Tensor
 
 from lit_rl.errors import BackendError, DataError
 from lit_rl.images import ImageRef
-from lit_rl.models.policy import hub
+from lit_rl.models.policy import hub, videos
 from lit_rl.models.policy.vision_parts import placeholder_ids
+from lit_rl.videos import VideoRef, Visual
 from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-_NAMES = ("image_token", "video_token", "boi_token", "eoi_token", "full_image_sequence", "fake_image_token")
-"""Attributes of processors and tokenizers: text that becomes, or surrounds, placeholders."""
+_NAMES = ("image_token", "boi_token", "eoi_token", "full_image_sequence", "fake_image_token")
+"""Attributes of processors and tokenizers: text that becomes, or surrounds, placeholders of images."""
+
+_VIDEO_NAMES = ("video_token",)
+"""Likewise, of videos."""
 
 _TOKENS = ("input_ids", "attention_mask", "labels")
 _PREFIX_FAMILIES = {"paligemma": 1}
@@ -62,6 +67,7 @@ class VisionProcessor:
         if _drops_plain_text(tokenizer):
             tokenizer.chat_template = self.processor.chat_template = f"{_TEXT_AS_PARTS}{tokenizer.chat_template}"
         self._placeholders = placeholder_ids(config)
+        self._model_type = config.model_type
         self._needs_images = config.model_type in _PREFIX_FAMILIES
         self._in_response = {"token_type_ids": _PREFIX_FAMILIES.get(config.model_type, 0)}
 
@@ -71,49 +77,80 @@ class VisionProcessor:
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """Tokens that stand for features of images."""
+        """Tokens that stand for features of images and videos."""
         return self._placeholders
+
+    @property
+    def equal_videos(self) -> bool:
+        """Whether videos that are shown in one pass need equally many frames."""
+        return videos.need_equal_lengths(self._model_type)
 
     @property
     def name(self) -> str:
         """The classes that make pixels, two backends of which differ in their last digits, and their settings' hash."""
-        makers = (self.processor, self.processor.image_processor)
-        settings = json.dumps(self.processor.image_processor.to_dict(), sort_keys=True, default=str)
+        return self._made_by(self.processor.image_processor)
+
+    @property
+    def name_for_videos(self) -> str:
+        """Likewise, of frames."""
+        return self._made_by(self.processor.video_processor)
+
+    def _made_by(self, part: Any) -> str:
+        settings = json.dumps(part.to_dict(), sort_keys=True, default=str)
         digest = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
-        return f"{'/'.join(type(each).__name__ for each in makers)} {digest}"
+        return f"{type(self.processor).__name__}/{type(part).__name__} {digest}"
 
     @property
     def reserved(self) -> list[str]:
         """Texts that the processor would turn into placeholders."""
-        holders = (self.processor, self.tokenizer)
-        found = {getattr(holder, name, None) for holder in holders for name in _NAMES}
-        return sorted(str(text) for text in found if text)
+        return sorted({*self._markers(_NAMES), *self._markers(_VIDEO_NAMES)})
 
-    def process(self, text: str, images: Sequence[ImageRef], where: str) -> tuple[list[int], PromptVision | None]:
-        """Tokens of a rendered prompt, and what the model sees beside them: None without images.
+    def _markers(self, names: Sequence[str]) -> set[str]:
+        holders = (self.processor, self.tokenizer)
+        found = {getattr(holder, name, None) for holder in holders for name in names}
+        return {str(text) for text in found if text}
+
+    def process(self, text: str, visuals: Sequence[Visual], where: str) -> tuple[list[int], PromptVision | None]:
+        """Tokens of a rendered prompt, and what the model sees beside them: None where it shows nothing.
+
+        Args:
+            text: The prompt, with a placeholder for each image and video.
+            visuals: Those of a kind in the order in which they are shown.
+            where: The row, for messages.
 
         Raises:
-            DataError: an image cannot be opened or used, or the text does not show as many images as there are.
+            ConfigError: a video, and the model is shown none.
+            DataError: an image cannot be opened or used, the text does not show as many images as there are, or the
+                model cannot be shown these videos.
         """
-        if not images and self._needs_images:
+        if not visuals and self._needs_images:
             raise DataError(f"{where}: the prompt shows no image, and this model takes none without one.")
-        if not images:
+        if not visuals:
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), None
-        places = max(text.count(marker) for marker in self.reserved)
-        if places != len(images):
-            raise DataError(
-                f"{where}: the chat template shows {places} of the prompt's {len(images)} images. Give a template that "
-                "writes a placeholder for each with model.chat_template."
-            )
-        pixels = [image.open() for image in images]
+        videos.check_visuals(self._model_type, visuals, where)
+        images = [each for each in visuals if isinstance(each, ImageRef)]
+        moving = [each for each in visuals if isinstance(each, VideoRef)]
+        self._check_places(text, "images", len(images), self._markers(_NAMES), where)
+        self._check_places(text, "videos", len(moving), self._markers(_VIDEO_NAMES), where)
+        pixels = {"images": [[image.open() for image in images]]} if images else {}
+        pixels |= videos.arguments(moving, [video.open() for video in moving])
         try:
-            made = self.processor(text=[text], images=[pixels], add_special_tokens=False, return_tensors="pt")
+            made = self.processor(text=[text], **pixels, add_special_tokens=False, return_tensors="pt")
         except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError) as error:
-            sizes = ", ".join(f"{image.name} {image.width} x {image.height}" for image in images)
-            raise DataError(f"{where}: the processor refuses the images ({sizes}): {error}") from error
+            sizes = ", ".join(f"{each.name} {each.width} x {each.height}" for each in visuals)
+            kinds = " and ".join(["images"] * bool(images) + ["videos"] * bool(moving))
+            raise DataError(f"{where}: the processor refuses the {kinds} ({sizes}): {error}") from error
         ids = made["input_ids"]
         vision = self._vision({name: torch.as_tensor(value) for name, value in made.items()}, ids)
         return ids[0].tolist(), vision
+
+    def _check_places(self, text: str, kind: str, count: int, markers: set[str], where: str) -> None:
+        places = max((text.count(marker) for marker in markers), default=0)
+        if places != count:
+            raise DataError(
+                f"{where}: the chat template shows {places} of the prompt's {count} {kind}. Give a template that "
+                "writes a placeholder for each with model.chat_template."
+            )
 
     def _vision(self, made: Mapping[str, Tensor], ids: Tensor) -> PromptVision:
         others = {name: value for name, value in made.items() if name not in _TOKENS}

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.errors import ConfigError, RewardError
-from lit_rl.images import ImageRef, images_of
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.scorers.classifier import Classifier, logits_of
 from lit_rl.rollout import Prompt
+from lit_rl.videos import Visual, shown_in
 from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
@@ -77,14 +77,16 @@ class RewardModel(Classifier):
         completions: Sequence[Completion],
         image: Sequence[Any] | None = None,
         images: Sequence[Any] | None = None,
+        video: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
         **_: Any,
     ) -> list[float] | list[float | None]:
         model, tokenizer = self.load()
         rows = [self._ids(tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
         seen: list[PromptVision | None] = []
         if any(map(shows_images, prompts)):
-            columns = {"image": image, "images": images}
-            shown = [images_of(columns, row) for row in range(len(prompts))]
+            columns = {"image": image, "images": images, "video": video, "videos": videos}
+            shown = [shown_in(columns, row) for row in range(len(prompts))]
             rows, seen = self._with_images(tokenizer, prompts, rows, shown)
         limit = self.longest(rows)
         scored = [i for i, row in enumerate(rows) if len(row) <= limit or self.overlong == "truncate_left"]
@@ -102,7 +104,7 @@ class RewardModel(Classifier):
         tokenizer: PreTrainedTokenizerBase,
         prompts: Sequence[Prompt],
         rows: Sequence[list[int]],
-        shown: Sequence[Sequence[ImageRef]],
+        shown: Sequence[Sequence[Visual]],
     ) -> tuple[list[list[int]], list[PromptVision | None]]:
         """Rows in which images have as many placeholders as the model has features, and what each of them shows.
 
@@ -177,7 +179,7 @@ class RewardModel(Classifier):
 
 
 def shows_images(prompt: Prompt) -> bool:
-    """Whether a message of it has a part that is an image."""
+    """Whether a message of it has a part that is an image or a video."""
     contents = [] if isinstance(prompt, str) else [message.get("content") for message in prompt]
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(part.get("type") == "image" for part in parts)
+    return any(part.get("type") in ("image", "video") for part in parts)

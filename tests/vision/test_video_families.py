@@ -1,0 +1,281 @@
+"""Policies that see videos: what is processed alone and joined is a processor's own batch, no row feels another, and
+what transformers says of the processor's batch is what is said here. Processors with videos need torchvision.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from vision_kinds import kinds
+from vision_runs import by_letters, quiet_trainer
+from vision_seen import Toy, image
+from vision_toys import picture
+
+from lit_rl.algorithms import DPO, GRPO, KTO, PPO
+from lit_rl.algorithms.preflight.images import most_shown, seeing_shape, sight_of
+from lit_rl.algorithms.preflight.memory import Numbers
+from lit_rl.callbacks import PreferenceSets, Samples
+from lit_rl.commands.data_check import data_check
+from lit_rl.commands.transcripts import transcripts
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.image_parts import PART, VIDEO_PART
+from lit_rl.data.image_prompts import count_of_placeholders
+from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_examples
+from lit_rl.data.sources import Rows
+from lit_rl.data.templates import render_prompt
+from lit_rl.data.videos import video_of
+from lit_rl.errors import DataError
+from lit_rl.generation.hf import HFGenerator
+from lit_rl.models import LanguageModel
+from lit_rl.models.policy.forward import response_logprobs
+from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.videos import FAMILIES
+from lit_rl.rollout import Completions, Sampling, select, trim
+from lit_rl.videos import VideoRef, Visual
+from lit_rl.vision import PromptVision, Vision
+
+APART = ForwardOptions(shared_prompts=False, rows_by_length=False)
+TIMED = kinds("qwen2_5_vl", "qwen3_vl", "smolvlm")
+STACKED = ("llava_onevision", "internvl", "smolvlm")
+Made = tuple[list[int], PromptVision | None]
+
+
+def video(number: int, count: int = 4, width: int = 32, height: int = 32, fps: float = 2.0) -> VideoRef:
+    frames = [picture(100 * number + i, width, height) for i in range(count)]
+    return video_of({"frames": frames, "fps": fps}, "row")
+
+
+def rendered(toy: Toy, text: str, shown: list[Visual]) -> str:
+    parts = [VIDEO_PART if isinstance(each, VideoRef) else PART for each in shown]
+    content: Any = [*parts, {"type": "text", "text": text}] if shown else text
+    return render_prompt(toy.model.tokenizer, [{"role": "user", "content": content}], "row", {})
+
+
+def made(toy: Toy, said: list[tuple[str, list[Visual]]]) -> list[Made]:
+    assert toy.model.processor is not None
+    return [toy.model.processor.process(rendered(toy, text, shown), shown, "row") for text, shown in said]
+
+
+def videos(kind: str) -> list[tuple[str, list[Visual]]]:
+    """What prompts say and show, of as many lengths as the processor takes together."""
+    other = 4 if kind in STACKED else 6
+    return [("What?", [video(1)]), ("And then?", [video(2, other, 40, 24)]), ("So?", [video(3), video(4, 4, 24, 32)])]
+
+
+def mixed(kind: str) -> list[tuple[str, list[Visual]]]:
+    both: list[Visual] = [video(2)] if kind == "smolvlm" else [image(5, 24, 32), video(2), image(6)]
+    count = 4 if kind == "llava_onevision" else 6
+    return [
+        ("What?", [video(1)]),
+        ("No picture.", []),
+        ("This?", [image(3)]),
+        ("All?", both),
+        ("Now?", [video(4, count)]),
+    ]
+
+
+@pytest.fixture(params=kinds(*FAMILIES))
+def toy(request: pytest.FixtureRequest, toy_of: Any) -> Toy:
+    return toy_of(request.param)
+
+
+def logprobs(toy: Toy, rows: Completions, options: ForwardOptions = APART) -> torch.Tensor:
+    with torch.no_grad():
+        return response_logprobs(toy.policy, rows, Sampling(), options).masked_fill(~rows.response_mask, 0.0)
+
+
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=2e-5)
+
+
+def processors_batch(toy: Toy, said: list[tuple[str, list[Visual]]]) -> dict[str, torch.Tensor]:
+    """What transformers makes of prompts with videos, all together."""
+    told, pixels = [], []
+    for _, shown in said:
+        for each in shown:
+            assert isinstance(each, VideoRef)
+            count = len(each.frames)
+            told.append({"total_num_frames": count, "frames_indices": list(range(count)), "fps": each.fps})
+        pixels.append([each.open() for each in shown])
+    processor: Any = toy.model.processor
+    how = {"do_sample_frames": False, "video_metadata": told}
+    whole = processor.processor(
+        text=[rendered(toy, *each) for each in said],
+        videos=pixels,
+        padding=True,
+        add_special_tokens=False,
+        return_tensors="pt",
+        videos_kwargs=how,
+    )
+    return {name: torch.as_tensor(value) for name, value in whole.items()}
+
+
+def transformers_says(toy: Toy, rows: Completions, said: list[tuple[str, list[Visual]]]) -> torch.Tensor:
+    """Log-probs of responses by the model's own forward on the processor's batch; it finds positions by itself."""
+    whole = processors_batch(toy, said)
+    whole["input_ids"] = torch.cat([whole["input_ids"], rows.response_ids], 1)
+    whole["attention_mask"] = torch.cat([whole["attention_mask"], rows.response_mask.long()], 1)
+    if "mm_token_type_ids" in whole:
+        whole["mm_token_type_ids"] = F.pad(whole["mm_token_type_ids"], (0, rows.response_ids.shape[1]))
+    with torch.no_grad():
+        logits = toy.policy(**whole, use_cache=False).logits
+    theirs = logits[:, -rows.response_ids.shape[1] - 1 : -1].log_softmax(-1)
+    return theirs.gather(2, rows.response_ids[..., None])[..., 0].masked_fill(~rows.response_mask, 0.0)
+
+
+def test_prompts_processed_alone_are_the_processors_own_batch_and_say_what_transformers_says(toy: Toy) -> None:
+    """Inputs to the bit."""
+    said = videos(toy.kind)
+    prompts = made(toy, said)
+    whole = processors_batch(toy, said)
+    ids, mask = whole.pop("input_ids"), whole.pop("attention_mask")
+    vision = Vision.of([seen for _, seen in prompts], 1)
+    assert vision is not None and [ids[i][mask[i].bool()].tolist() for i in range(3)] == [own for own, _ in prompts]
+    ours = vision.model_inputs(ids.shape[1], 0, torch.device("cpu"))
+    assert ours.keys() == whole.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=0)
+
+    rows = toy.drawn(toy.asked(prompts, 1))
+    close(logprobs(toy, rows), transformers_says(toy, rows, said))
+
+
+def test_rows_that_see_videos_images_and_nothing_are_what_each_is_alone(toy: Toy) -> None:
+    """Drawn natively and by transformers, scored together, alone, and where a prompt runs once for its group."""
+    prompts = made(toy, mixed(toy.kind))
+    asked = toy.asked(prompts)
+    rows, theirs = toy.drawn(asked), toy.drawn(asked, HFGenerator())
+    assert torch.equal(rows.response_ids, theirs.response_ids)
+    close(rows.sampler_logprobs, theirs.sampler_logprobs)
+    whole = logprobs(toy, rows)
+    close(whole, rows.sampler_logprobs)
+    close(logprobs(toy, rows, ForwardOptions()), whole)
+    for row in range(0, len(rows), 2):
+        alone = logprobs(toy, trim(select(rows, torch.tensor([row]))))
+        close(alone, whole[row : row + 1, : alone.shape[1]])
+
+    moved = replace(video(1), frames=(*video(1).frames[:3], video(9).frames[0]))
+    ((ids, other),) = made(toy, [("What?", [moved])])
+    assert rows.vision is not None and ids == prompts[0][0]
+    after = logprobs(toy, replace(rows, vision=Vision((other, *rows.vision.prompts[1:]), rows.vision.index)))
+    assert float((after - whole)[:2].abs().amax(1).min()) > 1e-3, "the last frame does not matter"
+    close(after[2:], whole[2:])
+
+
+@pytest.mark.parametrize("kind", TIMED)
+def test_a_model_that_is_told_times_needs_them_and_reads_them(toy_of: Any, kind: str) -> None:
+    """Of one video that lasts longer than the text behind it, and one that does not."""
+    toy: Toy = toy_of(kind)
+    with pytest.raises(DataError, match=rf"does not say how many frames a second has.*{kind}"):
+        made(toy, [("What?", [replace(video(1), fps=None)])])
+    said: Any = [("What?", [video(1, fps=0.05)]), ("What?", [video(1)])]
+    slow, fast = made(toy, said)
+    asked = toy.asked([slow, fast], 1)
+    rows, theirs = toy.drawn(asked), toy.drawn(asked, HFGenerator())
+    assert torch.equal(rows.response_ids, theirs.response_ids)
+    close(rows.sampler_logprobs, theirs.sampler_logprobs)
+    close(logprobs(toy, rows), rows.sampler_logprobs)
+    close(logprobs(toy, rows), transformers_says(toy, rows, said))
+    if kind == "qwen2_5_vl":  # the others write times into the prompt's words
+        assert slow[0] == fast[0] and rows.vision is not None
+        other = logprobs(toy, replace(rows, vision=Vision([fast[1], slow[1]], rows.vision.index)))
+        assert float((other - logprobs(toy, rows)).abs().amax(1).min()) > 1e-3
+    else:
+        assert slow[0] != fast[0]
+
+
+def test_what_a_family_cannot_be_shown_exactly(toy: Toy) -> None:
+    tokenizer, processor = toy.model.tokenizer, toy.model.processor
+    assert processor is not None
+
+    def read(*rows: dict[str, Any]) -> PromptSet:
+        prompts = [{"prompt": [{"role": "user", "content": "What?"}], **row} for row in rows]
+        return PromptSet.of(read_examples(Rows("rows", prompts), tokenizer, PromptOptions(), processor)[0], processor)
+
+    if toy.kind in STACKED:
+        with pytest.raises(DataError, match=r"rows\[0\]: the row's videos have 2 and 4 frames"):
+            read({"videos": [video(1), video(2, 2)]})
+    if toy.kind == "smolvlm":
+        with pytest.raises(DataError, match=r"rows\[0\]: the row shows images and videos"):
+            read({"video": video(1), "image": image(1)})
+    if toy.kind == "llava_onevision":
+        with pytest.raises(DataError, match=r"rows\[1\]: the video has 2 frames, one of rows\[0\] has 4"):
+            read({"video": video(1)}, {"video": video(2, 2)})
+    with pytest.raises(DataError, match="shows 0 of the prompt's 1 videos"):
+        processor.process("nothing to see", [video(1)], "row")
+    before = read({"video": video(1)}).fingerprint
+    assert before == read({"video": video(1)}).fingerprint
+    assert before != read({"video": replace(video(1), frames=video(2).frames)}).fingerprint
+    made_by: Any = processor.processor.video_processor  # type: ignore[attr-defined]
+    made_by.rescale_factor = 1 / 127
+    try:
+        assert before != read({"video": video(1)}).fingerprint
+    finally:
+        made_by.rescale_factor = 1 / 255
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize("kind", kinds("qwen2_5_vl", "smolvlm"))
+def test_a_run_of_videos_its_records_and_what_is_learned_from_them(
+    toy_folder: Any, kind: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Frames in files, rows of all kinds, GRPO; then KTO from what it wrote, DPO, and PPO with a critic that sees."""
+    names = [str(tmp_path / f"{i}.png") for i in range(16)]
+    for i, name in enumerate(names):
+        picture(i).save(name)
+    ask = [{"role": "user", "content": "What?"}]
+    shown = [{"video": {"frames": names[4 * i : 4 * i + 4], "fps": 2.0}} if i < 3 else {} for i in range(4)]
+    rows = [{"prompt": ask, "answer": str(i), **row} for i, row in enumerate(shown)] * 2
+    rows += [{"prompt": ask, "answer": "picture", "image": names[i]} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen: list[VideoRef] = []
+
+    def reward(completions: list[Any], video: list[Any], **more: Any) -> list[float]:
+        seen.extend(each for each in video if each)
+        return by_letters(completions)
+
+    data = RolloutDataModule(path=str(tmp_path / "rows.jsonl"), prompts_per_rollout=12, val_fraction=0.0, shuffle=False)
+    module = GRPO(str(toy_folder(kind)), reward, group_size=4, beta=0.1, sampling=Sampling(max_new_tokens=4), seed=0)
+    quiet_trainer(tmp_path, 2, callbacks=[Samples(print=4), PreferenceSets()]).fit(module, datamodule=data)
+    assert module.global_step == 2 and {len(each.frames) for each in seen} == {4}
+    assert "frames)" in capsys.readouterr().out
+
+    processor: Any = module.model.processor
+    largest, shape = most_shown(data, processor), seeing_shape(module.model)
+    assert largest is not None and shape is not None
+    assert largest.tokens == max(count_of_placeholders(processor, ids) for ids in data.peek(12).prompt_ids)
+    pixels = sum(value.numel() for name, value in largest.vision.inputs.items() if name.startswith("pixel_values"))
+    assert pixels == 4 * 3 * 32 * 32, "of all frames"
+    assert sight_of(shape, largest, Numbers(4, 4, 0), ["vision"]).pixels >= 4 * pixels
+
+    transcripts(tmp_path)
+    page = next(tmp_path.rglob("*.html")).read_text()
+    assert "data:image/png;base64" in page
+    capsys.readouterr()
+    assert data_check(data, LanguageModel(str(toy_folder(kind)))) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "train: 10 of 12 rows show images, 1 each" in told and "3 of them videos, of 4 frames" in told
+
+    sets, off = tmp_path / "datasets", {"batch_size": 4, "val_fraction": 0.0}
+    assert '"fps": 2.0' in (sets / "verdicts.jsonl").read_text()
+    pairs = [{**row, "chosen": said("up"), "rejected": said("down")} for row in rows]
+    for method, learned in (
+        (KTO, PreferenceDataModule(path=str(sets / "verdicts.jsonl"), **off)),
+        (DPO, PreferenceDataModule(rows=pairs, **off)),
+    ):
+        offline = method(LanguageModel(str(toy_folder(kind)), freeze=()))
+        quiet_trainer(tmp_path, 1).fit(offline, datamodule=learned)
+        assert offline.global_step == 1
+    critic = PPO(str(toy_folder(kind)), by_letters, sampling=Sampling(max_new_tokens=4), seed=0)
+    quiet_trainer(tmp_path, 1).fit(critic, datamodule=data)
+    assert critic.global_step == 1
