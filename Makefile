@@ -15,8 +15,8 @@ NOTEBOOKS := tests/doors/test_notebook.py
 # Two workers; tests that share what one of them started (two ranks, a run, the chain) stay on one worker.
 PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
-# The tests of tests/vision, of the families whose processors need torchvision.
-FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision -k 'qwen or smolvlm or onevision or internvl'
+# The tests of tests/vision, of the families whose processors need torchvision, and of quantised weights.
+FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision -k 'qwen or smolvlm or onevision or internvl or quantised'
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
 # By itself: what engines of a worker hold adds up, and 24 GB have to do.
 ENGINES_SEEING := tests/engines/test_engine_vision.py
@@ -51,9 +51,9 @@ $(ENGINES)/.stamp: pyproject.toml constraints.txt tests/engines/requirements.txt
 	@$(ENGINES)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/engines/requirements.txt -e .
 	@touch $@
 
-# torchvision by itself, in a folder that tests are told of: see tests/torchvision_beside.py.
+# torchvision and bitsandbytes, in a folder that tests are told of: see tests/torchvision_beside.py.
 $(STAMPS)/torchvision: $(STAMPS)/dev tests/vision/requirements.txt
-	@echo "Installing torchvision, for tests alone, into $(TORCHVISION) ..."
+	@echo "Installing torchvision and bitsandbytes, for tests alone, into $(TORCHVISION) ..."
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --upgrade --target $(TORCHVISION) -r tests/vision/requirements.txt
 	@touch $@
 
@@ -131,7 +131,7 @@ test-core: $(STAMPS)/dev  ## of test-all, the tests that need one process
 test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and through TRL
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/oracle $(args)
 
-test-families: $(STAMPS)/torchvision  ## of test-all, models over images whose processors need torchvision, at toy size
+test-families: $(STAMPS)/torchvision  ## of test-all, models over images whose processors need torchvision, and quantised ones, at toy size
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 
 test-docs: $(STAMPS)/dev  ## of test-all, every command and table of README.md and docs/, and the notebooks

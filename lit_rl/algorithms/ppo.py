@@ -256,7 +256,7 @@ class PPO(PolicyGradient):
         return Beside(self.ptx.batch_size, of_all_ranks, self.ptx.max_tokens)
 
     def critic_network(self, policy: Network, numbers: Numbers) -> Network | None:
-        return footprint.critic_network(self.value_function, policy, numbers)
+        return footprint.critic_network(self.value_function, policy, numbers, self.model)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}

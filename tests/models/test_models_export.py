@@ -122,7 +122,7 @@ def test_two_exports_of_an_adapter_are_equal_to_the_byte(tmp_path):
 
 
 def test_a_quantised_base_is_replaced_by_the_one_that_was_published(make_model, make_completions, tmp_path):
-    """The adapter is all that counts of the state; bitsandbytes itself needs a GPU machine."""
+    """The adapter is all that counts of the state. With bitsandbytes itself: tests/vision/test_vision_quantised.py."""
     model = LanguageModel(str(make_model()), lora=Lora(r=2))
     policy = model.load().eval()
     train_a_little(policy)

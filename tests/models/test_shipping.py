@@ -268,7 +268,7 @@ def test_classic_fsdp_is_refused(make_model, mesh, flat):
 
 
 def test_quantised_weights_are_refused(make_model):
-    """As bitsandbytes holds them; itself it needs a GPU machine."""
+    """As bitsandbytes holds them, which itself runs in tests/vision/test_vision_quantised.py."""
     policy = LanguageModel(str(make_model()), lora=Lora(r=2)).load()
     layer = policy.get_base_model().model.layers[0].mlp.up_proj.base_layer
     layer.weight = nn.Parameter(torch.zeros(96, 64, dtype=torch.int8), requires_grad=False)

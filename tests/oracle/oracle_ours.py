@@ -137,8 +137,8 @@ def our_grpo(settings: Settings, **other: Any) -> GRPO:
     )
 
 
-def our_rloo(settings: Settings) -> RLOO:
-    """The module that TRL's `RLOOConfig(**settings)` is."""
+def our_rloo(settings: Settings, **other: Any) -> RLOO:
+    """The module that TRL's `RLOOConfig(**settings)` is; `other` settings beside."""
     trl = BASE | dict(settings)
     clip = {"clip_low": trl["epsilon"], "clip_high": trl["epsilon_high"]}
     return RLOO(
@@ -146,7 +146,7 @@ def our_rloo(settings: Settings) -> RLOO:
         reward_beta=trl["beta"],
         reward_clip=trl["reward_clip_range"],
         whitening=advantages.whiten_rows if trl["normalize_advantages"] else None,
-        **shared_terms(trl),
+        **shared_terms(trl) | other,
     )
 
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import dist_equal
 import torch
 
-from lit_rl.algorithms import DPO, GRPO, PPO, Constant
+sys.path.append(str(Path(__file__).parents[1]))  # processes of `dist_jobs` know this folder alone
+
+import torchvision_beside
+import vision_toys
+
+from lit_rl.algorithms import DPO, GRPO, PPO, Constant, RewardModeling
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.digits import Digits
 from lit_rl.data.offline.datamodule import PreferenceDataModule
-from lit_rl.models import LanguageModel
+from lit_rl.models import LanguageModel, Lora
 from lit_rl.rollout import Sampling
 
 STEPS = 3
-SHAPES = ["grpo", "ppo", "dpo"]
+TOYS = ["qwen2_vl"] if torchvision_beside.FOLDER else ["gemma3"]
+"""Families with inputs of their own: `token_type_ids`; patches of all images in a row, and positions of three axes."""
+
+SHAPES = TOYS if torchvision_beside.FOLDER else ["grpo", "ppo", "dpo", "lora", "reward", *TOYS]
 
 
 def by_letters(completions: list[Any], **_: Any) -> list[float]:
@@ -42,11 +52,26 @@ def pairs() -> list[dict[str, Any]]:
     return [{**row, "chosen": said(row["answer"]), "rejected": said("no")} for row in rows()]
 
 
-def parts(name: str) -> tuple[Any, Any]:
+def model_of(name: str, folder: Path) -> LanguageModel:
+    """What a run starts from."""
+    if name in TOYS:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # transformers writes nothing in the others
+            vision_toys.save(name, folder / name)
+        if torch.distributed.is_initialized():  # else the first writes before it starts the others
+            torch.distributed.barrier()
+        return LanguageModel(str(folder / name), freeze=[])
+    # Names of layers mean those of what sees too, so there are adapters that only images train.
+    lora = Lora(r=2, targets=["q_proj", "v_proj"]) if name == "lora" else None
+    return LanguageModel("digits", freeze=[], lora=lora)
+
+
+def parts(name: str, folder: Path) -> tuple[Any, Any]:
     settings: dict[str, Any] = {"sampling": Sampling(max_new_tokens=3), "scheduler": Constant()}
-    model = LanguageModel("digits", freeze=[])
-    if name == "dpo":
+    model = model_of(name, folder)
+    if name in ("dpo", "reward"):
         told: Any = PreferenceDataModule(rows=pairs(), batch_size=8, val_fraction=0.0, shuffle=False)
+        if name == "reward":
+            return RewardModeling(model, optimizer=sgd(0.05), scheduler=Constant()), told
         return DPO(model, optimizer=sgd(0.05), **settings), told
     asked = RolloutDataModule(rows=rows(), prompts_per_rollout=8, val_fraction=0.0, shuffle=False)
     if name == "ppo":
@@ -56,7 +81,7 @@ def parts(name: str) -> tuple[Any, Any]:
 
 def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
     """Train, and leave `name.pt` there."""
-    module, data = parts(name)
+    module, data = parts(name, folder)
     trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
     dist_equal.train_and_leave(module, data, trainer, folder / f"{name}.pt")
 

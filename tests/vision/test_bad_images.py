@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torchvision_beside
 from vision_seen import Toy, image
 from vision_toys import picture
 
@@ -14,9 +18,10 @@ from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples as read_texts
 from lit_rl.data.prompt_set import PromptOptions, read_examples
 from lit_rl.data.sources import Rows
-from lit_rl.errors import ConfigError, DataError
+from lit_rl.errors import BackendError, ConfigError, DataError, LitRLError
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.rollout_function import RolloutFunction
+from lit_rl.models import LanguageModel
 from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
@@ -115,6 +120,30 @@ def never(completions: list[Any], **_: Any) -> list[float]:
 def test_what_no_model_over_images_can_do(toy_folder: Any, module: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         module(str(toy_folder("idefics3"))).configure_model()
+
+
+@pytest.mark.skipif(bool(torchvision_beside.FOLDER), reason="torchvision is there")
+def test_a_processor_that_lacks_a_package_or_its_files(toy_folder: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "smol"
+    shutil.copytree(toy_folder("idefics3"), folder)
+    file = folder / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"processor_class": "SmolVLMProcessor"}))
+    (folder / "video_preprocessor_config.json").write_text('{"video_processor_type": "SmolVLMVideoProcessor"}')
+    with pytest.raises(BackendError, match=r"The processor of .* lacks a package: pip install torchvision"):
+        _ = LanguageModel(str(folder)).processor
+    file.unlink()
+    (folder / "video_preprocessor_config.json").unlink()
+    with pytest.raises(LitRLError, match=r"model\.name=.*preprocessor_config\.json"):
+        _ = LanguageModel(str(folder)).processor
+
+
+def test_prompts_that_are_too_long_by_their_images_are_dropped_and_counted(toy_of: Any) -> None:
+    toy = toy_of("llava")  # 16 tokens an image
+    rows = [{"prompt": ASKED, "images": [picture(1)] * count} for count in (1, 3)]
+    processor = toy.model.processor
+    told = PromptOptions(max_prompt_tokens=60)
+    made, report = read_examples(Rows("rows", rows), toy.model.tokenizer, told, processor)
+    assert len(made) == 1 and 1 in report.values(), report
 
 
 def test_rollout_functions_of_a_model_over_images(toy_folder: Any, tmp_path: Any) -> None:

@@ -25,15 +25,16 @@ sys.path.append(str(Path(__file__).parents[1] / "oracle"))  # whose helpers hold
 import oracle_dpo
 import oracle_sft
 from oracle_cases import GIVEN, LIMIT, TEMPERATURE, WEIGHTS, Outcome, assert_same_step, backward, first, second
-from oracle_ours import our_grpo
+from oracle_ours import our_grpo, our_rloo
 
 from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs, micro_batch, step_counts, totals_of
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.models import LanguageModel
 from lit_rl.models.policy.forward import score
 from lit_rl.ops.masking import masked_sum
-from lit_rl.rollout import Completions, Rollout, Sampling
+from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling
 from lit_rl.vision import Vision
 
 pytestmark = pytest.mark.all
@@ -132,7 +133,7 @@ def rows_of(*columns: str) -> list[dict[str, Any]]:
     return rows
 
 
-# ---------------------------------------------------------------------- GRPO
+# ---------------------------------------------------------------------- GRPO, RLOO
 
 
 def drawn(sides: Sides) -> Completions:
@@ -145,13 +146,26 @@ def drawn(sides: Sides) -> Completions:
 
 
 def grpo_trainer(sides: Sides, completions: Completions) -> Any:
-    """TRL's trainer, which is given these completions, with a reference away from the policy."""
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    return drawing_trainer(sides, completions, GRPOTrainer, GRPOConfig, lambda ids: (ids, None))
+
+
+def rloo_trainer(sides: Sides, completions: Completions) -> Any:
+    from trl.trainer.rloo_config import RLOOConfig
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    return drawing_trainer(sides, completions, RLOOTrainer, RLOOConfig, lambda ids: ids, epsilon=0.5)
+
+
+def drawing_trainer(
+    sides: Sides, completions: Completions, kind: Any, config: Any, said: Callable[..., Any], **settings: Any
+) -> Any:
+    """TRL's trainer, which is given these completions, with a reference away from the policy."""
     trainer = sides.trainer(
-        GRPOTrainer,
-        GRPOConfig,
+        kind,
+        config,
         [row for row in rows_of() for _ in range(GROUP)],
         num_generations=GROUP,
         num_iterations=2,
@@ -159,9 +173,10 @@ def grpo_trainer(sides: Sides, completions: Completions) -> Any:
         temperature=TEMPERATURE,
         beta=0.1,
         reward_weights=list(WEIGHTS.values()),
+        **settings,
     )
     ids = [row[mask].tolist() for row, mask in zip(completions.response_ids, completions.response_mask)]
-    trainer._generate_single_turn = lambda *_: (ids, None)
+    trainer._generate_single_turn = lambda *_: said(ids)
     trainer._tokenize_prompts = partial(no_images_are_a_list, trainer._tokenize_prompts)
     if sides.toy.kind == "llava_onevision":
         trainer._get_per_token_logps_and_entropies = partial(
@@ -212,9 +227,8 @@ def our_rollout(trainer: Any, completions: Completions, taken: dict[str, Any]) -
     )
 
 
-def our_step(trainer: Any, rollout: Rollout, parts: Sequence[Tensor]) -> Outcome:
+def our_step(trainer: Any, module: Any, rollout: Rollout, parts: Sequence[Tensor]) -> Outcome:
     """Our loss of a step in micro-batches of these rows."""
-    module = our_grpo({"beta": 0.1})
     module.policy = trainer.model
     plan = BatchPlan(len(SEEN), GROUP, minibatches=1, iterations=1, accumulate=len(parts), world_size=1)
     totals = totals_of(step_counts(rollout, plan, seed=0, index=0)[0], plan)
@@ -259,7 +273,32 @@ def test_grpo(sides_of: Callable[[str], Sides], kind: str) -> None:
     theirs = backward(trainer.model, [trainer._compute_loss(trainer.model, taken)])
     every = torch.arange(len(completions))
     for parts in ([every], [every[::2], every[1::2]], [every[4:6], every[:3], every[6:], every[3:4]]):
-        assert_same_step(our_step(trainer, rollout, parts), theirs)
+        assert_same_step(our_step(trainer, our_grpo({"beta": 0.1}), rollout, parts), theirs)
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_rloo(sides_of: Callable[[str], Sides], kind: str) -> None:
+    """Advantages, whose rewards have the KL of what is seen taken off, and the step in any micro-batches."""
+    sides = sides_of(kind)
+    completions = drawn(sides)
+    rule_nothing_out(sides.toy.policy)
+    trainer = rloo_trainer(sides, completions)
+
+    taken = their_rollout(trainer)
+    assert torch.equal(taken["prompt_ids"], completions.prompt_ids)
+    module = our_rloo({"beta": 0.1, "epsilon": 0.5}, group_size=GROUP)
+    known = our_rollout(trainer, completions, taken)
+    batch = PromptBatch([""] * len(SEEN), [[0]] * len(SEEN), {}, [*range(len(SEEN))], [0] * len(SEEN))
+    scores = module.reward_functions.score([""] * len(completions), [""] * len(completions), {})
+    rollout, _ = module.advantages(Scored(batch, completions, scores), known.old_logprobs, known.ref_logprobs)
+    torch.testing.assert_close(rollout.advantages, taken["advantages"], atol=1e-5, rtol=1e-5)
+
+    move(trainer.model, 0.01, seed=6)
+    theirs = backward(trainer.model, [trainer._compute_loss(trainer.model, taken)])
+    every = torch.arange(len(completions))
+    for parts in ([every], [every[4:6], every[:3], every[6:], every[3:4]]):
+        size = float(rollout.advantages.abs().mean())  # of the terms of the loss, which cancel
+        assert_same_step(our_step(trainer, module, rollout, parts), theirs, size=size)
 
 
 def paled(policy: Any, completions: Completions) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from vision_seen import Toy, image
 from vision_toys import of_idefics, picture, shown, text_of, tokenizer_of
 
 from lit_rl.algorithms import DPO, GRPO
-from lit_rl.algorithms.preflight.footprint import policy_network, shape_of
+from lit_rl.algorithms.preflight.footprint import critic_network, policy_network, shape_of
 from lit_rl.algorithms.preflight.images import LargestPrompt, most_shown, with_images
-from lit_rl.algorithms.preflight.memory import Lengths, Memory, Numbers
+from lit_rl.algorithms.preflight.memory import Lengths, Memory, MemoryPlan, Network, Numbers
 from lit_rl.commands.plan import prepared
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.train import Run
@@ -28,12 +29,14 @@ from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.scoring.critic import AdapterCritic, SeparateCritic
 from lit_rl.rollout import Completions, Sampling
 from lit_rl.vision import Vision
 
 PROMPTS, GROUP, RESPONSE, SIDE = 3, 4, 24, 112
 SMALL = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 512}
 ALL = ("vision", "projector")
+NUMBERS = Numbers.of("32-true", 8)
 
 
 @pytest.fixture(scope="module")
@@ -65,24 +68,28 @@ class Case:
         ids, vision = self.prompts[0]
         assert model.processor is not None and vision is not None
         self.rows = rollout(self.prompts, response)
-        numbers, shape = Numbers.of("32-true", 8), shape_of(model)
+        shape = shape_of(model)
         assert shape is not None
+        self.network = policy_network(model, shape, NUMBERS, "fused")
         lengths = Lengths(len(ids), response, group=GROUP, shares=shared)
-        network = policy_network(model, shape, numbers, "fused")
-        memory = Memory(network, numbers, lengths, decoding=lengths)
         tokens = sum(token in model.processor.placeholders for token in ids)
-        self.plan = with_images(memory, model, LargestPrompt(vision, tokens)).plan(
-            len(self.rows), len(self.rows), steps_in_parts=True
-        )
+
+        def planned(network: Network) -> MemoryPlan:
+            memory = Memory(network, NUMBERS, lengths, decoding=lengths)
+            shown = with_images(memory, model, LargestPrompt(vision, tokens))
+            return shown.plan(len(self.rows), len(self.rows), steps_in_parts=True)
+
+        self.planned, self.plan = planned, planned(self.network)
 
     def loss(self) -> torch.Tensor:
         return score(
             self.policy, self.rows, Sampling(), options=ForwardOptions(True, self.shared, False, False)
         ).logprobs.sum()
 
-    def kept(self) -> int:
-        """Bytes that a forward pass keeps for the backward pass, parameters left out."""
-        known = {parameter.untyped_storage().data_ptr() for parameter in self.policy.parameters()}
+    def kept(self, run: Callable[[], Any] | None = None, *others: torch.nn.Module) -> int:
+        """Bytes that a forward pass keeps for the backward pass, parameters left out: of the policy, or this one."""
+        parameters = (parameter for module in (self.policy, *others) for parameter in module.parameters())
+        known = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         found: dict[int, torch.Tensor] = {}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,7 +98,7 @@ class Case:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.loss()
+            (run or self.loss)()
         return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
 
@@ -152,6 +159,28 @@ def test_trained_parameters_are_those_of_the_model(folder: Path, freeze: Any, lo
     assert shape is not None
     trained = sum(each.numel() for each in model.load().parameters() if each.requires_grad)
     assert policy_network(model, shape, Numbers(), "fused").trained == trained
+
+
+@pytest.mark.parametrize(
+    ("critic", "freeze", "lora"),
+    [
+        (SeparateCritic(), (), None),
+        (SeparateCritic(), (), Lora(r=2)),
+        (AdapterCritic(r=2), None, Lora(r=2)),
+    ],
+    ids=["all", "beside adapters", "adapter"],
+)
+def test_a_critic_trains_and_keeps_what_is_planned(folder: Path, critic: Any, freeze: Any, lora: Any) -> None:
+    model = LanguageModel(str(folder), freeze=freeze, lora=lora)
+    case = Case(model, shared=False)
+    module = critic.module(case.policy)
+    network = critic_network(critic, case.network, NUMBERS, model)
+    assert network is not None
+    head = sum(each.numel() for each in module.head.parameters())
+    assert network.trained == sum(each.numel() for each in critic.parameters(case.policy, module)) - head
+    learning = case.planned(network).learning
+    kept = case.kept(lambda: critic.values(case.policy, module, case.rows), module)
+    assert learning["activations"] + learning.get("activations of images", 0) == pytest.approx(kept, rel=0.08)
 
 
 def test_the_largest_prompt_is_the_one_of_most_images() -> None:

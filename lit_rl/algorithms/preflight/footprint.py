@@ -14,6 +14,7 @@ from lit_rl.algorithms.preflight.images import seeing_shape
 from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.shape import Linear, ModelShape
+from lit_rl.models.policy.vision_parts import PARTS
 from lit_rl.models.reference.base import AdapterBase, Auto, Reference
 from lit_rl.models.reference.moving import Moving
 from lit_rl.models.reference.other_model import OtherModel
@@ -81,10 +82,11 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
     how: dict[str, Any] = {"checkpointing": bool(model.checkpointing), "offloaded": model.checkpointing == "offload"}
     how["eager"] = model.attn_implementation == "eager"
     halves = numbers.product < 4 or model.dtype in ("bfloat16", "float16")
+    how["frozen"] = PARTS if model.lora is not None or model.adapter is not None else model.frozen_parts
     how["logit"] = 2 if halves and not model.lm_head_fp32 else 4
     if model.lora is None and model.adapter is None:
         held = numbers.weight * shape.parameters
-        return Network(shape, shape.parameters - _frozen(model), held, head=head, **how)
+        return Network(shape, shape.parameters - _frozen(model, model.frozen_parts), held, head=head, **how)
     rank, targets = _adapter(model)
     adapted = _adapted(model, shape, targets)
     trained = sum(rank * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
@@ -101,10 +103,10 @@ def policy_network(model: LanguageModel, shape: ModelShape, numbers: Numbers, he
     )
 
 
-def _frozen(model: LanguageModel) -> int:
-    """Parameters of the parts of a model over images that are not trained."""
+def _frozen(model: LanguageModel, parts: Sequence[str]) -> int:
+    """Parameters of these parts of a model over images."""
     seeing = seeing_shape(model)
-    return 0 if seeing is None else seeing.frozen(model.frozen_parts)
+    return 0 if seeing is None else seeing.frozen(parts)
 
 
 def _adapted(model: LanguageModel, shape: ModelShape, targets: Any) -> tuple[Linear, ...]:
@@ -188,20 +190,22 @@ def stored_bytes(model: LanguageModel, numbers: Numbers) -> float:
     return _STORED[model.quantization or model.dtype] if adapts else numbers.weight
 
 
-def critic_network(critic: Critic, policy: Network, numbers: Numbers) -> Network | None:
-    """A critic's own layers; None where it stands on the policy's."""
+def critic_network(critic: Critic, policy: Network, numbers: Numbers, model: LanguageModel) -> Network | None:
+    """A critic's own layers, beside the policy of this model; None where it stands on the policy's."""
     if isinstance(critic, SharedTrunk):
         return None
     same = {name: getattr(policy, name) for name in ("checkpointing", "offloaded", "eager")}
     like_policy: Any = {"head": "none", **same}
     if isinstance(critic, AdapterCritic):
-        adapted = policy.shape.adapted(critic.targets)
+        adapted = _adapted(model, policy.shape, critic.targets)
+        like_policy["frozen"] = PARTS
         trained = sum(critic.r * (linear.inputs + linear.outputs) * linear.count for linear in adapted)
         ranks = critic.r * sum(linear.count for linear in adapted)
         wide = _widened(adapted, numbers)
         return Network(policy.shape, trained, 4 * trained, adapters=ranks, widened=wide, **like_policy)
     other = critic.model if isinstance(critic, SeparateCritic) and isinstance(critic.model, LanguageModel) else None
     shape = (shape_of(other) if other else None) or policy.shape
-    # A copy of the policy freezes what the policy freezes.
-    frozen = policy.shape.parameters - policy.trained if other is None and not policy.adapters else 0
-    return Network(shape, shape.trunk - frozen, numbers.weight * shape.trunk, **like_policy)
+    adapts = model.lora is not None or model.adapter is not None
+    like_policy["frozen"] = other.frozen_parts if other else ("vision",) if adapts else model.frozen_parts
+    trained = shape.trunk - _frozen(other or model, like_policy["frozen"])
+    return Network(shape, trained, numbers.weight * shape.trunk, **like_policy)

@@ -147,8 +147,7 @@ def with_images(memory: Memory, model: LanguageModel, shown: LargestPrompt | Non
         return memory
 
     def seeing(network: Network) -> Network:
-        frozen = ("vision", "projector") if network.adapters else model.frozen_parts
-        return replace(network, sight=sight_of(shape, shown, memory.numbers, frozen, network.checkpointing))
+        return replace(network, sight=sight_of(shape, shown, memory.numbers, network.frozen, network.checkpointing))
 
     critic = None if memory.critic is None else seeing(memory.critic)
     return replace(memory, policy=seeing(memory.policy), critic=critic)

@@ -147,6 +147,7 @@ class Network:
         offloaded: Whether the inputs of its layers then wait on the host.
         narrow: Whether its weights are as narrow as the products of autocast, so that none makes a copy.
         eager: Whether attention keeps the weights of all pairs of tokens.
+        frozen: Parts of a model over images that it leaves as they are.
         sight: What the images of a prompt take in it, at most; None where it sees none.
     """
 
@@ -161,6 +162,7 @@ class Network:
     offloaded: bool = False
     narrow: bool = False
     eager: bool = False
+    frozen: tuple[str, ...] = ()
     sight: Sight | None = None
 
     @property

@@ -368,6 +368,8 @@ class LanguageModel:
         if self.quantization is not None:
             kwargs = {**kwargs, "quantization_config": loading.quantization_config(self.quantization)}
         base = loading.load_weights(self.name, self.path, config, dtype=self.dtype, **self._hub, **kwargs)
+        if self.quantization is not None:
+            loading.let_gradients_through(base)
         if self.chat_template is not None:
             loading.add_embeddings(base, self.new_tokens)
         return base

@@ -201,6 +201,17 @@ def quantization_config(kind: str) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
 
 
+def let_gradients_through(base: nn.Module) -> None:
+    """Keep bitsandbytes from packing 4-bit weights for the bfloat16 products of a CPU.
+
+    It packs a layer for good when it first runs in evaluation mode, which a rollout does, and a packed layer has no
+    backward pass: what lies below would be trained by no gradient, or a wrong one, without a word (bitsandbytes 0.50).
+    """
+    for module in base.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False  # pyright: ignore
+
+
 def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
     """The model with a trained LoRA adapter, a folder or a hub id, that goes on being trained.
 

@@ -190,11 +190,11 @@ def load_processor(
     """
     from transformers import AutoProcessor
 
-    try:
-        with hub.reading(key, name, path):
+    with hub.reading(key, name, path):
+        try:
             processor: Any = AutoProcessor.from_pretrained(path, **how)
-    except ImportError as error:
-        raise BackendError(f"The processor of {name!r} lacks a package: {_missing(error)}") from error
+        except ImportError as error:
+            raise BackendError(f"The processor of {name!r} lacks a package: {_missing(error)}") from error
     if not hasattr(processor, "image_processor"):
         raise BackendError(
             f"{key}={name!r} is a model over images and comes without its processor (preprocessor_config.json or "

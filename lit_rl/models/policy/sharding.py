@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_rl.errors import ConfigError
-from lit_rl.models.policy.vision_parts import seeing_model
+from lit_rl.models.policy.vision_parts import seeing_model, trained_by_images
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
@@ -36,7 +36,20 @@ def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy |
     for layer in layers:
         fully_shard(layer, reshard_after_forward=True, **how)
     fully_shard(module, reshard_after_forward=False, **how)
+    if trained_by_images(module):
+        _let_gradients_reach_the_embedding(module)
     return module
+
+
+def _let_gradients_reach_the_embedding(module: nn.Module) -> None:
+    """Let what enters the first layer have a gradient on every rank, as it has where images enter it too.
+
+    FSDP2 reduces the gradients of a layer when those of its inputs are there, and without them after all others. So
+    beside a frozen embedding, under adapters, a rank whose rows show nothing would send in another order than the rest.
+    """
+    embedding: Any = seeing_model(module).get_input_embeddings()
+    if not any(parameter.requires_grad for parameter in embedding.parameters()):
+        embedding.register_forward_hook(lambda _, __, out: out + out.new_zeros((), requires_grad=True))
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

@@ -20,6 +20,7 @@ from lit_rl.models.policy.loading import (
     check_causal,
     continue_adapter,
     disable_dropout,
+    let_gradients_through,
     quantization_config,
 )
 from lit_rl.models.policy.vision_parts import freeze
@@ -148,6 +149,8 @@ def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel
             f"model.name={model.name!r}: its files lack {len(missing)} weights ({', '.join(missing[:5])}), which "
             "transformers filled with random numbers. Fetch the model again, or check that config.json belongs to it."
         )
+    if model.quantization is not None:
+        let_gradients_through(base)
     return base
 
 
