@@ -143,7 +143,7 @@ test-dist: $(STAMPS)/dev  ## of test-all, the tests that start several processes
 test-faults: $(STAMPS)/dev  ## of test-all, the tests that kill processes
 	$(PYTEST) -m 'faults and $(ALL)' $(args)
 
-test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain`: every stage is better than the one before
+test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain` in half of its steps: every stage is better than the one before
 	$(PYTEST) -m 'chain and $(ALL)' $(args)
 
 test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
