@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torchvision_beside  # noqa: F401  # before transformers, which looks for torchvision once
 from dist_equal import in_processes
 from hydra.core.global_hydra import GlobalHydra
 

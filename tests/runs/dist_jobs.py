@@ -8,6 +8,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1]))
+
+import torchvision_beside  # noqa: F401, I001  # before transformers, which looks for torchvision once
 import dist_episodes
 import dist_masters
 import dist_offline
