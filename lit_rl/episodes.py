@@ -69,7 +69,14 @@ def words_of(message: Mapping[str, Any]) -> str:
     """What a message says, its calls as ``name(argument=value)``."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     written = [_call(call["function"]) for call in calls]
-    return " ".join(part for part in (str(message.get("content") or ""), *written) if part)
+    return " ".join(part for part in (_said(message.get("content")), *written) if part)
+
+
+def _said(content: Any) -> str:
+    """The words of a message, with the names of its images where they stand."""
+    if not isinstance(content, list):
+        return str(content or "")
+    return "".join(f"[image {part.get('image', '')}]" if "text" not in part else part["text"] for part in content)
 
 
 def _call(function: Mapping[str, Any]) -> str:

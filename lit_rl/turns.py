@@ -11,6 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lit_rl.vision import Later
+
 
 @dataclass(frozen=True)
 class Said:
@@ -37,6 +39,8 @@ class Heard:
     """Tokens that the next turn may have at most, 1 or more; it is cut at ``sampling.max_new_tokens`` too."""
     ended: bool = True
     """Where it is over: whether it came to its end; False where a limit cut it."""
+    seen: Sequence[Later] = ()
+    """Images that stand in ``token_ids``, at their columns in these."""
 
 
 class Responder(ABC):

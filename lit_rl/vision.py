@@ -4,7 +4,8 @@ A processor is asked one prompt at a time. Of its tensors, those with one value 
 are padded on the left like the prompt and go on over the response with one value of the family; all others (pixels,
 grids, sizes) are padded with zeros behind their trailing dimensions and joined along the first. That is what processors
 make of a batch themselves, to the bit, in eleven families of transformers. So rows of a rollout hold the number of a
-prompt, and pixels are neither repeated for a group nor stored.
+prompt, and pixels are neither repeated for a group nor stored. What a tool or an environment shows between two turns
+is made the same way, one answer at a time, and belongs to its row alone (`Later`).
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class PromptVision:
     """Number of the prompt in its data set, by which it is made again after a resume."""
     source: Source | None = field(default=None, repr=False)
     """What it was made of, for an engine that makes tokens and pixels itself. None: nobody said."""
+    given: bool = False
+    """Whether an environment gave some of the images. No row of the data has these: a checkpoint keeps `source`."""
 
     def first(self, tokens: int) -> PromptVision:
         """Of a prompt of which only so many tokens are left: where its last one joins what follows. 0: all."""
@@ -68,25 +71,70 @@ class PromptVision:
         return replace(self, per_token=longer)
 
 
+@dataclass(frozen=True)
+class Later:
+    """Images that a row sees behind its prompt: of one piece of an answer."""
+
+    column: int
+    """Of the piece's first token, counted from the first of the response (in `Heard`, of the answer)."""
+    seen: PromptVision
+    """With values of the piece's tokens in `per_token`."""
+    tokens: int
+    """Of the piece, images included."""
+
+    def moved(self, columns: int) -> Later:
+        """Behind so many more tokens."""
+        return replace(self, column=self.column + columns)
+
+    def from_column(self, first: int) -> Later:
+        """Where the columns before this one are left out, which hold no image."""
+        cut = max(first - self.column, 0)
+        if not cut:
+            return self.moved(-first)
+        kinds = {name: values[cut:] for name, values in self.seen.per_token.items()}
+        return Later(0, replace(self.seen, per_token=kinds), self.tokens - cut)
+
+
+def with_later(prompt: PromptVision | None, n: int, later: Sequence[Later], tokens: int) -> PromptVision | None:
+    """Of a prompt of `n` tokens and so many behind it, in which images are shown, read together as a prompt."""
+    if not later:
+        return None if prompt is None else prompt.continued(tokens)
+    seen = [*([] if prompt is None else [prompt]), *(each.seen for each in later)]
+    vision = Vision([prompt], torch.zeros(1, dtype=torch.long), [tuple(later)])
+    lines = vision.per_token(n, tokens, torch.device("cpu"))
+    return PromptVision(
+        vision.inputs(torch.device("cpu")),
+        {name: line[0] for name, line in lines.items()},
+        {name: fill for each in seen for name, fill in each.in_response.items()},
+        row=-1 if prompt is None else prompt.row,
+    )
+
+
 class Vision:
-    """Of rows: which prompt's images each of them sees. To be treated as frozen.
+    """Of rows: which prompt's images each of them sees, and what it sees later. To be treated as frozen.
 
     No dataclass, since Lightning's precision plugins would take it apart with the batch.
 
     Args:
         prompts: None: a prompt without images.
         index: Long ``(b,)``, on the CPU: the number of each row's prompt.
+        later: What each row sees in its response, from left to right. Empty: no row sees anything there.
     """
 
-    def __init__(self, prompts: Sequence[PromptVision | None], index: Tensor) -> None:
+    def __init__(
+        self, prompts: Sequence[PromptVision | None], index: Tensor, later: Sequence[tuple[Later, ...]] = ()
+    ) -> None:
         self.prompts, self.index = tuple(prompts), index
+        self.later = tuple(later) if any(later) else ()
 
     @classmethod
-    def of(cls, prompts: Sequence[PromptVision | None], group_size: int) -> Vision | None:
-        """Of `group_size` rows for each prompt; None where no prompt has images."""
-        if all(each is None for each in prompts):
+    def of(
+        cls, prompts: Sequence[PromptVision | None], group_size: int, later: Sequence[tuple[Later, ...]] = ()
+    ) -> Vision | None:
+        """Of `group_size` rows for each prompt; None where no row sees anything."""
+        if all(each is None for each in prompts) and not any(later):
             return None
-        return cls(prompts, torch.arange(len(prompts)).repeat_interleave(group_size))
+        return cls(prompts, torch.arange(len(prompts)).repeat_interleave(group_size), later)
 
     @classmethod
     def blind(cls, rows: int) -> Vision:
@@ -98,17 +146,25 @@ class Vision:
 
     def select(self, rows: Tensor) -> Vision:
         """The given rows."""
-        return Vision(self.prompts, self.index[rows.to(self.index.device)])
+        rows = rows.to(self.index.device)
+        later = [self.later[row] for row in rows.tolist()] if self.later else ()
+        return Vision(self.prompts, self.index[rows], later)
 
     def joined(self, other: Vision) -> Vision:
         """The rows of both."""
         index = torch.cat([self.index, other.index + len(self.prompts)])
-        return Vision((*self.prompts, *other.prompts), index)
+        later = (*self.later_of_rows, *other.later_of_rows)
+        return Vision((*self.prompts, *other.prompts), index, later)
 
     def used(self) -> Vision:
         """Without prompts that no row is of."""
         numbers, index = self.index.unique(return_inverse=True)
-        return Vision([self.prompts[number] for number in numbers.tolist()], index)
+        return Vision([self.prompts[number] for number in numbers.tolist()], index, self.later)
+
+    @property
+    def later_of_rows(self) -> tuple[tuple[Later, ...], ...]:
+        """What each row sees in its response."""
+        return self.later or ((),) * len(self)
 
     @property
     def rows(self) -> list[PromptVision | None]:
@@ -127,7 +183,7 @@ class Vision:
 
     def inputs(self, device: torch.device) -> dict[str, Tensor]:
         """Of `model_inputs`, those that are joined along images, tiles or patches."""
-        known = [row for row in self.rows if row is not None]
+        known = self._known()
         found = {name: _joined([row.inputs[name] for row in known if name in row.inputs]) for name in _names(known)}
         return {name: value.to(device, non_blocking=True) for name, value in found.items()}
 
@@ -138,7 +194,13 @@ class Vision:
             there = values[-prompt:] if prompt else values[:0]
             return torch.cat([values.new_zeros(prompt - len(there)), there, values.new_full((response,), fill)])
 
-        return self._lines(line, device)
+        lines = self._lines(line, torch.device("cpu"))
+        for row, later in enumerate(self.later):
+            for each in later:
+                for name, values in each.seen.per_token.items():
+                    at = prompt + each.column
+                    lines[name][row, at : at + each.tokens] = values
+        return {name: value.to(device, non_blocking=True) for name, value in lines.items()}
 
     def per_text_token(self, width: int, device: torch.device) -> dict[str, Tensor]:
         """As `per_token`, of texts ``(b, width)`` that begin with their prompts and are padded on the right."""
@@ -149,10 +211,18 @@ class Vision:
 
         return self._lines(line, device)
 
+    def _known(self) -> list[PromptVision]:
+        """All that the rows see, in the order of their tokens."""
+        found: list[PromptVision] = []
+        for row, later in zip(self.rows, self.later_of_rows, strict=True):
+            found += [] if row is None else [row]
+            found += [each.seen for each in later]
+        return found
+
     def _lines(self, line: Callable[[Tensor, int], Tensor], device: torch.device) -> dict[str, Tensor]:
         rows, fills = self.rows, dict[str, int]()
-        for row in rows:
-            fills |= row.in_response if row is not None else {}
+        for each in self._known():
+            fills |= each.in_response
         none = torch.zeros(0, dtype=torch.long)
         found = {
             name: torch.stack([line(none if row is None else row.per_token[name], fill) for row in rows])

@@ -93,3 +93,70 @@ class Shows:
     def files(self) -> Any:
         """A list of files, which is no image."""
         return [{"type": "image", "name": "a.png", "size": 3}]
+
+
+class Paints:
+    """It shows a new picture at each step, of the row's size and of what was said; a reset may show one too."""
+
+    def reset(self, *, answer: str = "", opens: str = "") -> Any:
+        self.number, self.turns = int(answer), 0
+        return {
+            "": None,
+            "image": painted(self.number),
+            "parts": [{"type": "text", "text": " See:"}, {"type": "image", "image": encoded(self.number)}],
+            "message": [{"role": "user", "content": [{"type": "image", "image": painted(self.number)}]}],
+        }[opens]
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        said = sum(map(ord, action))
+        shown: Any = [{"type": "image", "image": encoded(said % 11)}, {"type": "text", "text": "seen"}]
+        if said % 3 == 0:
+            shown = "nothing to see"
+        elif said % 3 == 1:
+            shown = painted(said % 7)
+        return shown, float(said % 5), self.turns == 3, False, {}
+
+
+class Camera:
+    """A tool that gives an image."""
+
+    def reset(self, *, answer: str = "") -> None:
+        self.number = int(answer)
+
+    def look(self, form: str = "pil") -> Any:
+        """Look at what is there.
+
+        Args:
+            form: Of what is given.
+        """
+        shown, data = painted(self.number), encoded(self.number)
+        return {
+            "pil": shown,
+            "bytes": data,
+            "parts": [{"type": "image", "image": shown}, {"type": "text", "text": "there"}],
+            "spells": [{"type": "text", "text": "<image> <|end|>"}, {"type": "image", "image": data}],
+            "broken": data[:40],
+            "cut": data[:-100],
+            "large": painted(self.number, 200),
+            "many": [{"type": "image", "image": shown}] * 20,
+            "path": {"type": "image", "image": "/etc/passwd"},
+        }[form]
+
+
+def painted(number: int, width: int = 32) -> Any:
+    """A picture of random pixels, the same for a number."""
+    import numpy
+    from PIL import Image
+
+    pixels = numpy.random.default_rng(number).integers(0, 255, (32, width + number % 9, 3), dtype=numpy.uint8)
+    return Image.fromarray(pixels)
+
+
+def encoded(number: int) -> bytes:
+    """The same as JPEG."""
+    import io
+
+    data = io.BytesIO()
+    painted(number).save(data, "JPEG")
+    return data.getvalue()

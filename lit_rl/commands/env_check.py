@@ -55,7 +55,7 @@ def env_check(run: Run, *, settings: Mapping[str, Any], actions: Sequence[str] |
     cases, asked = checked.cases(actions)
     console = Console(highlight=False)
     with torch.random.fork_rng(devices=[]):
-        player = Player(checked.factory, checked.interaction.parsers)
+        player = Player(checked.factory, checked.interaction.parsers, checked.interaction.max_image_pixels)
         first = list(_within(player, cases, _SECONDS))  # before all else, as another process plays them
         _show(console, checked, cases[0])
         look = _Look(checked, player, cases[: len(first)], first)
@@ -163,7 +163,9 @@ def _findings(look: _Look, asked: Mapping[str, str | None], settings: Mapping[st
     checked, player, cases, first = look.checked, look.player, look.cases, look.first
     factory = checked.factory
     took = sum(call.seconds for played in first for call in played.calls)
-    with closing(Elsewhere(settings, checked.interaction.parsers, cases)) as elsewhere:
+    with closing(
+        Elsewhere(settings, checked.interaction.parsers, cases, checked.interaction.max_image_pixels)
+    ) as elsewhere:
         second = [player.play(case) for case in cases]
         equal = [n for n, played in enumerate(first) if played.lines == second[n].lines]
         among = [player.interleaved([cases[n], cases[(n + 1) % len(cases)]])[0] for n in equal]

@@ -28,13 +28,20 @@ class Elsewhere:
         settings: The node of `env=`, whose targets were checked.
         parsers: See `Player`.
         cases: See `Player`.
+        max_image_pixels: Likewise.
     """
 
-    def __init__(self, settings: Mapping[str, Any], parsers: Mapping[str, Parser | None], cases: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        parsers: Mapping[str, Parser | None],
+        cases: Sequence[Any],
+        max_image_pixels: int | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="lit_rl-env-check-")
         folder = Path(self._folder.name)
         job, self._result, self._said = folder / "job", folder / "result.json", folder / "said"
-        job.write_bytes(pickle.dumps((dict(settings), dict(parsers), list(cases))))
+        job.write_bytes(pickle.dumps((dict(settings), dict(parsers), max_image_pixels, list(cases))))
         hashes = _SEEDS[os.environ.get("PYTHONHASHSEED") == _SEEDS[0]]
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         with self._said.open("wb") as said:
@@ -73,8 +80,8 @@ def _main(job: Path, result: Path) -> None:
 
     from lit_rl.commands.env_plays import Player
 
-    settings, parsers, cases = pickle.loads(job.read_bytes())
-    player = Player(instantiate(settings, _convert_="all"), parsers)
+    settings, parsers, max_image_pixels, cases = pickle.loads(job.read_bytes())
+    player = Player(instantiate(settings, _convert_="all"), parsers, max_image_pixels)
     result.write_text(json.dumps([player.play(case).lines for case in cases]))
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 from lit_rl.commands.env_growth import Growth
 from lit_rl.commands.env_plays import Played
 from lit_rl.data.checks import excerpt
+from lit_rl.episodes import words_of
 
 Level = Literal["ok", "note", "WRONG"]
 
@@ -189,7 +190,7 @@ def lengths(first: Sequence[Played], tokens: Callable[[str], int], most: int) ->
             f"env.max_observation_tokens={longest}, or say less",
         )  # fmt: skip
     answers = {
-        text: sum(tokens(str(message["content"])) for message in reply.messages)
+        text: sum(tokens(words_of(message)) for message in reply.messages)
         for played in first
         for text, reply in played.replies
     }
@@ -218,7 +219,7 @@ def tools(first: Sequence[Played], calls: Mapping[str, str | None]) -> Iterator[
             "", "env_check.actions=[...] with calls as your policy writes them",
         )  # fmt: skip
     answers = {
-        text: " ".join(str(message["content"]) for message in reply.messages)
+        text: " ".join(map(words_of, reply.messages))
         for played in first
         for text, reply in played.replies
         if reply.calls

@@ -17,8 +17,10 @@ import torch
 
 from lit_rl.environments.base import Environment, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
+from lit_rl.environments.observations import SHOWN
 from lit_rl.environments.parsers import Parser
 from lit_rl.environments.runner import Late, Runner, Task
+from lit_rl.episodes import words_of
 from lit_rl.errors import LitRLError
 
 _LARGEST_SEED = (1 << 32) - 1
@@ -69,9 +71,16 @@ class Player:
     Args:
         factory: Makes the environments.
         parsers: What reads the calls of tools, by the name of the kind.
+        max_image_pixels: As `Interaction.max_image_pixels`.
     """
 
-    def __init__(self, factory: EnvironmentFactory, parsers: Mapping[str, Parser | None]) -> None:
+    def __init__(
+        self,
+        factory: EnvironmentFactory,
+        parsers: Mapping[str, Parser | None],
+        max_image_pixels: int | None = None,
+    ) -> None:
+        self._max_image_pixels = max_image_pixels
         self._factory, self._parsers, self._runner = factory, parsers, Runner()
 
     def play(self, case: Case) -> Played:
@@ -88,7 +97,8 @@ class Player:
     def _begun(self, case: Case) -> _Play:
         kind, parser = self._factory.kinds[case.kind], self._parsers[case.kind]
         in_worker = self._factory.pool is not None
-        return _Play(case, lambda: kind.make(parser), self._runner, self._factory.step_timeout, in_worker)
+        limits = self._factory.step_timeout, self._max_image_pixels
+        return _Play(case, lambda: kind.make(parser), self._runner, *limits, in_worker)
 
 
 class _Failed(Exception):
@@ -99,8 +109,15 @@ class _Play:
     """One episode while it goes on."""
 
     def __init__(
-        self, case: Case, make: Callable[[], Environment], runner: Runner, limit: float, in_worker: bool
+        self,
+        case: Case,
+        make: Callable[[], Environment],
+        runner: Runner,
+        limit: float,
+        max_image_pixels: int | None,
+        in_worker: bool,
     ) -> None:
+        self._max_image_pixels = max_image_pixels
         self._case, self._make, self._runner, self._limit, self._in_worker = case, make, runner, limit, in_worker
         self._environment: Environment | None = None
         self._lines: list[str] = []
@@ -128,7 +145,7 @@ class _Play:
 
     def _until_over(self) -> Iterator[None]:
         opening = self._call("reset", self._begin())
-        self._opening = opening if isinstance(opening, str) else json.dumps(opening) if opening else ""
+        self._opening = opening if isinstance(opening, str) else json.dumps(opening, default=str) if opening else ""
         self._lines.append(f"reset began with {opening!r}")
         yield
         assert self._environment is not None
@@ -136,7 +153,7 @@ class _Play:
             name = f"turn {number} ({_short(text)})"
             reply: Reply = self._call(name, self._environment.answer(Turn(text, text, cut=False)))
             self._replies.append((text, reply))
-            answer = " | ".join(str(message["content"]) for message in reply.messages)
+            answer = " | ".join(map(words_of, reply.messages))
             self._lines.append(f"{name} was answered {answer!r}, reward {reply.reward}, {reply.end or 'goes on'}")
             yield
             if reply.end is not None:
@@ -150,7 +167,7 @@ class _Play:
 
     def _call(self, name: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
         seed = (self._case.seed + len(self._calls)) & _LARGEST_SEED
-        task = Task(_watched(coroutine), self._limit, seed, in_worker=self._in_worker)
+        task = Task(_watched(coroutine, self._max_image_pixels), self._limit, seed, in_worker=self._in_worker)
         given = self._runner.one(task) if self._in_worker else self._runner.in_order([task])[0]
         if isinstance(given, Late):
             self._calls.append(Call(name, self._limit, ()))
@@ -171,8 +188,9 @@ class _Given:
     moved: tuple[str, ...]
 
 
-async def _watched(coroutine: Coroutine[Any, Any, Any]) -> _Given:
+async def _watched(coroutine: Coroutine[Any, Any, Any], max_image_pixels: int | None) -> _Given:
     """What it gives or raises, its seconds, and the global generators that it moves."""
+    SHOWN.set(max_image_pixels)
     before, began = _generators(), time.perf_counter()
     value, error = None, None
     try:

@@ -12,7 +12,8 @@ from lit_rl.rollout import Message
 
 Opening = str | Sequence[Message] | None
 """What an environment begins with: a text that goes on the end of the prompt's last message, messages behind it, or
-nothing."""
+nothing. Parts of texts and images (`lit_rl.environments.observations.Content`), which have no role, go on the end of
+the last message too."""
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,14 @@ from typing import Any
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import ChatFrames, Frames
+from lit_rl.environments.observations import SHOWN, Content, texts_of_content, with_texts
 from lit_rl.environments.remembered import FailedBefore, told_of
 from lit_rl.environments.runner import GRACE, Begun, Late, Runner, Task
 from lit_rl.episodes import End, Episode
-from lit_rl.errors import LitRLError
+from lit_rl.errors import DataError, LitRLError
 from lit_rl.rollout import Message, Prompt
 from lit_rl.turns import Heard, Responder, Said
+from lit_rl.vision import Later
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +49,10 @@ class Reading:
     shortened: Callable[[str, int], str]
     """A text cut to so many tokens, which says that it was."""
     eos_ids: frozenset[int]
+    placeholders: frozenset[int] = frozenset()
+    """Tokens that stand for images."""
+    max_image_pixels: int | None = None
+    """Width times height of an image that answers; None: the policy reads text."""
 
 
 @dataclass
@@ -285,17 +291,43 @@ class Conversations(Responder):
         if said.turn + 1 >= factory.max_turns:
             row.end = "max_turns"
             return Heard(said.row, None, ended=False)
-        ids = row.frames.encode(messages, closed=self._closed(said))
+        try:
+            ids, seen = self._encoded(row, messages, closed=self._closed(said))
+        except _TooMuch as why:
+            row.end, row.error = "failed", str(why)
+            return Heard(said.row, None, ended=False)
         room = min(self._max_new_tokens, self.max_tokens - row.tokens - len(ids))
         if room < 1:
             row.end = "max_tokens"
             return Heard(said.row, None, ended=False)
         row.tokens, row.observed = row.tokens + len(ids), row.observed + len(ids)
-        return Heard(said.row, ids, room)
+        return Heard(said.row, ids, room, seen=seen)
+
+    def _encoded(self, row: Row, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
+        """The tokens of an answer, and the images in it."""
+        if not any(isinstance(message["content"], list) for message in messages):
+            return row.frames.encode(messages, closed=closed), ()
+        try:
+            ids, seen = row.frames.encode_seen(messages, closed=closed)
+        except DataError as error:
+            raise _TooMuch(str(error)) from error
+        count = sum(map(self._reading.placeholders.__contains__, ids))
+        most = self._factory.max_observation_tokens
+        if count > most:
+            raise _TooMuch(
+                f"the images of an answer have {count} tokens, more than env.max_observation_tokens={most}, and an "
+                "image cannot be cut: raise it, or return smaller or fewer images"
+            )
+        return ids, seen
 
     def _shortened(self, messages: Sequence[Message]) -> list[Message]:
         share = max(1, self._factory.max_observation_tokens // max(1, len(messages)))
-        return [{**message, "content": self._reading.shortened(message["content"], share)} for message in messages]
+        return [{**message, "content": self._shortened_content(message["content"], share)} for message in messages]
+
+    def _shortened_content(self, content: Content, share: int) -> Content:
+        texts = texts_of_content(content)
+        each = max(1, share // max(1, len(texts)))
+        return with_texts(content, [self._reading.shortened(text, each) for text in texts])
 
     # ------------------------------------------------------------------ what environments do, with limits
 
@@ -352,6 +384,7 @@ class Conversations(Responder):
 
     async def _guarded(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """What it gives, or that it raised: the episode fails, and the others go on."""
+        SHOWN.set(self._reading.max_image_pixels)
         try:
             return await ask()
         except (LitRLError, Late):
@@ -381,6 +414,10 @@ class Conversations(Responder):
         if row.environment is not None:
             row.environment.timed_out(limit)
         return _Failed("timeout", limit)
+
+
+class _TooMuch(Exception):
+    """The policy cannot be shown an answer: the episode fails, and the message says why."""
 
 
 class _Place:

@@ -19,14 +19,26 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lit_rl.data.checks import excerpt
+from lit_rl.data.image_prompts import Processor, Shown, count_of_placeholders
 from lit_rl.data.templates import control_tokens
+from lit_rl.environments.observations import (
+    ImageReturned,
+    bare,
+    images_of_content,
+    texts_of_content,
+    with_texts,
+)
 from lit_rl.errors import ConfigError
+from lit_rl.images import ImageRef
 from lit_rl.rollout import Message
+from lit_rl.vision import Later, PromptVision
 
 Kind = Literal["tool", "user"]
 
 _ALPHA, _BETA = "qqalphaqq", "zzbetazz"
 """Words that no template writes itself, and whose tokens stay apart from their neighbours'."""
+
+_ANSWER = "what a tool or an environment answered"
 
 
 class Frames(ABC):
@@ -41,6 +53,15 @@ class Frames(ABC):
                 hold ``name``, and may hold ``tool_call_id``.
             closed: Whether the turn ended with one of the model's EOS tokens. What was cut, or ended by a stop string,
                 is closed here.
+        """
+
+    @abstractmethod
+    def encode_seen(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
+        """As `encode`, of messages that show images: with what is seen beside the tokens, at its columns in these.
+
+        Raises:
+            ImageReturned: images have no place here, or the chat template does not show all of them.
+            DataError: the processor refuses an image.
         """
 
 
@@ -60,6 +81,12 @@ class TextFrames(Frames):
         text = "".join(message["content"] for message in messages)
         return [*([] if closed else self._end), *literal_ids(self._tokenizer, text)]
 
+    def encode_seen(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
+        raise ImageReturned(
+            "A tool or an environment returned an image, and the prompts of this run are plain text, in which nothing "
+            'says where an image stands. Make them lists of messages: [{"role": "user", "content": ...}].'
+        )
+
 
 class ChatFrames(Frames):
     """For prompts that are chat messages: the policy's chat template around each answer.
@@ -71,6 +98,7 @@ class ChatFrames(Frames):
         tools: Schemas of the tools, which the prompts are rendered with too.
         calls_are_text: Whether the policy writes calls as a part of what it says, so that the template renders none.
         chat_template_kwargs: What the prompts are rendered with too.
+        processor: Of a policy over images; None: it reads text.
 
     Raises:
         ConfigError: the template drops what was answered, or what the assistant said before; or no EOS token stands
@@ -86,12 +114,14 @@ class ChatFrames(Frames):
         tools: Sequence[Mapping[str, Any]] | None = None,
         calls_are_text: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        processor: Processor | None = None,
     ) -> None:
+        self._processor, self._apart = processor, False
         self._tokenizer, self._eos_ids = tokenizer, frozenset(eos_ids)
         self._calls_are_text = calls_are_text
         self._name = template_name(tokenizer)
         self._settings = {"tools": list(tools) if tools else None, **(chat_template_kwargs or {})}
-        self._control = control_tokens(tokenizer)
+        self._control = sorted({*control_tokens(tokenizer), *(() if processor is None else processor.reserved)})
         self._skeletons: dict[Kind, _Skeleton] = {kind: self._tried(kind) for kind in kinds}
         self._ends: dict[tuple[Kind, int], int | None] = {}
         for kind in kinds:
@@ -104,6 +134,19 @@ class ChatFrames(Frames):
         ids = self._rendered_ids(skeleton, messages)
         ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
         return ids[ends[self._ends[kind, count] or 0] + closed :]
+
+    def encode_seen(self, messages: Sequence[Message], *, closed: bool) -> tuple[list[int], tuple[Later, ...]]:
+        kind: Kind = "tool" if messages[0]["role"] == "tool" else "user"
+        messages = messages if self._renders(kind, len(messages)) else [_joined_seen(messages)]
+        skeleton, count = self._skeletons[kind], len(messages)
+        ids: list[int] = []
+        later: list[Later] = []
+        for piece, seen in self._pieces(skeleton, messages):
+            later += [] if seen is None else [Later(len(ids), seen, len(piece))]
+            ids += piece
+        ends = [place for place, token in enumerate(ids) if token in self._eos_ids]
+        begin = ends[self._ends[kind, count] or 0] + closed
+        return ids[begin:], tuple(each.from_column(begin) for each in later)
 
     def history(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a whole conversation as it is rendered anew, up to the policy's next turn.
@@ -148,6 +191,79 @@ class ChatFrames(Frames):
             written = json.dumps(content, ensure_ascii=False)[1:-1] if skeleton.escapes else content
             ids += [*self._ids(before), *literal_ids(self._tokenizer, written)]
         return [*ids, *self._ids(text)]
+
+    def _pieces(
+        self, skeleton: _Skeleton, messages: Sequence[Message]
+    ) -> Iterator[tuple[list[int], PromptVision | None]]:
+        """The tokens of the small conversation in pieces, and what is seen in each: one piece, or, where a text spells
+        a control token, that text apart and what the template writes around it."""
+        images = [image for message in messages for image in images_of_content(message["content"])]
+        texts = [text for message in messages for text in texts_of_content(message["content"])]
+        apart = any(token in text for text in texts for token in self._control)
+        marks = [f"{_BETA}{number}{_BETA}" if apart else text for number, text in enumerate(texts)]
+        new = iter(marks)
+        shown = []
+        for message in messages:
+            own = [next(new) for _ in texts_of_content(message["content"])]
+            shown.append({**message, "content": bare(with_texts(message["content"], own))})
+        rest = self._rendered(skeleton, shown)
+        self._check_places(rest, len(images))
+        self._check_apart(images[0])
+        for mark, text in zip(marks, texts) if apart else ():
+            before, rest = rest.split(mark, 1)
+            yield self._seen(before, images)
+            yield literal_ids(self._tokenizer, text), None
+        yield self._seen(rest, images)
+
+    def _check_places(self, text: str, images: int) -> None:
+        if (places := self._places(text)) != images:
+            raise ImageReturned(
+                f"A tool or an environment returned images, and the {self._name} shows {places} of the {images} of an "
+                "answer. Give one that writes a placeholder for each with model.chat_template=FILE."
+            )
+
+    def _check_apart(self, image: ImageRef) -> None:
+        """Whether an image has the tokens that it has beside another one, found out once."""
+        if self._apart:
+            return
+        counts = []
+        for number in (1, 2):
+            asked: list[Message] = [{"role": "user", "content": [{"type": "image"}] * number}]
+            text = str(self._tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+            assert self._processor is not None
+            counts.append(
+                count_of_placeholders(self._processor, self._processor.process(text, [image] * number, _ANSWER)[0])
+            )
+        if counts[1] != 2 * counts[0]:
+            raise ImageReturned(
+                f"A tool or an environment returned an image, and the processor of this policy gives one {counts[0]} "
+                f"tokens alone and two {counts[1]}: a conversation that is read anew would have other tokens than the "
+                "policy learned from. Take a model that shows each image for itself, such as smolvlm_256m."
+            )
+        self._apart = True
+
+    def _places(self, text: str) -> int:
+        assert self._processor is not None
+        return max(text.count(marker) for marker in self._processor.reserved)
+
+    def _seen(self, text: str, images: list[ImageRef]) -> tuple[list[int], PromptVision | None]:
+        """Tokens of a text, and what is seen in it; its images are taken from those that are given."""
+        assert self._processor is not None
+        count = self._places(text)
+        if not count:
+            return self._ids(text), None
+        shown = tuple(images[:count])
+        del images[:count]
+        source = Shown(text, shown, _ANSWER)
+        ids, seen = self._processor.process(text, shown, _ANSWER)
+        assert seen is not None
+        if any(int(values[0]) != seen.in_response[name] for name, values in seen.per_token.items()):
+            raise ImageReturned(
+                "A tool or an environment returned an image, and the policy reads texts with images both ways: such a "
+                "text is its prompt, and cannot stand between its turns. Take a model that reads from left to right, "
+                "such as smolvlm_256m."
+            )
+        return ids, replace(seen, source=source)
 
     def _rendered(self, skeleton: _Skeleton, messages: Sequence[Message]) -> str:
         answers = [_with_call(message, number) for number, message in enumerate(messages)]
@@ -290,6 +406,16 @@ def _call(call: Message, number: int, text_arguments: bool) -> Message:
 def _call_id(number: int) -> str:
     """Nine letters and digits, as Mistral's templates want them."""
     return f"call{number:05d}"
+
+
+def _joined_seen(messages: Sequence[Message]) -> Message:
+    """All answers as one message: their contents, a line each."""
+    parts: list[dict[str, Any]] = []
+    for message in messages:
+        content = message["content"]
+        parts += [{"type": "text", "text": "\n"}] if parts else []
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return {**messages[0], "content": parts}
 
 
 def _joined(messages: Sequence[Message]) -> Message:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_prompts import Processor
+from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.templates import encode_prompt
 from lit_rl.environments.base import Environment, Opening
 from lit_rl.environments.channels import said_and_thought, speaks_on_channels
@@ -54,6 +55,7 @@ class Interaction(EpisodeSource):
         template_kwargs: What prompts are rendered with, of the data.
         journal: Of the run; None: what is answered is written down nowhere.
         processor: Of a policy over images; None: it reads text.
+        max_image_pixels: Width times height of an image that a tool or an environment returns, at most.
 
     Raises:
         ConfigError: the chat template cannot render what answers the policy, or nothing says how calls are written.
@@ -69,11 +71,21 @@ class Interaction(EpisodeSource):
         template_kwargs: Mapping[str, Any],
         journal: Journal | None = None,
         processor: Processor | None = None,
+        max_image_pixels: int = MAX_IMAGE_PIXELS,
     ) -> None:
+        self._processor = processor
         self.journal = journal
         self.factory, self._tokenizer, self._eos_ids = factory, tokenizer, tuple(eos_ids)
         self._ready = {name: self._made_ready(kind, chat, template_kwargs) for name, kind in factory.kinds.items()}
-        self._reading = Reading(self._text, self._thought, self._written, self._shortened, frozenset(eos_ids))
+        self._reading = Reading(
+            self._text,
+            self._thought,
+            self._written,
+            self._shortened,
+            frozenset(eos_ids),
+            placeholders=frozenset(() if processor is None else processor.placeholders),
+            max_image_pixels=None if processor is None else max_image_pixels,
+        )
         self._on_channels = speaks_on_channels(tokenizer)
         self._opener = PromptOpener(tokenizer, processor, self._shortened, factory.max_observation_tokens)
         self._runner, self._told = Runner(), set[str]()
@@ -91,6 +103,11 @@ class Interaction(EpisodeSource):
         """What the journal holds of the rollout at hand is asked for anew when the run goes on."""
         if self.journal is not None:
             self.journal.forget()
+
+    @property
+    def max_image_pixels(self) -> int | None:
+        """Of an image that a tool or an environment returns, at most; None: the policy reads text."""
+        return self._reading.max_image_pixels
 
     @property
     def parsers(self) -> dict[str, Parser | None]:
@@ -143,7 +160,7 @@ class Interaction(EpisodeSource):
                 self.forget()  # what began wrongly is asked anew when it is mended
                 raise
             told = replace(asked, token_ids=[each.ids for each in opened], responder=conversations)
-            if asked.vision:
+            if any(each.seen is not None for each in opened):
                 told = replace(told, vision=[each.seen for each in opened])
             completions = request.generate(told, sampling)
             drawn = replace(completions, episodes=conversations.episodes())
@@ -263,6 +280,7 @@ class Interaction(EpisodeSource):
             tools=tools,
             calls_are_text=isinstance(parser, RegexParser),
             chat_template_kwargs=settings,
+            processor=self._processor,
         )
         if tools is not None:
             settings["tools"] = tools

@@ -7,6 +7,7 @@ hands of the system before the policy reads it: what kills the process loses the
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import io
@@ -20,6 +21,7 @@ from typing import Any, cast
 from lit_rl.environments.base import Reply
 from lit_rl.episodes import End
 from lit_rl.errors import ConfigError, StorageError
+from lit_rl.images import ImageRef, digest_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Journal:
         """
         self._entries.setdefault(name, {})[place] = entry
         try:
-            line = json.dumps([name, *place, _plain(entry.given), entry.failed])
+            line = json.dumps([name, *place, _plain(entry.given), entry.failed], default=_of_image)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"env.journal cannot write a reply of the environment: {error}.") from error
         try:
@@ -171,11 +173,47 @@ def as_json(given: Any) -> str:
 
 
 def _plain(given: Any) -> Any:
-    return dataclasses.asdict(given) if isinstance(given, Reply) else given
+    """A reply as a dict, which shares its values: images in it are still references."""
+    if not isinstance(given, Reply):
+        return given
+    return {each.name: getattr(given, each.name) for each in dataclasses.fields(given)}
+
+
+def _of_image(value: Any) -> dict[str, Any]:
+    """An image as JSON, with its bytes.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, ImageRef):
+        raise TypeError(f"{type(value).__name__} is neither text nor numbers")
+    data = base64.b64encode(value.read()).decode()
+    return {"name": value.name, "width": value.width, "height": value.height, "data": data}
 
 
 def _reply(at: str, given: Any) -> Any:
-    return Reply(**cast("dict[str, Any]", given)) if at.isdigit() and given is not None else given
+    if not at.isdigit() or given is None:
+        return _with_images(given) if at == "reset" else given
+    reply = Reply(**cast("dict[str, Any]", given))
+    return dataclasses.replace(reply, messages=_with_images(reply.messages))
+
+
+def _with_images(given: Any) -> Any:
+    """Messages or parts with references in the place of images that were written."""
+    if not isinstance(given, list):
+        return given
+    found: list[Any] = []
+    for each in given:
+        if "role" in each:
+            found.append({**each, "content": _with_images(each["content"])})
+        else:
+            found.append({**each, "image": _image(each["image"])} if "image" in each else each)
+    return found
+
+
+def _image(written: dict[str, Any]) -> ImageRef:
+    data = base64.b64decode(written["data"])
+    return ImageRef(written["name"], digest_of(data), written["width"], written["height"], data=data)
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

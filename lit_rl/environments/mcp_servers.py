@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,8 @@ from lit_rl.data.checks import excerpt
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.function_tools import OnlyTools
 from lit_rl.environments.mcp_connection import Lost, Place, Server
-from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox, writable
+from lit_rl.environments.observations import SHOWN, content_of, writable
+from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox
 from lit_rl.errors import BackendError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -173,6 +175,8 @@ class _ServerTool(Tool):
             raise  # the episode fails: it is nothing that the policy did
         except Exception as error:  # of the package: the server says that the call is wrong, or gives what it may not
             return ToolAnswer(writable(f"error: {self.name}: {error}"), failed=True)
+        if SHOWN.get() is not None and not result.is_error and any(part.type == "image" for part in result.content):
+            return ToolAnswer.of(content_of(list(map(_seen, result.content)), f"The tool {self.name!r}"))
         text = writable(_text(result))
         return ToolAnswer(f"error: {self.name}: {text}", failed=True) if result.is_error else ToolAnswer(text)
 
@@ -182,6 +186,13 @@ def _text(result: CallToolResult) -> str:
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(map(_part, result.content))
+
+
+def _seen(content: Any) -> dict[str, Any]:
+    """A part of what a tool gave to a policy that sees."""
+    if content.type != "image":
+        return {"type": "text", "text": _part(content)}
+    return {"type": "image", "image": base64.b64decode(content.data)}
 
 
 def _part(content: Any) -> str:

@@ -9,7 +9,16 @@ from typing import Any
 from lit_rl.data.image_prompts import Processor, Shown
 from lit_rl.data.templates import control_tokens, encode_prompt, render_prompt
 from lit_rl.environments.frames import literal_ids
-from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.environments.observations import (
+    Content,
+    ImageReturned,
+    bare,
+    images_of_content,
+    texts_of_content,
+    with_texts,
+)
+from lit_rl.errors import ConfigError, DataError, GenerationError
+from lit_rl.images import ImageRef
 from lit_rl.rollout import Message, Prompt
 from lit_rl.vision import PromptVision
 
@@ -72,7 +81,9 @@ class PromptOpener:
             template_kwargs: What it is rendered with.
 
         Raises:
-            CannotBegin: the environment begins with too much, or with a control token beside images.
+            CannotBegin: the environment begins with too much, with a control token beside images, or with an image that
+                the processor refuses.
+            ImageReturned: it begins with an image, and the prompt is plain text.
         """
         found = self._with(plain, opening, where, template_kwargs)
         if len(found.ids) - len(plain.ids) > self._most:
@@ -82,17 +93,25 @@ class PromptOpener:
     def _with(
         self, plain: OpenedPrompt, opening: str | Sequence[Message], where: str, template_kwargs: Mapping[str, Any]
     ) -> OpenedPrompt:
-        prompt = plain.prompt
-        parts = [opening] if isinstance(opening, str) else [str(message["content"]) for message in opening]
-        parts = [self._shortened(part, max(1, self._most // len(parts))) for part in parts]
+        prompt, contents = plain.prompt, _contents(opening)
+        images = tuple(image for content in contents for image in images_of_content(content))
+        texts = [text for content in contents for text in texts_of_content(content)]
+        parts = [self._shortened(part, max(1, self._most // len(texts))) for part in texts]
         if isinstance(prompt, str):
+            if images:
+                raise ImageReturned(
+                    "An environment began with an image, and the prompts of this run are plain text, in which nothing "
+                    'says where an image stands. Make them lists of messages: [{"role": "user", "content": ...}].'
+                )
             text = "".join(parts)
             return OpenedPrompt(prompt + text, [*plain.ids, *literal_ids(self._tokenizer, text)], None)
         opened = _with_texts(prompt, opening, parts)
         written = next((token for token in self._control for part in parts if token in part), None)
         if written is None:
-            return self._rendered(opened, plain.seen, where, template_kwargs)
-        if plain.seen is not None:  # a processor makes tokens of a whole text, in which nothing can stand apart
+            return self._rendered(opened, plain.seen, where, template_kwargs, images)
+        if (
+            plain.seen is not None or images
+        ):  # a processor makes tokens of a whole text, in which nothing can stand apart
             raise CannotBegin(
                 f"what it began with holds the text {written!r}, a control token of the policy, which a prompt with "
                 "images cannot hold: let reset return other words"
@@ -102,20 +121,35 @@ class PromptOpener:
         return OpenedPrompt(opened, self._ids_around(marked, marks, parts, template_kwargs), None)
 
     def _rendered(
-        self, prompt: Prompt, seen: PromptVision | None, where: str, template_kwargs: Mapping[str, Any]
+        self,
+        prompt: Prompt,
+        seen: PromptVision | None,
+        where: str,
+        template_kwargs: Mapping[str, Any],
+        given: tuple[ImageRef, ...] = (),
     ) -> OpenedPrompt:
+        """The prompt as the policy reads it, with images that its environment began with behind those of the data."""
         how = {"where": where, "chat_template_kwargs": template_kwargs, "control": self._control}
-        if seen is None or isinstance(prompt, str):
+        if isinstance(prompt, str) or (seen is None and not given):
             return OpenedPrompt(prompt, encode_prompt(self._tokenizer, prompt, **how), None)
-        if self._processor is None or not isinstance(seen.source, Shown):
+        source = Shown("", (), where) if seen is None else seen.source
+        if self._processor is None or not isinstance(source, Shown):
             raise GenerationError(
                 f"{where} has pixels, and env= renders it anew: that takes the policy's processor and the images "
                 "(PromptVision.source), which data modules give."
             )
-        text = render_prompt(self._tokenizer, prompt, where, template_kwargs, self._control)
-        shown = replace(seen.source, text=text, where=where)
-        ids, found = self._processor.process(text, shown.images, where)
-        return OpenedPrompt(prompt, ids, None if found is None else replace(found, row=seen.row, source=shown))
+        bare_prompt = [{**message, "content": bare(message["content"])} for message in prompt]
+        text = render_prompt(self._tokenizer, bare_prompt, where, template_kwargs, self._control)
+        shown = Shown(text, (*source.images, *given), where)
+        try:
+            ids, found = self._processor.process(text, shown.images, where)
+        except DataError as error:
+            if not given:
+                raise
+            raise CannotBegin(str(error)) from error
+        if found is not None:
+            found = replace(found, row=-1 if seen is None else seen.row, source=shown, given=bool(given))
+        return OpenedPrompt(prompt, ids, found)
 
     def _ids_around(
         self, marked: list[Message], marks: Sequence[str], parts: Sequence[str], template_kwargs: Mapping[str, Any]
@@ -130,15 +164,34 @@ class PromptOpener:
         return [*ids, *self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
+def _is_end(opening: str | Sequence[Message]) -> bool:
+    """Whether it goes on the end of the prompt's last message: a text, or parts, which have no role."""
+    return isinstance(opening, str) or "role" not in opening[0]
+
+
+def _contents(opening: str | Sequence[Message]) -> list[Content]:
+    """What the environment begins with, a message each."""
+    if _is_end(opening):
+        return [opening if isinstance(opening, str) else list(opening)]
+    return [message["content"] for message in opening if not isinstance(message, str)]
+
+
 def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: Sequence[str]) -> list[Message]:
     """The messages with texts in the place of those that the environment begins with."""
-    if isinstance(opening, str):
-        return [*prompt[:-1], {**prompt[-1], "content": _ending(prompt[-1]["content"], texts[0])}]
-    return [*prompt, *({**message, "content": text} for message, text in zip(opening, texts))]
+    new, contents = iter(texts), list[Content]()
+    for content in _contents(opening):
+        contents.append(with_texts(content, [next(new) for _ in texts_of_content(content)]))
+    if _is_end(opening):
+        return [*prompt[:-1], {**prompt[-1], "content": _ending(prompt[-1]["content"], contents[0])}]
+    messages: Any = opening
+    return [*prompt, *({**message, "content": content} for message, content in zip(messages, contents))]
 
 
-def _ending(content: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
-    """What a message says, with a text on its end."""
+def _ending(content: Content, more: Content) -> Content:
+    """What a message says, with more on its end."""
+    if not isinstance(more, str):
+        return [*([{"type": "text", "text": content}] if isinstance(content, str) else content), *more]
+    text = more
     if isinstance(content, str):
         return f"{content}{text}"
     *others, last = content

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.frames import ChatFrames, template_name
+from lit_rl.environments.observations import bare
 from lit_rl.episodes import Episode
 from lit_rl.rollout import Completions, Message
 
@@ -48,7 +49,8 @@ class TemplateRewriting:
         self._counted: tuple[int, int] | None = None
 
     def look(self, completions: Completions, frames: Sequence[ChatFrames]) -> None:
-        """At the episodes of some completions, but for those that failed; the counts are of all since `pop_metrics`.
+        """At the episodes of some completions, but for those that failed and those that were answered with images; the
+        counts are of all since `pop_metrics`.
 
         Args:
             completions: With their episodes.
@@ -56,7 +58,12 @@ class TemplateRewriting:
         """
         assert completions.episodes is not None
         held = _before_last_turns(completions, self._tokenizer)
-        looked_at = [row for row, each in enumerate(completions.episodes) if not each.failed and each.turns]
+        later = () if completions.vision is None else completions.vision.later
+        looked_at = [
+            row
+            for row, each in enumerate(completions.episodes)
+            if not each.failed and each.turns and not (later and later[row])  # placeholders that a processor expanded
+        ]
         told = [self._compared(held[row], completions.episodes[row], frames[row]) for row in looked_at]
         rewritten, looked = self._counted or (0, 0)
         differ = [each for each in told if each is not None]
@@ -75,7 +82,7 @@ class TemplateRewriting:
         it does nothing."""
         if episode.turns == 1:
             return None
-        said = [*episode.prompt, *_before_last_message(episode.messages)]
+        said: list[Message] = [*_bare(episode.prompt), *_before_last_message(episode.messages)]
         try:
             anew = frames.history(said)
         except Exception as error:  # a template is a program: whatever it raises, it cannot render this
@@ -127,6 +134,12 @@ def _before_last_turns(completions: Completions, tokenizer: Any) -> list[list[in
     for prompt, (begin, ids, attended) in zip(found, responses):
         prompt += [token for token, there in zip(ids[:begin], attended) if there]
     return found
+
+
+def _bare(prompt: str | Sequence[Message]) -> list[Message]:
+    """The messages of a prompt, whose images hold nothing."""
+    assert not isinstance(prompt, str)
+    return [{**message, "content": bare(message["content"])} for message in prompt]
 
 
 def _before_last_message(messages: Sequence[Message]) -> Sequence[Message]:

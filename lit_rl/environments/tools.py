@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.protocols import Validator
 
-from lit_rl.data.checks import excerpt
+from lit_rl.environments.observations import Content, ImageReturned, content_of, writable
 from lit_rl.environments.runner import NoReply
 from lit_rl.errors import ConfigError
-from lit_rl.images import ImageRef, is_pillow
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +38,18 @@ class ToolAnswer:
     text: str
     failed: bool = False
     """Whether the call was wrong, or the tool raised: the text says what."""
+    parts: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """In the place of the text, where the answer has images: see `lit_rl.environments.observations.Content`."""
+
+    @classmethod
+    def of(cls, content: Content) -> ToolAnswer:
+        """What a tool gave."""
+        return cls(content) if isinstance(content, str) else cls("", parts=content)
+
+    @property
+    def content(self) -> Content:
+        """Of the message that answers."""
+        return self.parts or self.text
 
 
 class Tool(ABC):
@@ -90,7 +100,8 @@ class FunctionTool(Tool):
 
     Args:
         function: With a type and a line in its docstring's ``Args:`` for every argument, as transformers'
-            ``get_json_schema`` reads them. It may be ``async def``. What it returns is answered as text, or as JSON.
+            ``get_json_schema`` reads them. It may be ``async def``. What it returns is answered as text, as JSON, or
+            as images beside texts: see `content_of`.
 
     Raises:
         ConfigError: a type or a line of the docstring is missing; names the argument.
@@ -133,7 +144,7 @@ class FunctionTool(Tool):
             result = self.function(**arguments)
             if inspect.isawaitable(result):
                 result = await result
-            return ToolAnswer(as_text(result, f"The tool {self.name!r}"))
+            return ToolAnswer.of(content_of(result, f"The tool {self.name!r}"))
         except (NoReply, ImageReturned):
             raise  # the episode fails, or the run ends: it is nothing that the policy did
         except ConfigError as error:
@@ -207,69 +218,6 @@ def _add(tools: dict[str, Tool], tool: Tool) -> None:
     if tool.name in tools:
         raise ConfigError(f"Two tools are called {tool.name!r}, and the policy could not tell them apart: rename one.")
     tools[tool.name] = tool
-
-
-def as_text(result: Any, who: str) -> str:
-    """What a tool or an environment gave, as the policy reads it: text as it stands, all else as JSON.
-
-    Raises:
-        ImageReturned: it is an image, or has one as a part of a message.
-        ConfigError: it is neither.
-    """
-    if isinstance(result, str):
-        return writable(result)
-    refuse_images(result, who)
-    try:
-        return writable(json.dumps(result, ensure_ascii=False, allow_nan=True))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{who} returned {_shown(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
-            "lists and dicts of these."
-        ) from error
-
-
-class ImageReturned(ConfigError):
-    """A tool or an environment gave an image, which no answer can show."""
-
-
-def refuse_images(given: Any, who: str) -> None:
-    """Refuse images in what a tool or an environment gave.
-
-    As JSON the policy would read the words of a part, and see nothing.
-
-    Raises:
-        ImageReturned: names what came.
-    """
-    parts = given if isinstance(given, list | tuple) else [given]
-    if (image := next((part for part in parts if _is_image(part)), None)) is not None:
-        raise ImageReturned(
-            f"{who} returned an image ({_shown(image)}), and answers are text: an image can stand in the prompt of the "
-            "data alone. Return words or numbers about it."
-        )
-
-
-def _is_image(value: Any) -> bool:
-    if isinstance(value, Mapping):  # a part of a message, and nothing that merely has a type
-        return value.get("type") in ("image", "image_url") and value.keys() <= _IMAGE_KEYS
-    bytes_ = str(getattr(value, "dtype", "")).endswith("uint8")
-    return (bytes_ and value.ndim == _DIMENSIONS) or isinstance(value, ImageRef) or is_pillow(value)
-
-
-_IMAGE_KEYS = {"type", "image", "image_url", "url", "path", "bytes", "base64", "detail"}
-_DIMENSIONS = 3
-"""Height, width and colour, of the arrays of pixels that gymnasium's environments give."""
-
-
-def writable(text: str) -> str:
-    """Without halves of characters, which no file can hold."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
-
-
-def _shown(value: Any) -> str:
-    try:
-        return excerpt(repr(value), 80)
-    except Exception:  # of an integer with thousands of digits there is no repr
-        return f"a {type(value).__name__}"
 
 
 def _strict(schema: Any) -> Any:

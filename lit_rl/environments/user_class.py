@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.base import Opening
+from lit_rl.environments.observations import as_text, content_of, shows, writable
 from lit_rl.environments.runner import global_generators_kept
-from lit_rl.environments.tools import Toolbox, as_text, refuse_images, writable
+from lit_rl.environments.tools import Toolbox
 from lit_rl.errors import ConfigError, RewardError, one_of
 from lit_rl.rewards.execution.event_loops import BackgroundLoop
 from lit_rl.rollout import Message
@@ -158,12 +159,15 @@ def finite(reward: Any, who: str) -> float | None:
 
 
 def opening_of(returned: Any, who: str) -> Opening:
-    """What an episode begins with, of what ``reset`` returned: text, messages, or nothing; all else as JSON.
+    """What an episode begins with, of what ``reset`` returned: text, images beside texts, messages, or nothing; all
+    else as JSON.
 
     Raises:
+        UnusableImage: an image is damaged, or too large.
         ConfigError: it can be none of these.
     """
-    refuse_images(returned, f"env: {who}")
+    if shows(returned):
+        return content_of(returned, f"env: {who}")
     if returned is None or returned in ("", []):
         return None
     return checked_messages(returned, who) if isinstance(returned, list) else as_text(returned, who)
@@ -173,17 +177,23 @@ def checked_messages(messages: Sequence[Any], who: str, roles: Sequence[str] = (
     """The messages, if they are some.
 
     Raises:
-        ImageReturned: one shows an image.
+        ImageReturned: one shows an image, and the policy reads text.
+        UnusableImage: an image is damaged, or too large.
         ConfigError: one has another role, or no text.
     """
+    found: list[Message] = []
     for message in messages:
-        refuse_images(message.get("content") if isinstance(message, dict) else message, f"env: {who}")
-        if not (isinstance(message, dict) and message.get("role") in roles and isinstance(message.get("content"), str)):
+        content = message.get("content") if isinstance(message, dict) else message
+        seen = shows(content)
+        if seen:
+            content = content_of(content, f"env: {who}")
+        if not (isinstance(message, dict) and message.get("role") in roles and (seen or isinstance(content, str))):
             raise ConfigError(
                 f"env: {who} returned the message {excerpt(repr(message))}; its messages have the role "
                 f"{' or '.join(roles)}, and a text under 'content'."
             )
-    return [{**message, "content": writable(message["content"])} for message in messages]
+        found.append({**message, "content": writable(content) if isinstance(content, str) else content})
+    return found
 
 
 async def reward_of(made: Any, described: UserClass) -> float | None:

@@ -65,7 +65,7 @@ class ToolEnvironment(Environment):
         """The answer as templates know it. A name or an id that the policy made up does not get into its text."""
         name, id_ = ("unknown", None) if isinstance(call, BadCall) else (call.name, call.id)
         known = name if name in self._toolbox.tools else "unknown"
-        message: Message = {"role": "tool", "name": known, "content": answer.text}
+        message: Message = {"role": "tool", "name": known, "content": answer.content}
         return message | {"tool_call_id": id_} if id_ and _ID.fullmatch(id_) else message
 
 

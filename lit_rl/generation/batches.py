@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_rl.generation import noise
 from lit_rl.rollout import Completions, Prompts
-from lit_rl.vision import PromptVision, Vision
+from lit_rl.vision import Later, PromptVision, Vision
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class Decoded:
     kept_logmass: Tensor | None
     attended: Tensor | None = None
     turn: Tensor | None = None
+    later: tuple[tuple[Later, ...], ...] | None = None
+    """What each row sees in its response. None: no row sees anything there."""
 
 
 def left_pad(token_ids: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -133,6 +135,10 @@ def assemble(
     for rows, part in decoded:
         ended[rows.to(device)] = part.ended
     turns = decoded[0][1].attended is not None
+    later: list[tuple[Later, ...]] = [()] * len(ids)
+    for rows, part in decoded:
+        for row, seen in zip(rows.tolist(), part.later or ()):
+            later[row] = seen
     return Completions(
         prompt_ids=ids,
         prompt_mask=mask,
@@ -145,5 +151,5 @@ def assemble(
         attended=joined("attended", False, "attended") if turns else None,
         kept_logmass=None if decoded[0][1].kept_logmass is None else joined("kept_logmass", 0.0),
         turn=joined("turn", 0, "attended") if turns else None,
-        vision=Vision.of(prompts.vision, prompts.group_size) if prompts.vision else None,
+        vision=Vision.of(prompts.vision or [None] * len(prompts), prompts.group_size, later),
     )

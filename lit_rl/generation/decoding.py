@@ -13,8 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lit_rl.errors import ConfigError
 from lit_rl.generation.batches import DecodeBatch
-from lit_rl.models.policy.positions import prompt_positions
-from lit_rl.vision import Vision
+from lit_rl.models.policy.positions import later_positions, prompt_positions
+from lit_rl.vision import Later, Vision
 
 
 class DecodingSteps:
@@ -47,10 +47,10 @@ class DecodingSteps:
         named = {"logits_to_keep": last} if "logits_to_keep" in self._named else {}
         logits = self._run(batch.prompt_ids, positions, attention_mask=mask, **named, **shown)
         self.logits = logits.repeat_interleave(batch.repeats, 0)
-        last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
-        self._next_position = (last + 1).repeat_interleave(batch.repeats, 0)
+        behind = _behind(positions)
+        self._next_position = behind.repeat_interleave(batch.repeats, 0)
         # By how much positions differ from the number of tokens before: where a model turns those of an image.
-        self._ahead = (last + 1 - mask.sum(1, keepdim=True)).repeat_interleave(batch.repeats, 0)
+        self._ahead = (behind - mask.sum(1, keepdim=True)).repeat_interleave(batch.repeats, 0)
         self._share_out(batch)
 
     def advance(self, tokens: Tensor) -> None:
@@ -73,13 +73,20 @@ class DecodingSteps:
         part.keep(rows)
         return part
 
-    def feed(self, chunks: Sequence[Sequence[int]], positions: Tensor, stale: Tensor) -> None:
+    def feed(
+        self,
+        chunks: Sequence[Sequence[int]],
+        positions: Tensor,
+        stale: Tensor,
+        later: Sequence[tuple[Later, ...]] = (),
+    ) -> None:
         """Give every row several tokens at once. Only where `joinable` says so.
 
         Args:
             chunks: The tokens of each row, 1 or more.
             positions: Long ``(b,)``: tokens of the text before the first of them.
             stale: Long ``(b,)``: how many of the newest tokens of each row are taken back first.
+            later: The images in each chunk, at their columns in it. Empty: there are none.
         """
         self._joined = True
         self._shift(stale)
@@ -90,9 +97,15 @@ class DecodingSteps:
         first = positions[:, None] + self._ahead
         places = first + columns.minimum(lengths[:, None] - 1)
         lasts, which = (lengths - 1).unique(return_inverse=True)
-        logits = self._read(ids, columns < lengths[:, None], places, lasts)
+        self._next_position, seen = first + lengths[:, None], {}
+        if any(later):
+            places = later_positions(self._policy, places, ids, later)
+            self._next_position = _behind(places)
+            self._ahead = self._next_position - positions[:, None] - lengths[:, None]
+            shown = Vision((None,), torch.zeros(len(ids), dtype=torch.long), later)
+            seen = shown.model_inputs(0, ids.shape[1], ids.device)
+        logits = self._read(ids, columns < lengths[:, None], places, lasts, **seen)
         self.logits = logits[torch.arange(len(ids), device=logits.device), which].float()
-        self._next_position = first + lengths[:, None]
         self._shift(ids.shape[1] - lengths)
 
     def join(self, others: Self) -> None:
@@ -139,10 +152,10 @@ class DecodingSteps:
         self._length += 1
         return self._run(ids, self._next_position, attention_mask=self._mask[:, : self._length])
 
-    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor) -> Tensor:
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
         """Logits ``(b, n, v)`` at ``n`` columns of a chunk ``(b, c)``, whose tokens are there where ``mask`` says."""
         whole = torch.cat([self._mask[:, : self._length], mask], 1)
-        logits = self._logits(ids, positions, lasts, attention_mask=whole)
+        logits = self._logits(ids, positions, lasts, attention_mask=whole, **seen)
         self._length, self._mask = whole.shape[1], self._with_room(whole)
         return logits
 
@@ -196,6 +209,12 @@ class DecodingSteps:
         if "position_ids" in self._named:
             inputs["position_ids"] = positions
         return self._policy(input_ids=ids, past_key_values=self._cache, use_cache=True, **inputs).logits
+
+
+def _behind(positions: Tensor) -> Tensor:
+    """Long ``(b, 1)``: of the token behind texts, of whose positions the last ones are theirs."""
+    last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
+    return last + 1
 
 
 def keeps_all(policy: nn.Module, cache: Any) -> bool:

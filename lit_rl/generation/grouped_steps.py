@@ -52,9 +52,9 @@ class GroupedSteps(DecodingSteps):
     def prompts(self) -> int:
         return self._cache.prompts
 
-    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor) -> Tensor:
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor, lasts: Tensor, **seen: Tensor) -> Tensor:
         with attending_by(base_model(self._policy), IMPLEMENTATION), self._cache.reading(mask):
-            return self._logits(ids, positions, lasts, attention_mask=None, grouped_cache=self._cache)
+            return self._logits(ids, positions, lasts, attention_mask=None, grouped_cache=self._cache, **seen)
 
     def _shift(self, columns: Tensor) -> None:
         self._cache.shift(columns)

@@ -15,6 +15,7 @@ from lit_rl.generation.responses import Responses
 from lit_rl.generation.transforms import TokenSampler
 from lit_rl.rollout import Prompts, Sampling
 from lit_rl.turns import Heard, Responder
+from lit_rl.vision import Later
 
 _COMPACT_BELOW = 0.75
 """Drop rows that are over once this share of the rows still runs. It copies what the others have in the cache, and so
@@ -214,20 +215,20 @@ class _Talk:
             if chunks:
                 steps = _split(steps, rows, list(chunks))  # what the others have is let go before more is read
                 of = torch.tensor([rows[place] for place in chunks], device=self._stale.device)
-                ids, positions = zip(*chunks.values())
-                steps.feed(ids, torch.tensor(positions, device=of.device), self._stale[of])
+                ids, positions, seen = zip(*chunks.values())
+                steps.feed(ids, torch.tensor(positions, device=of.device), self._stale[of], seen)
                 self._stale[of], self._told[of] = 0, False
                 yield steps, of
 
-    def _read(self, row: int) -> tuple[list[int], int] | None:
-        """What the model has to read before the row's next turn, and how many tokens stand before that in the text.
-        The last token that it said is part of it. None where the conversation is over."""
+    def _read(self, row: int) -> tuple[list[int], int, tuple[Later, ...]] | None:
+        """What the model has to read before the row's next turn, how many tokens stand before that in the text, and
+        the images in it. The last token that it said is part of it. None where the conversation is over."""
         heard, last = self._heard.pop(row), self._responses.last(row)
         position = self._prompt_lengths[row] + int(self._responses.lengths[row]) - 1
         if not self._responses.hear(heard):
             return None
         self._sampler.next_turn(row, self._responses.text(row))
-        return [last, *(heard.token_ids or ())], position
+        return [last, *(heard.token_ids or ())], position, tuple(each.moved(1) for each in heard.seen)
 
 
 def _split(steps: DecodingSteps, rows: Sequence[int], which: Sequence[int]) -> DecodingSteps:

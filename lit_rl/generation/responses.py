@@ -12,6 +12,7 @@ from lit_rl.generation.batches import Decoded
 from lit_rl.generation.transforms import Drawn, EndDetector
 from lit_rl.rollout import Prompts, Sampling
 from lit_rl.turns import Heard, Said
+from lit_rl.vision import Later
 
 
 class Responses:
@@ -33,6 +34,7 @@ class Responses:
         self._logprobs = torch.zeros(shape, device=device)
         self._kept_logmass = None if sampling.truncation.off else torch.zeros(shape, device=device)
         self._turns = None if prompts.responder is None else _Turns(shape, device)
+        self._later: dict[int, tuple[Later, ...]] = {}
         self._limits = torch.full((n_rows,), min(self._per_turn, self._longest), dtype=torch.long, device=device)
         self._begun = torch.zeros(n_rows, dtype=torch.long, device=device)
         # Where the next token of each row goes: behind its others, or into the column more where its turn is over.
@@ -99,6 +101,10 @@ class Responses:
         """All tokens of a row so far."""
         return self._ids[row, : int(self.lengths[row])].tolist()
 
+    def later(self, row: int) -> tuple[Later, ...]:
+        """What a row sees in its response so far."""
+        return self._later.get(row, ())
+
     def room(self, row: int) -> int:
         """Tokens that a row may still say in its turn."""
         return int(self._limits[row] - self.lengths[row])
@@ -128,6 +134,8 @@ class Responses:
             )
         self._ids[row, begin:end] = torch.tensor(ids, dtype=torch.long, device=self._ids.device)
         self._turns.index[row, begin:end] = self._turns.now[row]
+        if heard.seen:
+            self._later[row] = (*self.later(row), *(each.moved(begin) for each in heard.seen))
         self._turns.now[row] += 1
         self.lengths[row] = self._begun[row] = end
         self._limits[row] = limit
@@ -152,6 +160,7 @@ class Responses:
             kept_logmass=None if self._kept_logmass is None else self._kept_logmass[:, :length],
             attended=None if turns is None else within,
             turn=None if turns is None else turns.index[:, :length],
+            later=tuple(map(self.later, range(len(within)))) if self._later else None,
         )
 
     def _tail(self, rows: Tensor, column: Tensor, tokens: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches, left
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.transforms import Drawn
 from lit_rl.rollout import Prompts, Sampling
+from lit_rl.vision import with_later
 
 
 class TurnByTurn:
@@ -80,8 +81,15 @@ class TurnByTurn:
         numbers = [row // prompts.group_size for row in rows]
         texts = [[*prompts.token_ids[number], *text] for number, text in zip(numbers, said)]
         ids, mask = left_pad(texts, prompts.pad_id)
-        shown = [prompts.vision[number] for number in numbers] if prompts.vision else []
-        seen = tuple(each and each.continued(len(text)) for each, text in zip(shown, said))
+        seen = tuple(
+            with_later(
+                prompts.vision[number] if prompts.vision else None,
+                len(prompts.token_ids[number]),
+                self._responses.later(row),
+                len(text),
+            )
+            for row, number, text in zip(rows, numbers, said)
+        )
         which = torch.tensor(rows)
         keys, begun = self._whole.keys[which.to(device)], self._responses.lengths[which.to(device)]
         return DecodeBatch(ids.to(device), mask.to(device), 1, keys, which, rows, begun, seen)

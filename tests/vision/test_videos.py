@@ -8,9 +8,11 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from vision_seen import Toy
 from vision_toys import picture
 
+from lit_rl.algorithms.rollouts import state
 from lit_rl.callbacks.kept_images import KeptImages
 from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.samples import write_parquet
@@ -22,9 +24,9 @@ from lit_rl.data.sources import Rows
 from lit_rl.data.videos import video_of
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.generation.vllm.requests import requests_of
-from lit_rl.rollout import Prompts, Sampling
+from lit_rl.rollout import Completions, Prompts, Sampling
 from lit_rl.videos import VideoRef, shown_in
-from lit_rl.vision import PromptVision
+from lit_rl.vision import PromptVision, Vision
 
 READER = ImageReader(None, 10**6)
 WORDS = {"type": "text", "text": "What happens?"}
@@ -159,3 +161,18 @@ def test_files_of_a_run_give_videos_back(tmp_path: Path) -> None:
     strip = Pictures.of(table, 1).strip()
     assert strip is not None and strip.size == (8 + 4 + 8, 8)
     assert str(Pictures.of(table, 0)) == "0.png (2 frames)"
+
+
+def test_a_checkpoint_keeps_a_video_beside_an_image_that_an_environment_gave(tmp_path: Path) -> None:
+    """No row of the data has both: the encoded bytes come back, and the frames' rate."""
+    visuals = (video(1, 3, fps=2.0), video(2), image_of(picture(5, 8, 8), "row"))
+    seen = PromptVision({}, source=Shown("a text", visuals, "row 1"), given=True)
+    ids, mask = torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool)
+    drawn = Completions(
+        ids, mask, ids, mask, torch.zeros(1, 2), mask[:, 0], ids[:, 0], vision=Vision((seen,), torch.tensor([0]))
+    )
+    torch.save(state.to_plain(drawn), tmp_path / "drawn.pt")
+    loaded = torch.load(tmp_path / "drawn.pt", weights_only=True)
+    again = state.completions_of(loaded, torch.device("cpu")).vision
+    assert again is not None and again.prompts[0] is not None
+    assert again.prompts[0].source == seen.source and again.prompts[0].given

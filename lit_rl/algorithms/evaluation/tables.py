@@ -57,5 +57,5 @@ def _of_episodes(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
         "unreadable_calls": [episode.unreadable_calls for episode in episodes],
         "observed_tokens": [episode.observed_tokens for episode in episodes],
         "episode_error": [episode.error or "" for episode in episodes],
-        "messages": [json.dumps(episode.messages, ensure_ascii=False) for episode in episodes],
+        "messages": [json.dumps(episode.messages, ensure_ascii=False, default=str) for episode in episodes],
     }

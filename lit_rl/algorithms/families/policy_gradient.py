@@ -319,7 +319,7 @@ class PolicyGradient(OnPolicyModule, ABC):
                     f"algo/{name} of the run's config.yaml."
                 ) from error
         if self.replay is not None:
-            self.replay.see(self.seen_rows())
+            self.replay.see(self.seen_rows(), self.processor)
 
     def _stateful(self) -> dict[str, Any]:
         terms = {

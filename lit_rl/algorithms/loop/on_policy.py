@@ -34,6 +34,7 @@ from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
 from lit_rl.algorithms.terms.groups import GroupSelection
+from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource, Interactive
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.models.policy.forward import TokenScores, score
@@ -546,13 +547,18 @@ class OnPolicyModule(GeneratingModule, ABC):
         data: Any = self.trainer.datamodule  # pyright: ignore
         return getattr(data, "vision", _nothing_seen)
 
+    def processor(self) -> Processor | None:
+        """What makes pixels of the images that an environment gave."""
+        return self.model.processor
+
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_counts(saved)
         device = self.trainer.strategy.root_device  # the module itself is moved there only later
         see = self.seen_rows()
-        self.source.load_state(saved, device, see)
+        self.source.load_state(saved, device, see, self.processor)
         if "rollout" in saved:
-            self.rollout, self._dealt = state.made(state.rollout_of(saved["rollout"], device), see), None
+            loaded = state.rollout_of(saved["rollout"], device)
+            self.rollout, self._dealt = state.made(loaded, see, self.processor), None
             self._records.load_half_used(saved, device)
             self._slot, self._counts = saved["slot"], saved["totals"].to(device)
             self.stopwatch.load(saved["seconds"], saved.get("parts", {}))

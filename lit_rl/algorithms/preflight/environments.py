@@ -123,6 +123,7 @@ def source_of(env: Interactive, model: LanguageModel, data: Any, journal: Journa
         template_kwargs=data.options.chat_template_kwargs,
         journal=journal,
         processor=model.processor,
+        max_image_pixels=data.options.max_image_pixels,
     )
 
 

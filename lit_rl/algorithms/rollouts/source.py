@@ -25,6 +25,7 @@ from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.episodes import Failures
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
+from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource
 from lit_rl.errors import GenerationError, LitRLError
 from lit_rl.generation.ahead import Ahead, Name
@@ -202,12 +203,16 @@ class RolloutSource:
         return {"ahead": {"rollout": rollout, "rows": list(rows), "completions": state.to_plain(completions)}}
 
     def load_state(
-        self, saved: dict[str, Any], device: torch.device, see: Callable[[int], PromptVision | None]
+        self,
+        saved: dict[str, Any],
+        device: torch.device,
+        see: Callable[[int], PromptVision | None],
+        processor: Callable[[], Processor | None],
     ) -> None:
-        """The counterpart of `state`; `see` makes what a training row shows."""
+        """The counterpart of `state`; `see` and `processor` are those of `state.made`."""
         if ahead := saved.get("ahead"):
             name = ahead["rollout"], tuple(ahead["rows"])
-            self._ahead.put(name, state.made(state.completions_of(ahead["completions"], device), see))
+            self._ahead.put(name, state.made(state.completions_of(ahead["completions"], device), see, processor))
 
 
 @contextmanager

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.data.image_prompts import Processor, Shown
 from lit_rl.episodes import Episode
 from lit_rl.errors import StorageError
+from lit_rl.images import ImageRef, digest_of
 from lit_rl.rollout import Completions, Rollout
-from lit_rl.vision import PromptVision, Vision
+from lit_rl.videos import VideoRef, Visual
+from lit_rl.vision import Later, PromptVision, Vision
 
 
 def to_plain(item: Any) -> Any:
@@ -21,11 +24,16 @@ def to_plain(item: Any) -> Any:
         return item.detach().cpu().clone()
     if isinstance(item, Vision):
         used = item.used()
+        given = [None if each is None or not each.given else _source(each) for each in used.prompts]
+        world: dict[str, Any] = {"given": given} if any(given) else {}
+        if used.later:
+            world["later"] = [[_plain_later(each) for each in of] for of in used.later]
         # Values of tokens are kept, since an episode's prompt may have more of them than the data's row.
         return {
             "rows": [-1 if prompt is None else prompt.row for prompt in used.prompts],
             "index": used.index,
             "per_token": [{} if prompt is None else dict(prompt.per_token) for prompt in used.prompts],
+            **world,
         }
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
@@ -34,6 +42,48 @@ def to_plain(item: Any) -> Any:
     if isinstance(item, tuple) and any(map(dataclasses.is_dataclass, item)):
         return [to_plain(each) for each in item]
     return item
+
+
+def _plain_later(each: Later) -> dict[str, Any]:
+    return {
+        "column": each.column,
+        "tokens": each.tokens,
+        "per_token": dict(each.seen.per_token),
+        "shown": _source(each.seen),
+    }
+
+
+def _source(seen: PromptVision) -> dict[str, Any]:
+    """The text and the encoded images of which pixels are made again: what an environment gave stands in no data."""
+    source = seen.source
+    assert isinstance(source, Shown)
+    return {"text": source.text, "where": source.where, "images": [_plain_visual(each) for each in source.images]}
+
+
+def _plain_visual(visual: Visual) -> dict[str, Any]:
+    if isinstance(visual, VideoRef):
+        return {"frames": [_plain_visual(frame) for frame in visual.frames], "fps": visual.fps}
+    return {"name": visual.name, "width": visual.width, "height": visual.height, "data": _as_tensor(visual.read())}
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    """Uint8: a checkpoint that is loaded with `weights_only` holds no bytes."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _shown(plain: Mapping[str, Any]) -> Shown:
+    return Shown(plain["text"], tuple(map(_visual, plain["images"])), plain["where"])
+
+
+def _visual(plain: Mapping[str, Any]) -> Visual:
+    if "frames" in plain:
+        return VideoRef(tuple(map(_image, plain["frames"])), plain["fps"])
+    return _image(plain)
+
+
+def _image(plain: Mapping[str, Any]) -> ImageRef:
+    data = bytes(plain["data"].cpu().numpy())
+    return ImageRef(plain["name"], digest_of(data), plain["width"], plain["height"], data=data)
 
 
 def to_device(item: Any, device: torch.device) -> Any:
@@ -73,23 +123,54 @@ def _unmade(plain: Mapping[str, Any]) -> Vision:
     per_token = [
         {name: values.cpu() for name, values in of.items()} for of in plain.get("per_token") or [{}] * len(rows)
     ]
-    prompts = [None if row < 0 else PromptVision({}, of, row=row) for row, of in zip(rows, per_token, strict=True)]
-    return Vision(prompts, plain["index"].cpu())
+    given = plain.get("given") or [None] * len(rows)
+    prompts = []
+    for row, of, source in zip(rows, per_token, given, strict=True):
+        known = row >= 0 or source is not None
+        shown = {} if source is None else {"source": _shown(source), "given": True}
+        prompts.append(PromptVision({}, of, row=row, **shown) if known else None)
+    later = [tuple(map(_unmade_later, of)) for of in plain.get("later") or ()]
+    return Vision(prompts, plain["index"].cpu(), later)
 
 
-def made(item: Any, see: Callable[[int], PromptVision | None]) -> Any:
+def _unmade_later(plain: Mapping[str, Any]) -> Later:
+    values = {name: each.cpu() for name, each in plain["per_token"].items()}
+    return Later(plain["column"], PromptVision({}, values, source=_shown(plain["shown"])), plain["tokens"])
+
+
+def made(
+    item: Any, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None] = lambda: None
+) -> Any:
     """A rollout or completions that were loaded, with the pixels of the rows that they name.
 
     Args:
         item: What `rollout_of` or `completions_of` gave.
         see: Makes them of the number of a training row: `RolloutDataModule.vision`.
+        processor: Gives the policy's, which makes those that an environment gave.
     """
     if isinstance(item, Rollout):
-        return dataclasses.replace(item, completions=made(item.completions, see))
+        return dataclasses.replace(item, completions=made(item.completions, see, processor))
     if item.vision is None:
         return item
-    prompts = [None if prompt is None else _seen_again(prompt, see(prompt.row)) for prompt in item.vision.prompts]
-    return dataclasses.replace(item, vision=Vision(prompts, item.vision.index))
+
+    def again(kept: PromptVision) -> PromptVision | None:
+        source = kept.source
+        if source is None:
+            return _seen_again(kept, see(kept.row))
+        maker = processor()
+        assert isinstance(source, Shown) and maker is not None
+        found = source.vision(maker, kept.row)
+        assert found is not None
+        return dataclasses.replace(found, per_token=kept.per_token, given=kept.given)
+
+    def later_again(each: Later) -> Later:
+        found = again(each.seen)
+        assert found is not None
+        return dataclasses.replace(each, seen=found)
+
+    prompts = [None if prompt is None else again(prompt) for prompt in item.vision.prompts]
+    later = [tuple(map(later_again, of)) for of in item.vision.later]
+    return dataclasses.replace(item, vision=Vision(prompts, item.vision.index, later))
 
 
 def _seen_again(kept: PromptVision, found: PromptVision | None) -> PromptVision | None:

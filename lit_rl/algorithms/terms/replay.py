@@ -12,6 +12,7 @@ from torch import Tensor
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import mix
+from lit_rl.data.image_prompts import Processor
 from lit_rl.errors import in_range
 from lit_rl.ops.step import Metrics
 from lit_rl.rollout import Rollout, join_rollouts, select, trim_rollout
@@ -72,9 +73,12 @@ class GroupReplay:
             "rollouts": self._rollouts,
         }
 
-    def see(self, see: Callable[[int], PromptVision | None]) -> None:
-        """Make what the groups of a checkpoint saw: it names the rows of the data and holds no pixels."""
-        self._groups = [(score, state.made(group, see)) for score, group in self._groups]
+    def see(self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]) -> None:
+        """Make what the groups of a checkpoint saw: it names rows of the data, or holds encoded images, and no pixels.
+
+        The arguments are those of `state.made`.
+        """
+        self._groups = [(score, state.made(group, see, processor)) for score, group in self._groups]
 
     def load_state(self, saved: dict[str, Any]) -> None:
         self._rollouts = saved["rollouts"]

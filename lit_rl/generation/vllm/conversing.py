@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from lit_rl.errors import ConfigError
 from lit_rl.generation.base import ConversationsLost
 from lit_rl.generation.batches import Decoded, assemble
 from lit_rl.generation.responses import Responses
 from lit_rl.generation.vllm.requests import Answer, Request, checked, turn_request
 from lit_rl.generation.vllm.work import Work
 from lit_rl.rollout import Completions, Prompts, Sampling
+from lit_rl.turns import Heard
 
 
 class Conversing(Work):
@@ -44,6 +46,7 @@ class Conversing(Work):
         while self._open and not given:
             heard = responder.answers(wait=wait)
             for each in heard:
+                _refuse_images(each)
                 if self._responses.hear(each):
                     given.append((each.row, self._request(each.row)))
                 else:
@@ -78,3 +81,16 @@ class Conversing(Work):
         """The next turn of a row: all of its text so far, and what it may say now."""
         turn, text, room = self._responses.turn(row), self._responses.text(row), self._responses.room(row)
         return turn_request(self._prompts, self._sampling, row, turn, text, room)
+
+
+def _refuse_images(heard: Heard) -> None:
+    """An engine is asked with tokens, and shows images of prompts alone.
+
+    Raises:
+        ConfigError: an answer shows one.
+    """
+    if heard.seen:
+        raise ConfigError(
+            "A tool or an environment returned an image, and generator=vllm and vllm_server show images of prompts "
+            "alone. Take generator=native, or hf."
+        )

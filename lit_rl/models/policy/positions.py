@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lit_rl.examples import TokenBatch
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.rollout import Completions
-from lit_rl.vision import PromptVision
+from lit_rl.vision import Later, PromptVision
 
 
 def position_ids(model: nn.Module, completions: Completions) -> Tensor:
@@ -41,6 +41,32 @@ def position_ids(model: nn.Module, completions: Completions) -> Tensor:
         found[:, rows, p - axes.shape[1] : p] = axes[:, None]
         last = counted[rows, p - 1 : p]
         found[:, rows, p:] = counted[rows, p:] - last + axes[:, -1].max()
+    later = [tuple(each.moved(p) for each in of) for of in completions.vision.later]
+    return _turned(finds, found, torch.cat([completions.prompt_ids, completions.response_ids], 1), later)
+
+
+def later_positions(model: nn.Module, positions: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
+    """Long ``(b, s)`` or ``(3, b, s)``: positions of tokens ``(b, s)`` that count on, where images are among them.
+
+    Args:
+        model: A language model.
+        positions: Long ``(b, s)``, as if all tokens were text.
+        ids: Long ``(b, s)``.
+        later: The images of each row, at their columns.
+    """
+    finds = axes_of(model)
+    return positions if finds is None else _turned(finds, positions.expand(3, -1, -1).clone(), ids, later)
+
+
+def _turned(finds: Any, found: Tensor, ids: Tensor, later: Sequence[tuple[Later, ...]]) -> Tensor:
+    """Positions ``(3, b, s)`` of text, in which those of images are turned and what comes behind counts on."""
+    for row, of in enumerate(later):
+        for each in of:
+            begin, end = each.column, each.column + each.tokens
+            axes = finds(ids[row, begin:end], each.seen)
+            first = found[:, row, begin : begin + 1].clone()
+            found[:, row, begin:end] = first + axes
+            found[:, row, end:] += axes.max() + 1 - each.tokens
     return found
 
 

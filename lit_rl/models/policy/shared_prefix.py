@@ -14,8 +14,8 @@ The second call attends to the keys of a prompt where they lie (`lit_rl.models.p
 which a trial has shown that this is its attention. In others, keys and values are repeated over the rows.
 
 Each row runs its own prompt where that would not hold: with dropout, which is drawn anew for each row; with gradient
-checkpointing, which keeps no cache; with caches of other kinds than keys and values; with rotary embeddings whose
-angles change once a text is as long as this one.
+checkpointing, which keeps no cache; with images that stand in a response; with caches of other kinds than keys and
+values; with rotary embeddings whose angles change once a text is as long as this one.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ def shared_prompts(model: nn.Module, completions: Completions) -> PromptGroups |
     same = completions.prompt_ids[rows][of_row] == completions.prompt_ids
     same &= completions.prompt_mask[rows][of_row] == completions.prompt_mask
     if completions.vision is not None:
+        if completions.vision.later:  # the second call shows no images
+            return None
         same &= _same_vision(completions.vision, rows[of_row])[:, None].to(same.device)
     return PromptGroups(rows, of_row) if bool(same.all()) else None
 

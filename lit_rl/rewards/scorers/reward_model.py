@@ -82,6 +82,11 @@ class RewardModel(Classifier):
         **_: Any,
     ) -> list[float] | list[float | None]:
         model, tokenizer = self.load()
+        if any(shows_images(list(each)) for each in completions if not isinstance(each, str)):
+            raise RewardError(
+                f"A tool or an environment returned images, and the reward model {self.name!r} is asked with those of "
+                "prompts alone. Take a reward function, which finds them in the messages."
+            )
         rows = [self._ids(tokenizer, p, c) for p, c in zip(prompts, completions, strict=True)]
         seen: list[PromptVision | None] = []
         if any(map(shows_images, prompts)):

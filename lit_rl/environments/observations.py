@@ -1,0 +1,169 @@
+"""What a tool or an environment gave, as the content of a message: a text, or parts of texts and images.
+
+Images are read as those of the data are, with the same limits, and are held as references with their encoded bytes.
+A string is never one: what a tool says must not open files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from lit_rl.data.checks import excerpt
+from lit_rl.data.images import image_of
+from lit_rl.environments.runner import NoReply
+from lit_rl.errors import ConfigError, DataError
+from lit_rl.images import ImageRef, is_pillow
+
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts: ``{"type": "text", "text": ...}``, or ``{"type": "image", "image": ...}`` with an
+`ImageRef`."""
+
+SHOWN: ContextVar[int | None] = ContextVar("shown", default=None)
+"""Width times height that an image of the environment at hand may have; None: the policy reads text."""
+
+
+class UnusableImage(NoReply):
+    """What was given as an image is none, or is too large: the episode fails."""
+
+
+def content_of(result: Any, who: str) -> Content:
+    """What a tool or an environment gave, as the policy sees it.
+
+    An image is a PIL image, the encoded bytes of one, or an `ImageRef`, by itself or as the ``image`` of a part
+    ``{"type": "image", "image": ...}``. A list that has one is content: images and parts, those of text as
+    ``{"type": "text", "text": ...}``, in the order in which they are seen. All else is text, see `as_text`.
+
+    Raises:
+        ImageReturned: it is an image and the policy reads text, an image that has no form of these, or a video.
+        UnusableImage: an image is damaged, animated, too large or too narrow.
+        ConfigError: it can be nothing of this.
+    """
+    if (most := SHOWN.get()) is None or not shows(result):
+        return as_text(result, who)
+    _refuse_videos(result, who)
+    parts = result if isinstance(result, list | tuple) else [result]
+    return [_part(part, who, most) for part in parts]
+
+
+def shows(given: Any) -> bool:
+    """Whether it is an image, or a list with one: for a policy that sees, bytes are one too."""
+    parts = given if isinstance(given, list | tuple) else [given]
+    return any(_is_image(part) or (isinstance(part, bytes) and SHOWN.get() is not None) for part in parts)
+
+
+def images_of_content(content: Any) -> list[ImageRef]:
+    """The images that are seen in a message's content, in their order."""
+    return [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
+
+
+def texts_of_content(content: Content) -> list[str]:
+    """The texts in a message's content, in their order."""
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+
+
+def with_texts(content: Content, texts: Sequence[str]) -> Content:
+    """The content with other texts in the places of its own."""
+    if isinstance(content, str):
+        (text,) = texts
+        return text
+    new = iter(texts)
+    return [{**part, "text": next(new)} if "text" in part else part for part in content]
+
+
+def bare(content: Content) -> Content:
+    """The content as chat templates know it: image parts hold nothing."""
+    return content if isinstance(content, str) else [{"type": "image"} if "image" in part else part for part in content]
+
+
+def _part(part: Any, who: str, most: int) -> dict[str, Any]:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": writable(part["text"])}
+    image = part.get("image") if isinstance(part, Mapping) and part.get("type") == "image" else part
+    if not (isinstance(image, bytes | ImageRef) or is_pillow(image)):
+        raise ImageReturned(
+            f"{who} returned {_shown(part)} as an image or beside one. An image is a PIL image or its encoded bytes, "
+            'by itself or in {"type": "image", "image": ...}; a text beside it is {"type": "text", "text": ...}. Of an '
+            "array of pixels make one by PIL.Image.fromarray. Paths and addresses are not opened."
+        )
+    try:
+        return {"type": "image", "image": image_of(image, who, max_pixels=most)}
+    except DataError as error:
+        raise UnusableImage(str(error)) from error
+
+
+def as_text(result: Any, who: str) -> str:
+    """What a tool or an environment gave, as the policy reads it: text as it stands, all else as JSON.
+
+    Raises:
+        ImageReturned: it is an image, or has one as a part of a message.
+        ConfigError: it is neither.
+    """
+    if isinstance(result, str):
+        return writable(result)
+    refuse_images(result, who)
+    try:
+        return writable(json.dumps(result, ensure_ascii=False, allow_nan=True))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{who} returned {_shown(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
+            "lists and dicts of these."
+        ) from error
+
+
+class ImageReturned(ConfigError):
+    """A tool or an environment gave an image that the policy cannot be shown."""
+
+
+def refuse_images(given: Any, who: str) -> None:
+    """Refuse images in what a tool or an environment gave.
+
+    As JSON the policy would read the words of a part, and see nothing.
+
+    Raises:
+        ImageReturned: names what came.
+    """
+    _refuse_videos(given, who)
+    parts = given if isinstance(given, list | tuple) else [given]
+    if (image := next((part for part in parts if _is_image(part)), None)) is not None:
+        raise ImageReturned(
+            f"{who} returned an image ({_shown(image)}), and the policy is a language model over text. Set model= to "
+            "one that sees, such as smolvlm_256m, or return words or numbers about it."
+        )
+
+
+def _refuse_videos(given: Any, who: str) -> None:
+    parts = given if isinstance(given, list | tuple) else [given]
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("type") == "video" and part.keys() <= _VIDEO_KEYS:
+            raise ImageReturned(
+                f"{who} returned a video ({_shown(part)}), and only images can be returned. Return some of its frames, "
+                'each as {"type": "image", "image": ...}.'
+            )
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, Mapping):  # a part of a message, and nothing that merely has a type
+        return value.get("type") in ("image", "image_url") and value.keys() <= _IMAGE_KEYS
+    bytes_ = str(getattr(value, "dtype", "")).endswith("uint8")
+    return (bytes_ and value.ndim == _DIMENSIONS) or isinstance(value, ImageRef) or is_pillow(value)
+
+
+_IMAGE_KEYS = {"type", "image", "image_url", "url", "path", "bytes", "base64", "detail"}
+_VIDEO_KEYS = {"type", "video", "video_url", "frames", "fps", "path", "url"}
+_DIMENSIONS = 3
+"""Height, width and colour, of the arrays of pixels that gymnasium's environments give."""
+
+
+def writable(text: str) -> str:
+    """Without halves of characters, which no file can hold."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def _shown(value: Any) -> str:
+    try:
+        return excerpt(repr(value), 80)
+    except Exception:  # of an integer with thousands of digits there is no repr
+        return f"a {type(value).__name__}"
