@@ -193,8 +193,6 @@ def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> 
         entropy_gradient=distribution.entropy_gradient,
     )
     stats = token_stats(logits.detach(), targets.ids) if distribution.stats else None
-    # A placeholder of an image, which others wrote, has probability 0; and 0 times minus infinity is no number.
-    logprobs = logprobs.masked_fill(~targets.wanted, 0.0)
     return TargetScores(logprobs, entropy, stats)
 
 
