@@ -53,10 +53,10 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._enabled or not trainer.is_global_zero:
             return
+        total = trainer.estimated_stepping_batches
         plan = getattr(pl_module, "plan", None)
         if plan is not None:
-            plan_table(plan.table())
-        total = trainer.estimated_stepping_batches
+            plan_table([*plan.table(), ("optimizer steps of this run", _length(trainer, total))])
         self._bar = tqdm(
             total=int(total) if total != float("inf") else None,
             initial=trainer.global_step,
@@ -96,6 +96,17 @@ class Progress(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         tqdm.write(" ".join(map(str, args)))
+
+
+def _length(trainer: L.Trainer, total: float) -> str:
+    """How many steps the run takes, and what says so."""
+    if total == float("inf"):
+        return "until trainer.max_time"
+    done = f" ({trainer.global_step:,} are done)" if trainer.global_step else ""
+    if trainer.max_steps != -1 and total >= trainer.max_steps:
+        return f"{total:,}{done}: trainer.max_steps"
+    before = "" if trainer.max_steps == -1 else f", which ends before trainer.max_steps={trainer.max_steps}"
+    return f"{total:,}{done}: trainer.max_epochs={trainer.max_epochs}{before}"
 
 
 def _shown(trainer: L.Trainer) -> str:

@@ -11,7 +11,7 @@ _NAMES = 10
 _KEYS = """\
   model.name=PATH          a folder or a hub id (with model=local)
   model.lora.r=16          train LoRA adapters of that rank
-  data.path=FILE           your prompts (with data=jsonl); data.prompt_key=COLUMN
+  data.path=FILE           your rows: prompts, pairs, texts; data.prompt_key=COLUMN
   reward.fn=FILE.py:NAME   your reward (with reward=function)
   algo.group_size=8        completions a prompt
   data.prompts_per_rollout=32
@@ -22,8 +22,8 @@ _KEYS = """\
 
 _EXAMPLES = """\
   python train.py                                              # learns additions on a CPU in two to three minutes
-  python train.py algo=rloo model=qwen0.5b data=jsonl data.path=mine.jsonl reward=function reward.fn=./mine.py:score
-  python train.py algo=dpo model=qwen0.5b data=preferences data.path=pairs.jsonl
+  python train.py algo=rloo model=qwen0.5b data.path=mine.jsonl reward=function reward.fn=./mine.py:score
+  python train.py algo=dpo model=qwen0.5b data.path=pairs.jsonl
   python train.py -m seed=1,2,3                                # a sweep: one folder a job"""
 
 
