@@ -370,7 +370,7 @@ class PolicyModule(L.LightningModule):
         """
         pipeline = "image-text-to-text" if self.model.sees else "text-generation"
         card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline)
-        return export_policy(self.model, weights, self.policy, folder, card=card)
+        return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
 
     @property
     def loaded_by(self) -> str:

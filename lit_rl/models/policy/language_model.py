@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lit_rl.models.policy.processor import VisionProcessor
+    from lit_rl.rollout import PromptForm
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _OWN = {  # from_pretrained arguments that are settings here, or would undo a safety of ours
@@ -386,6 +387,11 @@ class LanguageModel:
     @property
     def pad_id(self) -> int:
         return self.tokenizer.pad_token_id  # pyright: ignore[reportReturnType]  # an int once `tokenizer` returned
+
+    @property
+    def reads(self) -> PromptForm | None:
+        """What it was trained to answer, as its export says (`lit_rl_prompts` of config.json); None where none does."""
+        return getattr(self.config, "lit_rl_prompts", None)
 
     @property
     def context_length(self) -> int | None:
