@@ -219,7 +219,7 @@ def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
 
 def _recomposed(*more: str) -> DictConfig:
     """The config of this command line with more overrides, and Hydra's record of what was chosen to match."""
-    config = HydraConfig.get()
+    config: Any = HydraConfig.get()
     chosen = {group: choice for group, _, choice in (word.partition("=") for word in more) if "." not in group}
     with flag_override(config, ["readonly", "struct"], [False, False]):
         config.runtime.choices.update(chosen)
