@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -58,6 +59,20 @@ def run(arguments: list[str]) -> int:
         return reported(lambda: _light(command, rest, commands))
     if rest and not rest[0].startswith("-") and "=" not in rest[0] and not rest[0].startswith("~"):
         return reported(lambda: usage(rest[0], commands))
+    return reported(lambda: _hydra(command, rest))
+
+
+def _hydra(command: str | None, rest: list[str]) -> int:
+    """A command over a composed config."""
+    from lit_rl.cli.other_words import translated
+
+    rest, read = translated(rest)
+    first_process = os.environ.get("LOCAL_RANK", "0") == "0"
+    if read and first_process:
+        sys.stderr.write(f"Read as {' '.join(read)}\n")
+    if "torch" not in sys.modules and first_process:
+        sys.stderr.write(f"lit-rl {command or 'train'}: loading torch, lightning and transformers ...\n")
+        sys.stderr.flush()
     if command and HYDRA[command] != "fit":
         # argparse takes overrides in one row only, before the options or after them
         first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
@@ -69,7 +84,7 @@ def run(arguments: list[str]) -> int:
     from lit_rl.cli import hydra_app
 
     sys.argv = [sys.argv[0], *rest]
-    return reported(hydra_app.main)
+    return hydra_app.main()
 
 
 def _said(command: str | None, rest: Sequence[str]) -> str:

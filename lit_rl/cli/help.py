@@ -11,7 +11,7 @@ _KEYS = """\
   model=PATH_OR_HUB_ID         or one of: lit-rl list model
   model.lora.r=16              train LoRA adapters of that rank
   data.path=FILE               your rows: prompts, pairs, texts; data.prompt_key=COLUMN
-  reward.fn=FILE.py:NAME       your reward (with reward=function)
+  reward=./FILE.py:NAME         your reward, or one of: lit-rl list reward
   algo.group_size=8            completions a prompt
   data.prompts_per_rollout=32  prompts a rollout
   optimizer.lr=1e-6            learning rate
@@ -21,7 +21,7 @@ _KEYS = """\
 
 _EXAMPLES = """\
   python train.py                                              # learns additions on a CPU in two to three minutes
-  python train.py algo=rloo model=qwen0.5b data.path=mine.jsonl reward=function reward.fn=./mine.py:score
+  python train.py algo=rloo model=qwen0.5b data.path=mine.jsonl reward=./mine.py:score
   python train.py algo=dpo model=qwen0.5b data.path=pairs.jsonl
   python train.py -m seed=1,2,3                                # a sweep: one folder a job"""
 
@@ -81,7 +81,7 @@ COMMANDS = {
     ),
     "reward-test": Command(
         "what a reward says of a few rows",
-        ("lit-rl reward-test data.path=mine.jsonl reward=function reward.fn=./mine.py:score",),
+        ("lit-rl reward-test data.path=mine.jsonl reward=./mine.py:score",),
         (("reward_test.rows", "how many rows"), ("reward_test.completions", "a JSONL file of completions to score")),
         "It loads no weights, and writes nothing.",
     ),

@@ -22,7 +22,7 @@ KEYS = [
     "model",
     "model.lora.r",
     "data.path",
-    "reward.fn",
+    "reward",
     "algo.group_size",
     "data.prompts_per_rollout",
     "optimizer.lr",
@@ -171,8 +171,8 @@ class TestHelp:
 
     def test_every_key_that_matters_is_one(self, command: Command, cwd):
         (cwd / "my_reward.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
-        values = {"model": "tiny", "data.path": "x.jsonl", "reward.fn": "./my_reward.py:score", "run_dir": "run"}
-        groups = ["data=jsonl", "reward=function"]
+        values = {"model": "tiny", "data.path": "x.jsonl", "reward": "./my_reward.py:score", "run_dir": "run"}
+        groups = ["data=jsonl"]
         outcome = command("--cfg", "job", *groups, *(f"{key}={values.get(key, 7)}" for key in KEYS))
         assert outcome.code == 0, outcome.err
 
