@@ -108,9 +108,14 @@ def run(config: DictConfig) -> int:
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
     config.run_dir = str(run_dir.path)
+    missing = run_dir.missing()
     job = assemble(config, run_dir, start if _is_main() else "resumed")
     try:
         return TASKS[config.task](job)
+    except Exception:
+        if _is_main():
+            run_dir.withdraw(missing, worth="train/" if config.task == "fit" else "")
+        raise
     finally:
         if isinstance(job.module, GeneratingModule):
             job.module.close()
