@@ -174,6 +174,11 @@ class LanguageModel:
                 f"model.gradient_checkpointing={self.gradient_checkpointing!r} is unknown: allowed is true, false, "
                 "auto, offload."
             )
+        if self.lora is not None and not isinstance(self.lora, Lora):
+            raise ConfigError(
+                f"model.lora is a {type(self.lora).__name__}. Allowed is lit_rl.models.Lora(r=16, alpha=32, "
+                "dropout=0, targets='all-linear', rslora=False, dora=False, modules_to_save=None)."
+            )
         for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
             raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
         if self.lora is not None and self.adapter is not None:
