@@ -88,8 +88,8 @@ class PolicyModule(L.LightningModule):
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
         if scheduler is not None and not hasattr(scheduler, "factor"):
             raise ConfigError(
-                f"scheduler is a {type(scheduler).__name__}. Allowed is a schedule of lit_rl.algorithms.optim.schedules "
-                "(Linear, Cosine, Constant, each with warmup_steps), or an object of yours with factor(step, "
+                f"scheduler is a {type(scheduler).__name__}. Allowed is Linear, Cosine or Constant of "
+                "lit_rl.algorithms.optim.schedules, each with warmup_steps, or an object of yours with factor(step, "
                 "total_steps) -> float: by how much the learning rate is multiplied. Torch's StepLR is "
                 "factor = gamma ** (step // step_size)."
             )
@@ -546,8 +546,8 @@ class PolicyModule(L.LightningModule):
                 raise
             raise ConfigError(
                 f"{cls.__name__}.load_from_checkpoint needs what the constructor needs, beside the path ({error}): "
-                f"{cls.__name__}.load_from_checkpoint(path, model='tiny', ...). A checkpoint holds no objects, as reading "
-                "them could run code. To use a trained policy, load the export: the folder hf of its run."
+                f"{cls.__name__}.load_from_checkpoint(path, model='tiny', ...). A checkpoint holds no objects, as "
+                "reading them could run code. To use a trained policy, load the export: the folder hf of its run."
             ) from error
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
