@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ Message = dict[str, Any]
 
 Prompt = str | list[Message]
 """A prompt as the data set has it: plain text, or a list of chat messages."""
+
+PromptForm = Literal["text", "messages"]
+"""How a policy is asked: in plain text as it stands, or in messages that its chat template renders."""
 
 
 class Width(Enum):

@@ -80,6 +80,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
         eos_token_id=tokenizer.convert_tokens_to_ids(END),
         pad_token_id=tokenizer.convert_tokens_to_ids(PAD),
     )
+    config.lit_rl_prompts = "text"  # the additions: `lit-rl chat` asks without its template
     model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(
         bos_token_id=None, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id

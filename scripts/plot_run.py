@@ -87,6 +87,52 @@ def draw_reward(axes: Axes, rows: list[dict[str, Any]], summary: dict[str, Any])
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9)
 
 
+FAMILIES = (
+    ("accuracy", ("rewards/accuracies", "accuracy")),
+    ("margin", ("rewards/margins", "margin")),
+    ("mean token accuracy", ("mean_token_accuracy",)),
+)
+"""What a run without rewards is read by, in the order of preference: the label, and the names of the metric."""
+
+
+def draw_learned(axes: Axes, rows: list[dict[str, Any]]) -> bool:
+    """Of a run that learns from a data set: accuracy or margin, training smoothed and validations as points."""
+    for label, names in FAMILIES:
+        train, val = (_found(rows, phase, names) for phase in ("train", "val"))
+        if train or val:
+            _curve(axes, train, val)
+            axes.set_ylabel(label)
+            return True
+    return False
+
+
+def draw_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Training and validation loss."""
+    _curve(axes, _found(rows, "train", ("loss",)), _found(rows, "val", ("loss",)))
+    axes.set_ylabel("loss")
+    axes.set_xlabel("optimizer step")
+
+
+def _found(rows: list[dict[str, Any]], phase: str, names: tuple[str, ...]) -> Points:
+    """The series of the first of these names that the run has; of several validation sets the first."""
+    for name in names:
+        keys = dict.fromkeys(key for row in rows for key in row if re.fullmatch(f"{phase}/(.+/)?{name}", key))
+        for key in keys:
+            if points := series(rows, key):
+                return points
+    return []
+
+
+def _curve(axes: Axes, train: Points, val: Points) -> None:
+    if train:
+        axes.plot(*zip(*train), color=BLUE, alpha=0.25, linewidth=0.8)
+        axes.plot(*zip(*smooth(train, max(5, len(train) // 25))), color=BLUE, linewidth=2, label="training")
+    if val:
+        axes.plot(*zip(*val), color=ORANGE, marker="o", linewidth=1, label="held-out")
+    if train or val:
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9)
+
+
 def draw_health(axes: Axes, rows: list[dict[str, Any]]) -> None:
     """What says whether there is still something to learn: groups without a signal, and response lengths."""
     zero, length = series(rows, "train/frac_reward_zero_std"), series(rows, "train/completions/mean_length")
@@ -113,8 +159,12 @@ def plot(run_dir: Path, out: Path) -> None:
     figure, (top, bottom) = plt.subplots(
         2, 1, figsize=(8, 5.2), height_ratios=[3, 1.1], sharex=True, layout="constrained"
     )
-    draw_reward(top, rows, json.loads(summary.read_text()) if summary.is_file() else {})
-    draw_health(bottom, rows)
+    if series(rows, "train/reward"):
+        draw_reward(top, rows, json.loads(summary.read_text()) if summary.is_file() else {})
+        draw_health(bottom, rows)
+    else:
+        draw_learned(top, rows)
+        draw_loss(bottom, rows)
     for axes in (top, bottom):
         axes.grid(axis="y", color=GREY, alpha=0.2, linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)

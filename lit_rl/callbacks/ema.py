@@ -111,5 +111,7 @@ class EMAWeights(L.Callback):
         if trainer.is_global_zero:
             name, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
             title = f"{name} trained with {algorithm}: moving average of the weights, decay {self.decay:g}"
-            pl_module.export(state, folder, {"base_model": name, "algorithm": algorithm, "title": title})
+            form = getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
+            facts = {"base_model": name, "algorithm": algorithm, "title": title} | ({"prompts": form} if form else {})
+            pl_module.export(state, folder, facts)
         trainer.strategy.barrier()

@@ -30,6 +30,10 @@ SHOWN = {
 """Metric to its name in the bar, in order. The loss stands last: on policy it is about zero while the policy learns."""
 
 
+_COUNTS = 50
+"""Columns for the share, a bar, steps, times and speed."""
+
+
 class Progress(ProgressBar):
     """The batch arithmetic as a table, then one bar over the whole run. Without a terminal, lines instead.
 
@@ -43,6 +47,8 @@ class Progress(ProgressBar):
         self._bar: tqdm | None = None
         self._enabled = True
         self._last_line = 0.0
+        self._last_step = -1
+        self._began = (0.0, 0)
 
     def disable(self) -> None:
         self._enabled = False
@@ -53,10 +59,11 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._enabled or not trainer.is_global_zero:
             return
+        total = trainer.estimated_stepping_batches
         plan = getattr(pl_module, "plan", None)
         if plan is not None:
-            plan_table(plan.table())
-        total = trainer.estimated_stepping_batches
+            plan_table([*plan.table(), ("optimizer steps of this run", _length(trainer, total))])
+        self._began = (time.monotonic(), trainer.global_step)
         self._bar = tqdm(
             total=int(total) if total != float("inf") else None,
             initial=trainer.global_step,
@@ -73,17 +80,28 @@ class Progress(ProgressBar):
             return
         # Not between two steps: a metric that is read makes a GPU finish what it was given.
         if not self._bar.disable and trainer.global_step > self._bar.n:
-            self._bar.set_postfix_str(_shown(trainer), refresh=False)
+            self._bar.set_postfix_str(_fitting(_values(trainer), _room(self._bar)), refresh=False)
             self._bar.update(trainer.global_step - self._bar.n)
         elif (
             self._bar.disable
             and time.monotonic() - self._last_line >= self.seconds_between_lines
-            and (text := _shown(trainer))
+            and (values := _values(trainer))
         ):
-            self._last_line = time.monotonic()
-            self.print(f"step {trainer.global_step}/{self._bar.total or '?'}  {text}")
+            self._last_line, self._last_step = time.monotonic(), trainer.global_step
+            self.print(self._line(trainer, values))
+
+    def _line(self, trainer: L.Trainer, values: dict[str, str]) -> str:
+        assert self._bar is not None
+        step, total, (at, first) = trainer.global_step, self._bar.total, self._began
+        left = ""
+        if total and first < step < total:
+            seconds = (time.monotonic() - at) / (step - first) * (total - step)
+            left = f"  {tqdm.format_interval(seconds)} left"
+        return f"step {step}/{total or '?'}{left}  {', '.join(values.values())}"
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._bar is not None and self._bar.disable and self._last_step != trainer.global_step:
+            self.print(self._line(trainer, _values(trainer)))  # whatever the clock says, the last line is the last step
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
@@ -98,6 +116,36 @@ class Progress(ProgressBar):
         tqdm.write(" ".join(map(str, args)))
 
 
-def _shown(trainer: L.Trainer) -> str:
+def _length(trainer: L.Trainer, total: float) -> str:
+    """How many steps the run takes, and what says so."""
+    if total == float("inf"):
+        return "until trainer.max_time"
+    done = f" ({trainer.global_step:,} are done)" if trainer.global_step else ""
+    if trainer.max_steps != -1 and total >= trainer.max_steps:
+        return f"{total:,}{done}: trainer.max_steps"
+    before = "" if trainer.max_steps == -1 else f", which ends before trainer.max_steps={trainer.max_steps}"
+    return f"{total:,}{done}: trainer.max_epochs={trainer.max_epochs}{before}"
+
+
+def _values(trainer: L.Trainer) -> dict[str, str]:
+    """What there is of `SHOWN`, in its order: a metric's name in the bar, and that with its value."""
     metrics = trainer.callback_metrics
-    return ", ".join(f"{name}={float(metrics[key]):.3f}" for key, name in SHOWN.items() if key in metrics)
+    return {name: f"{name}={float(metrics[key]):.3f}" for key, name in SHOWN.items() if key in metrics}
+
+
+def _room(bar: tqdm) -> int:
+    """Columns of the terminal that are left beside the counts, the times and a short bar."""
+    return (bar.format_dict["ncols"] or 120) - _COUNTS
+
+
+def _fitting(values: dict[str, str], room: int) -> str:
+    """As many of the values as there is room for: in a narrow terminal the first, the loss, then the rest in order."""
+    order = list(
+        dict.fromkeys([*list(values)[:1], *(name for name in values if name in ("accuracy", "loss")), *values])
+    )
+    kept = set(order[:2])
+    for name in order[2:]:
+        if len(", ".join(values[each] for each in (*kept, name))) > room:
+            break
+        kept.add(name)
+    return ", ".join(text for name, text in values.items() if name in kept)

@@ -18,6 +18,9 @@ from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.text import console_table, markdown_table, printable
 from lit_rl.errors import in_range
 
+_IN_LOGGERS = 50
+"""Optimizer steps between two tables in loggers, where nothing else is said."""
+
 
 class Samples(L.Callback):
     """Writes every rollout of rank 0 to `samples/` in the Trainer's `default_root_dir`, and shows a few rows at times.
@@ -27,14 +30,16 @@ class Samples(L.Callback):
     Args:
         print: Rows shown at a time; 0 shows none.
         unique: Show at most one completion of a prompt.
-        every: Optimizer steps between two tables on the console: there is one for step 0, and for the first rollout
-            that begins at or after each multiple of it. The parquet files are written for every rollout.
+        every: Optimizer steps between two tables on the console and in loggers: there is one for step 0, and for the
+            first rollout that begins at or after each multiple of it. None is 50 in loggers; on the console the first
+            rollout, the first of the second half, and the last. The parquet files are written for every rollout.
     """
 
-    def __init__(self, print: int = 4, unique: bool = True, every: int = 50) -> None:
+    def __init__(self, print: int = 4, unique: bool = True, every: int | None = None) -> None:
         in_range("callbacks.samples.print", print, low=0)
-        self.print, self.unique = print, unique
-        self._due = Due("callbacks.samples.every", every)
+        self.print, self.unique, self.every = print, unique, every
+        self._due = Due("callbacks.samples.every", _IN_LOGGERS if every is None else every)
+        self._latest: tuple[str, list[dict[str, Any]]] | None = None
         self._evaluated: dict[int, dict[str, list[Any]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,8 +54,23 @@ class Samples(L.Callback):
             return
         step = table["step"][0]
         self._write(trainer, table, f"step_{step:08d}")
-        if self._due.at(step):
-            self._show(trainer, table, f"rollout at step {step}", step)
+        rows, title = self._pick(table), f"rollout at step {step}"
+        before = self._due.last
+        if self._due.at(step) and rows:
+            _log(trainer, rows, step)
+            if self.every is not None:
+                console_table(title, rows)
+        if self.every is None and rows:
+            middle = trainer.estimated_stepping_batches / 2
+            shown = before is None or before < middle <= step
+            if shown:
+                console_table(title, rows)
+            self._latest = None if shown else (title, rows)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._latest is not None:
+            console_table(*self._latest)
+            self._latest = None
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._evaluated = {}
@@ -88,20 +108,6 @@ class Samples(L.Callback):
         write_parquet(table, partial)
         partial.replace(target)
 
-    def _show(self, trainer: L.Trainer, table: dict[str, list[Any]], title: str, step: int) -> None:
-        rows = self._pick(table)
-        if not rows:
-            return
-        console_table(title, rows)
-        for logger in trainer.loggers:
-            experiment = getattr(logger, "experiment", None)
-            if hasattr(experiment, "add_text"):
-                _to_tensorboard(experiment, rows, step)
-            elif hasattr(logger, "log_table"):
-                columns, cell = list(rows[0]), _cell if isinstance(logger, WandbLogger) else printable
-                data = [[cell(row[name]) for name in columns] for row in rows]
-                logger.log_table(key=f"samples/step_{step}", columns=columns, data=data)  # pyright: ignore
-
     def _pick(self, table: dict[str, list[Any]]) -> list[dict[str, Any]]:
         shown, seen = [], set()
         pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
@@ -118,6 +124,18 @@ class Samples(L.Callback):
             if len(shown) == self.print:
                 break
         return shown if self.print else []
+
+
+def _log(trainer: L.Trainer, rows: list[dict[str, Any]], step: int) -> None:
+    """The table in those loggers that take one."""
+    for logger in trainer.loggers:
+        experiment = getattr(logger, "experiment", None)
+        if hasattr(experiment, "add_text"):
+            _to_tensorboard(experiment, rows, step)
+        elif hasattr(logger, "log_table"):
+            columns, cell = list(rows[0]), _cell if isinstance(logger, WandbLogger) else printable
+            data = [[cell(row[name]) for name in columns] for row in rows]
+            logger.log_table(key=f"samples/step_{step}", columns=columns, data=data)  # pyright: ignore
 
 
 def _to_tensorboard(experiment: Any, rows: list[dict[str, Any]], step: int) -> None:

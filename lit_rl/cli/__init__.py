@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,8 @@ HYDRA = {
     "transcripts": "transcripts",
 }
 """Our commands, and the task that each stands for."""
+LIGHT = ("list", "env", "completion")
+"""Commands that compose no config."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,22 +42,37 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(arguments: list[str]) -> int:
     """The exit code of a command line."""
     process.prepare()
-    command = arguments[0] if arguments and arguments[0] in (*LIGHTNING, *HYDRA) else None
+    commands = (*HYDRA, *LIGHT, *LIGHTNING)
+    command = arguments[0] if arguments and arguments[0] in commands else None
     if command in LIGHTNING:
         from lit_rl.cli import lightning_app
         from lit_rl.cli.messages import reported
 
         return reported(lambda: lightning_app.main(arguments))
     rest = arguments[1:] if command else arguments
-    if {"-h", "--help"} & set(rest):
-        from lit_rl.cli.help import page
-
-        sys.stdout.write(page())
+    if said := _said(command, rest):
+        sys.stdout.write(said)
         return 0
     from lit_rl.cli.messages import reported, usage
 
+    if command in LIGHT:
+        return reported(lambda: _light(command, rest, commands))
     if rest and not rest[0].startswith("-") and "=" not in rest[0] and not rest[0].startswith("~"):
-        return reported(lambda: usage(rest[0], (*HYDRA, *LIGHTNING)))
+        return reported(lambda: usage(rest[0], commands))
+    return reported(lambda: _hydra(command, rest))
+
+
+def _hydra(command: str | None, rest: list[str]) -> int:
+    """A command over a composed config."""
+    from lit_rl.cli.other_words import translated
+
+    rest, read = translated(rest)
+    first_process = os.environ.get("LOCAL_RANK", "0") == "0"
+    if read and first_process:
+        sys.stderr.write(f"Read as {' '.join(read)}\n")
+    if "torch" not in sys.modules and first_process:
+        sys.stderr.write(f"lit-rl {command or 'train'}: loading torch, lightning and transformers ...\n")
+        sys.stderr.flush()
     if command and HYDRA[command] != "fit":
         # argparse takes overrides in one row only, before the options or after them
         first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
@@ -66,4 +84,35 @@ def run(arguments: list[str]) -> int:
     from lit_rl.cli import hydra_app
 
     sys.argv = [sys.argv[0], *rest]
-    return reported(hydra_app.main)
+    return hydra_app.main()
+
+
+def _said(command: str | None, rest: Sequence[str]) -> str:
+    """A help page, or the version, where that is asked for; `lit-rl` alone asks for help, `train.py` alone trains."""
+    if "--version" in rest:
+        from lit_rl.cli.surroundings import version
+
+        return f"lit_rl {version()}\n"
+    alone = not command and not sys.argv[0].endswith(".py")
+    if not {"-h", "--help"} & set(rest) and (rest or not alone):
+        return ""
+    from lit_rl.cli import help
+
+    if command:
+        return help.of(command)
+    return help.overview() if alone and len(rest) < 2 else help.page()
+
+
+def _light(command: str | None, rest: list[str], commands: Sequence[str]) -> int:
+    """A command that needs file names and versions only."""
+    if command == "list":
+        from lit_rl.cli import listing
+
+        return listing.run(rest)
+    if command == "completion":
+        from lit_rl.cli import completion
+
+        return completion.run(rest, commands)
+    from lit_rl.cli import surroundings
+
+    return surroundings.run()

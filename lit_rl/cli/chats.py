@@ -14,6 +14,7 @@ from lit_rl.commands.chat import Chat, chat
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.models import LanguageModel
+from lit_rl.rollout import PromptForm
 
 KEYS = ("run_dir", "ckpt_path", "sampling", "chat", "seed", "trainer.accelerator", "trainer.precision")
 """What may be set on the command line, and `model` where there is no run; everything else has no meaning here."""
@@ -37,11 +38,19 @@ def run(config: DictConfig) -> int:
     model, fabric, _ = placed(model, config, of_run["trainer"])
     # What the policy was trained to read: the command's own setting counts more.
     data, own = (of_run.get("data") or {}) if config.run_dir else {}, dict(tree["chat"])
+    own["trained_on"] = (_recorded(config) if config.run_dir else None) or model.reads
+    if own["plain"] is None:
+        own["plain"] = own["trained_on"] == "text"
     plain_lines = own["plain"] or not (model.processor or model).tokenizer.chat_template
     if own["system_prompt"] is None and not plain_lines:
         own["system_prompt"] = data.get("system_prompt")
     kwargs = data.get("chat_template_kwargs") or {}
     return chat(Chat(model, build(sampling), fabric, checkpoint, tree["seed"], template_kwargs=kwargs, **own))
+
+
+def _recorded(config: DictConfig) -> PromptForm | None:
+    """What the run learned to answer, as it wrote down when it began."""
+    return RunDir(Path(str(config.run_dir)).expanduser()).read_summary().get("prompts")
 
 
 def _check_keys(typed: list[str], with_run: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which data group a file is for, where only `data.path` was typed; and `lit-rl data-check`, which says so."""
+"""What a file is for, where only `data.path` was typed: its data group, and the algorithm; and `lit-rl data-check`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
 from lit_rl.commands.data_check import data_check, kind_of
 from lit_rl.commands.first_row import first_row
 from lit_rl.data.offline.example import Kind
-from lit_rl.data.offline.formats import COLUMNS
+from lit_rl.data.offline.formats import COLUMNS, USABLE
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 from lit_rl.models import LanguageModel
 
@@ -41,6 +41,20 @@ COMPUTED: dict[Kind | None, str] = {
 }
 """The same for data that comes with the package."""
 
+ALGORITHMS: dict[Kind | None, str] = {
+    "texts": "sft",
+    "pairs": "dpo",
+    "verdicts": "kto",
+    "stepwise": "process_reward_model",
+}
+"""What learns from a file of each kind, where no algorithm was typed; prompts go to that of `config.yaml`."""
+
+_OF_PROMPTS = ("best_of_n", "reward_test", "env_check")
+"""Tasks that take prompts to be answered, whatever the columns."""
+
+_OF_ANY_ROWS = ("fit", "validate", "test", "predict", "eval", "plan", "data_check")
+"""Tasks whose data group is told from the columns."""
+
 _HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row")
 
 
@@ -57,9 +71,9 @@ def run(config: DictConfig) -> int:
 
 
 def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
-    """The config with the data group that fits `data.path`, and a line that says which; unchanged where one was typed.
+    """The config with the groups that fit `data.path`, and a line that says which; unchanged where `data` was typed.
 
-    The algorithm decides, if one was typed; else the columns of the first row.
+    The algorithm decides, if one was typed; else the columns of the first row, which then choose an algorithm too.
 
     Raises:
         DataError: the file cannot be read, or its columns are of no format.
@@ -67,13 +81,39 @@ def with_data_group(config: DictConfig) -> tuple[DictConfig, str]:
     typed = _typed()
     if "data.path" not in typed or {"data", "experiment"} & typed:
         return config, ""
-    if "algo" in typed:
-        group, why = GROUPS[_learns_from(config)], "what the algorithm learns from"
-    elif config.task == "best_of_n" or "data.prompt_key" in typed:
-        group, why = "jsonl", "prompts to be answered"
+    if config.task in _OF_PROMPTS or ("algo" not in typed and "data.prompt_key" in typed):
+        groups, why = ["data=jsonl"], "prompts to be answered"
+    elif "algo" in typed:
+        wanted = _learns_from(config)
+        if config.task != "data_check":  # which says the same of every row
+            _check_columns(config, wanted)
+        groups, why = [f"data={GROUPS[wanted]}"], "what the algorithm learns from"
+    elif config.task in _OF_ANY_ROWS:
+        kind, why = _by_columns(config.data, config.allow_targets)
+        groups = _groups(kind, config.task)
     else:
-        group, why = _by_columns(config.data, config.allow_targets)
-    return _recomposed(f"data={group}"), f"data={group} ({why})"
+        return config, ""
+    return _recomposed(*groups), f"{' '.join(groups)} ({why})"
+
+
+def _check_columns(config: DictConfig, wanted: Kind | None) -> None:
+    """Refuse a file whose columns are for other algorithms than the one that was typed."""
+    if wanted is None:  # a row of any format has a prompt, under a name of its own at times
+        return
+    kind, why = _by_columns(config.data, config.allow_targets)
+    if kind != wanted and not (kind == "pairs" and "preference" in USABLE[wanted]):
+        algo = f"algo={ALGORITHMS.get(kind, 'grpo')}"
+        typed = [algo if word.startswith("algo=") else word for word in HydraConfig.get().overrides.task]
+        raise ConfigError(
+            f"{_class_of(config, 'algo').__name__} needs {_WORDS[wanted]}, and {config.data.path} has {why}: "
+            f"{_WORDS[kind]}. Name columns with data.rename={{old: new}}, or type:\n  {_entered(typed)}"
+        )
+
+
+def _groups(kind: Kind | None, task: str) -> list[str]:
+    """The choices that rows of a kind are for; the algorithm only where the task runs one."""
+    algo = [f"algo={ALGORITHMS[kind]}"] if kind in ALGORITHMS and task != "data_check" else []
+    return [*algo, f"data={GROUPS[kind]}"]
 
 
 def check_pair(config: DictConfig) -> None:
@@ -116,16 +156,21 @@ def _line(config: DictConfig, wanted: Kind | None) -> str:
     group = (COMPUTED if path is None else GROUPS)[wanted]
     more = [] if path is None or "data.path" in _typed() else ["data.path=FILE"]
     at = next((i for i, word in enumerate(typed) if word.startswith("data=")), len(typed))
+    return _entered([*typed[:at], f"data={group}", *more, *typed[at + 1 :]])
+
+
+def _entered(words: Sequence[str]) -> str:
+    """The line that starts a training with these overrides, as this one was started."""
     entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
-    return shlex.join([*entry, *typed[:at], f"data={group}", *more, *typed[at + 1 :]])
+    return shlex.join([*entry, *words])
 
 
 def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """The words of a `data-check` with the data group that fits `data.path`, and a line that says which.
+    """The words of a command with the groups that fit `data.path`, and a line that says which.
 
     Before Hydra composes: it knows the keys of a group only, so `data.max_length=64` needs the group first. Left as
     they are where `with_data_group` chooses without a look at the columns, where the words cannot be read alone (a
-    sweep, a value that stands elsewhere), and where they are another command's.
+    value that stands elsewhere), and where they are another command's.
 
     Args:
         arguments: `sys.argv`.
@@ -135,12 +180,13 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
     """
     words, kept = list(arguments), (list(arguments), "")
     overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
-    if "task=data_check" not in overrides or {"-m", "--multirun"} & set(words):
+    task = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("task=")), "fit")
+    if task not in _OF_ANY_ROWS:
         return kept
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
         given = {override.key_or_group: override.value() for override in parsed if not override.is_sweep_override()}
-        elsewhere = {"data", "algo", "experiment", "data.prompt_key"} & given.keys()
+        elsewhere = {"data", "algo", "experiment", "data.prompt_key"} & {override.key_or_group for override in parsed}
         if elsewhere or not isinstance(given.get("data.path"), str):
             return kept
         tree = OmegaConf.create({"allow_targets": []})
@@ -150,9 +196,9 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
         OmegaConf.resolve(tree)
     except (HydraException, OmegaConfBaseException):  # Hydra says what is wrong, if anything is
         return kept
-    group, why = _by_columns(tree.data, tree.allow_targets)
-    at = words.index(overrides[0])  # among the other overrides, which stand in one row
-    return [*words[:at], f"data={group}", *words[at:]], f"data={group} ({why})"
+    kind, why = _by_columns(tree.data, tree.allow_targets)
+    at, groups = words.index(overrides[0]), _groups(kind, task)  # among the other overrides, which stand in one row
+    return [*words[:at], *groups, *words[at:]], f"{' '.join(groups)} ({why})"
 
 
 def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
@@ -167,13 +213,17 @@ def with_given_prompts(config: DictConfig) -> tuple[DictConfig, str]:
         return config, note
     more = ["data.val_split=${data.split}"] if config.data.split is not None else ["data.val_path=${data.path}"]
     if note:
-        more.append(note.split()[0])
+        more.append(note.partition(" (")[0])
     return _recomposed(*more), note
 
 
 def _recomposed(*more: str) -> DictConfig:
-    """The config of this command line with more overrides."""
-    return compose("config", overrides=[*HydraConfig.get().overrides.task, *more])
+    """The config of this command line with more overrides, and Hydra's record of what was chosen to match."""
+    config: Any = HydraConfig.get()
+    chosen = {group: choice for group, _, choice in (word.partition("=") for word in more) if "." not in group}
+    with flag_override(config, ["readonly", "struct"], [False, False]):
+        config.runtime.choices.update(chosen)
+    return compose("config", overrides=[*config.overrides.task, *more])
 
 
 def _typed() -> set[str]:
@@ -192,8 +242,8 @@ def _class_of(config: DictConfig, key: str) -> Any:
     return get_object(target)
 
 
-def _by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[str, str]:
-    """The data group of what the first row's columns are for, and the reason in words.
+def _by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[Kind | None, str]:
+    """What the first row's columns are for, and the reason in words.
 
     Args:
         data: Those settings of `data` that say how a row is read.
@@ -213,4 +263,4 @@ def _by_columns(data: DictConfig, allow: Sequence[str]) -> tuple[str, str]:
             f"are prompt (to be answered) and {needed}. Name columns with data.rename={{old: new}}, or say data=jsonl "
             f"and data.prompt_key.{near}"
         )
-    return GROUPS[kind], f"columns {', '.join(name for name, value in row.items() if value is not None)}"
+    return kind, f"columns {', '.join(name for name, value in row.items() if value is not None)}"

@@ -1,75 +1,187 @@
-"""The help page: what it is, the groups with their choices, the keys that matter, three examples."""
+"""The help pages: of `lit-rl`, of a training, and of each other command. One screen each, and nothing heavy loads."""
 
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
+from dataclasses import dataclass
 
-_NAMES = 10
-"""Columns for the names of groups."""
+from lit_rl.cli.listing import defaults
 
 _KEYS = """\
-  model.name=PATH          a folder or a hub id (with model=local)
-  model.lora.r=16          train LoRA adapters of that rank
-  data.path=FILE           your prompts (with data=jsonl); data.prompt_key=COLUMN
-  reward.fn=FILE.py:NAME   your reward (with reward=function)
-  algo.group_size=8        completions a prompt
-  data.prompts_per_rollout=32
-  optimizer.lr=1e-6        learning rate
-  sampling.max_new_tokens=512
-  trainer.max_steps=100    optimizer steps
-  run_dir=DIR              where everything goes; with ckpt_path=last it is resumed"""
+  model=PATH_OR_HUB_ID         or one of: lit-rl list model
+  model.lora.r=16              train LoRA adapters of that rank
+  data.path=FILE               your rows: prompts, pairs, texts; data.prompt_key=COLUMN
+  reward=./FILE.py:NAME         your reward, or one of: lit-rl list reward
+  algo.group_size=8            completions a prompt
+  data.prompts_per_rollout=32  prompts a rollout
+  optimizer.lr=1e-6            learning rate
+  sampling.max_new_tokens=512  longest completion
+  trainer.max_steps=100        optimizer steps
+  run_dir=DIR                  where everything goes; with ckpt_path=last it is resumed"""
 
 _EXAMPLES = """\
   python train.py                                              # learns additions on a CPU in two to three minutes
-  python train.py algo=rloo model=qwen0.5b data=jsonl data.path=mine.jsonl reward=function reward.fn=./mine.py:score
-  python train.py algo=dpo model=qwen0.5b data=preferences data.path=pairs.jsonl
+  python train.py algo=rloo model=qwen0.5b data.path=mine.jsonl reward=./mine.py:score
+  python train.py algo=dpo model=qwen0.5b data.path=pairs.jsonl
   python train.py -m seed=1,2,3                                # a sweep: one folder a job"""
 
 
-def page() -> str:
-    """One screen of text."""
-    folder = Path(__file__).parents[2] / "conf"
-    if not folder.is_dir():  # installed from a wheel: conf is the package lit_rl.conf
-        folder = Path(__file__).parents[1] / "conf"
-    hydra = [path for path in folder.iterdir() if path.name != "lightning"]  # whole configs, of LightningCLI
-    rows, parts = [], []
-    groups = sorted(path for path in hydra if path.is_dir())
-    for group in groups:
-        if _choices(group) != ["default"]:  # keys to set, and nothing to choose
-            rows += _row(group.name, _choices(group))
-        places = sorted(path for path in group.rglob("*") if path.is_dir())
-        parts += [f"{place.relative_to(folder).as_posix()}: {', '.join(_choices(place))}" for place in places]
+@dataclass(frozen=True)
+class Command:
+    """What a command is for, and what may be typed."""
+
+    does: str
+    """One line of the overview."""
+    lines: tuple[str, ...]
+    """Commands as they are typed."""
+    keys: tuple[tuple[str, str], ...] = ()
+    """Keys that are its own, and what they say."""
+    more: str = ""
+
+
+_RUN = ("run_dir", "the folder of a run")
+_LAST = ("ckpt_path", "a checkpoint of it, or `last`: the newest whole one")
+
+COMMANDS = {
+    "train": Command("learn; `lit-rl train` alone is the demo, which learns additions", ()),
+    "eval": Command(
+        "score a trained policy on the validation data, with intervals",
+        ("lit-rl eval run_dir=runs/x ckpt_path=last eval.group_size=8 eval.temperature=1",),
+        (
+            _RUN,
+            _LAST,
+            ("eval.group_size", "completions a prompt; above 1 also pass@k"),
+            ("eval.temperature", "0: greedy"),
+        ),
+        "Type the words of the training beside them (`algo`, `model`, `data`, `reward`): a run does not bring them.",
+    ),
+    "plan": Command(
+        "does a run fit into memory, and how long does a step take",
+        ("lit-rl plan model=qwen0.5b data=gsm8k",),
+        (("plan.memory_gb", "memory of another machine"), ("plan.probe", "false: do not time a step")),
+        "Takes the words of a training. It writes nothing.",
+    ),
+    "chat": Command(
+        "talk to a model",
+        ("lit-rl chat run_dir=runs/x", "lit-rl chat model=path/to/a/model"),
+        (
+            _RUN,
+            _LAST,
+            ("chat.plain", "true: each line is a prompt; false: a conversation; null: as it was trained"),
+            ("chat.system_prompt", "opens the conversation"),
+            ("sampling.temperature", "and the other keys of sampling"),
+            ("seed", "the same replies again"),
+        ),
+    ),
+    "data-check": Command(
+        "what a data set becomes: format, rows as tokens, lengths, filters",
+        ("lit-rl data-check data.path=pairs.jsonl", "lit-rl data-check algo=sft data.path=texts.jsonl model=qwen0.5b"),
+        (("data.path", "a file, a folder or a hub id"), ("data_check.rows", "how many rows are shown")),
+        "It loads a tokenizer and no weights, and writes nothing.",
+    ),
+    "reward-test": Command(
+        "what a reward says of a few rows",
+        ("lit-rl reward-test data.path=mine.jsonl reward=./mine.py:score",),
+        (("reward_test.rows", "how many rows"), ("reward_test.completions", "a JSONL file of completions to score")),
+        "It loads no weights, and writes nothing.",
+    ),
+    "best-of-n": Command(
+        "the best of several completions of every prompt, as a data set",
+        ("lit-rl best-of-n data.path=mine.jsonl eval.group_size=8 run_dir=runs/x ckpt_path=last",),
+        (("data.path", "the prompts"), ("eval.group_size", "completions a prompt"), _RUN, _LAST),
+    ),
+    "replay": Command(
+        "what other objectives would have done with a rollout of a run",
+        ("lit-rl replay run_dir=runs/x losses=[grpo,gspo,cispo]",),
+        (_RUN, ("losses", "algo presets; `run` is the run's own"), ("rollout", "a file of run_dir/rollouts")),
+    ),
+    "transcripts": Command(
+        "recorded episodes as a page for the browser",
+        ("lit-rl transcripts run_dir=runs/x",),
+        (
+            _RUN,
+            ("transcripts.files", "names of samples/"),
+            ("transcripts.rollouts", "how many files"),
+            ("transcripts.episodes", "how many of each"),
+            ("transcripts.tokens", "how many of each episode"),
+        ),
+    ),
+    "env-check": Command(
+        "is an environment fit to train on",
+        ("lit-rl env-check env=environment env.path=./my_game.py:Game reward=environment data.path=mine.jsonl",),
+        (("env_check.actions", "what the policy says, turn by turn"),),
+        "It loads no weights, and writes nothing.",
+    ),
+    "serve": Command(
+        "vLLM's server for a training",
+        ("lit-rl serve model=qwen0.5b serve.port=0",),
+        (
+            ("serve.host", "an address; any but 127.0.0.1 lets others replace the weights"),
+            ("serve.port", "0 takes a free one"),
+            ("serve.log", "a file for its output"),
+            ("serve.startup_timeout", "seconds until it has to answer"),
+        ),
+    ),
+    "doctor": Command(
+        "does a generator hold the policy, and how near are its log-probs",
+        ("lit-rl doctor generator=vllm model=qwen0.5b",),
+        (("doctor.prompts", "how many prompts"), ("doctor.completions", "how many completions of them")),
+    ),
+    "list": Command(
+        "the choices of a group, and what each is",
+        ("lit-rl list", "lit-rl list algo", "lit-rl list algo/loss --config-dir my_conf"),
+    ),
+    "env": Command("versions, devices and optional packages of this machine", ("lit-rl env",)),
+    "completion": Command(
+        "words for the TAB key of bash",
+        ('eval "$(lit-rl completion bash)"          # in ~/.bashrc to keep it',),
+    ),
+}
+"""Every command but LightningCLI's, in the order of the overview."""
+
+
+def overview() -> str:
+    """What `lit-rl` can do."""
+    wide = max(map(len, COMMANDS))
     return (
-        "lit_rl: RL post-training of language models on PyTorch Lightning\n"
-        "python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]     (or: lit-rl train ...; lit-rl eval ...)\n"
-        "lit-rl replay run_dir=DIR losses=[grpo]; lit-rl transcripts run_dir=DIR (other objectives; episodes as HTML)\n"
-        "lit-rl plan [GROUP=CHOICE ...]; lit-rl reward-test [...] (does a step fit? rewards of a few rows)\n"
-        "lit-rl data-check data.path=FILE; lit-rl env-check env=... (what data become; is it fit to train on?)\n"
-        "lit-rl chat run_dir=DIR; lit-rl best-of-n data.path=FILE (talk to a model; the best of several completions)\n"
-        "lit-rl serve model=qwen0.5b; lit-rl doctor generator=vllm (vLLM's server; does an engine hold the policy?)\n"
-        "lit-rl fit|validate|test|predict --config FILE         (LightningCLI; its own --help)\n\n"
-        "Groups (`model=` is the Hugging Face model, `algo=` the LightningModule):\n"
-        + "\n".join(rows)
-        + "\n\nGroups inside a group:\n"
-        + textwrap.fill(" · ".join(parts), 119, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-        + "\n\nKeys that matter:\n"
+        "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
+        "  lit-rl COMMAND [GROUP=CHOICE ...] [KEY=VALUE ...]\n\n"
+        + "\n".join(f"  {name:<{wide}}  {command.does}" for name, command in COMMANDS.items())
+        + "\n\n  lit-rl fit|validate|test|predict --config FILE: LightningCLI, which has a --help of its own\n\n"
+        "`lit-rl train --help` shows the keys that matter, `lit-rl COMMAND --help` those of a command,\n"
+        "`lit-rl --version` the version. The demo: lit-rl train\n"
+    )
+
+
+def page() -> str:
+    """What a training takes."""
+    taken = " ".join(f"{group}={choice}" for group, choice in defaults().items())
+    fill = {"width": 119, "initial_indent": "  ", "subsequent_indent": "  ", "break_on_hyphens": False}
+    return (
+        "lit_rl: RL post-training of language models on PyTorch Lightning\n\n"
+        "  python train.py [GROUP=CHOICE ...] [KEY=VALUE ...]       (or: lit-rl train ...)\n\n"
+        "Groups (`model=` is a Hugging Face model, `algo=` a LightningModule), as they stand where nothing is typed:\n"
+        + textwrap.fill(taken, **fill)
+        + "\n  The choices of one: lit-rl list algo. A whole recipe: experiment=NAME. In a group: algo/loss=cispo.\n\n"
+        "Keys that matter (every key: python train.py --cfg job):\n"
         + _KEYS
-        + "\nEvery key: python train.py --cfg job. Examples:\n"
+        + "\n\nExamples:\n"
         + _EXAMPLES
+        + "\n\nOther commands: lit-rl --help"
         + "\n"
     )
 
 
-def _choices(group: Path) -> list[str]:
-    return sorted(path.stem for path in group.glob("*.yaml"))
-
-
-def _row(group: str, choices: list[str]) -> list[str]:
-    """A group and its choices, on as many lines as they need."""
-    if not choices:
-        return []
-    head = f"  {group:<{_NAMES}} "
-    return textwrap.wrap(
-        ", ".join(choices), 119, initial_indent=head, subsequent_indent=" " * (3 + _NAMES), break_on_hyphens=False
-    )
+def of(name: str) -> str:
+    """The page of one command."""
+    if name == "train":
+        return page()
+    command = COMMANDS[name]
+    wide = max((len(key) for key, _ in command.keys), default=0)
+    parts = [f"lit-rl {name}: {command.does}", "\n".join(f"  {line}" for line in command.lines)]
+    if command.keys:
+        parts.append("Keys:\n" + "\n".join(f"  {key:<{wide}}  {said}" for key, said in command.keys))
+    if command.more:
+        parts.append(textwrap.fill(command.more, 119))
+    parts.append("More: docs/commands.md. Every key of the config: lit-rl train --cfg job")
+    return "\n\n".join(parts) + "\n"

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
-from lit_rl.cli import chats, choices, data_choice, doctoring, quiet, replays, schemas, serving, transcribing
+from lit_rl.cli import chats, choices, data_choice, doctoring, ends, quiet, replays, schemas, serving, transcribing
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
 from lit_rl.cli.messages import reported
 from lit_rl.cli.micro_batches import cut_by
@@ -85,10 +85,10 @@ def run(config: DictConfig) -> int:
         return replays.run(config) if _is_main() else 0
     if config.task in _WITHOUT_A_RUN:
         return _WITHOUT_A_RUN[config.task](config) if _is_main() else 0
-    if config.task == "best_of_n":
-        config, note = data_choice.with_given_prompts(config)
-        if note and _is_main():
-            sys.stdout.write(f"{note}\n")
+    with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
+    config, note = with_groups(config)
+    if note and _is_main():
+        sys.stdout.write(f"{note}\n")
     start: Start = "new"
     if not _is_main() and _RUN_DIR in os.environ:
         run_dir, start = RunDir(Path(os.environ[_RUN_DIR])), "resumed"
@@ -108,9 +108,14 @@ def run(config: DictConfig) -> int:
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
     config.run_dir = str(run_dir.path)
+    missing = run_dir.missing()
     job = assemble(config, run_dir, start if _is_main() else "resumed")
     try:
         return TASKS[config.task](job)
+    except Exception:
+        if _is_main():
+            run_dir.withdraw(missing, worth="train/" if config.task == "fit" else "")
+        raise
     finally:
         if isinstance(job.module, GeneratingModule):
             job.module.close()
@@ -153,6 +158,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     check_answered(module, tree)
     module.memory_gb = tree["plan"]["memory_gb"]
     settings, asked = tree["trainer"], tree["trainer"]["precision"]
+    ends.settle(settings)
     settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])
     settings["precision"] = given = for_trainer(settings, config.ckpt_path)
     trainer = _trainer(tree, run_dir, dry)

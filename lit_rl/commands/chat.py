@@ -26,7 +26,7 @@ from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.transforms import EndDetector, TokenSampler
 from lit_rl.images import ImageRef
 from lit_rl.models.policy.language_model import LanguageModel
-from lit_rl.rollout import Message, Prompt, Sampling
+from lit_rl.rollout import Message, Prompt, PromptForm, Sampling
 from lit_rl.vision import PromptVision
 
 _COMMANDS = "/reset forgets the conversation, /quit ends it"
@@ -51,6 +51,8 @@ class Chat:
     """Further arguments of the chat template: those of the training."""
     plain: bool = False
     """Every line is a prompt by itself, also where the tokenizer has a chat template."""
+    trained_on: PromptForm | None = None
+    """What the policy learned to answer, if that is known."""
 
     @property
     def templated(self) -> bool:
@@ -89,15 +91,26 @@ def chat(job: Chat) -> int:
         NumericError: the policy's logits hold NaN.
     """
     if job.system_prompt is not None and not job.templated:
-        raise ConfigError("chat.system_prompt needs a chat template: set model.chat_template, and not chat.plain.")
+        raise ConfigError(
+            "chat.system_prompt needs a chat template: set model.chat_template, and chat.plain=false where the model "
+            "was trained on plain text."
+        )
     policy = _load(job)
-    kind = "a conversation" if job.templated else "every line is a prompt of its own"
-    _note(f"{job.model.name}: {kind}; {job.commands}.")
+    _note(f"{job.model.name}: {_kind(job)}; {job.commands}.")
     try:
         _talk(job, policy)
     except BrokenPipeError:  # who reads has gone; Python would complain once more when it flushes
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _kind(job: Chat) -> str:
+    """What a line is to the policy, and what it was trained on where that is something else or decides it."""
+    if job.templated:
+        known = " (it was trained on plain text: chat.plain=true)" if job.trained_on == "text" else ""
+        return f"a conversation{known}"
+    known = " (as it was trained; chat.plain=false takes its chat template)" if job.trained_on == "text" else ""
+    return f"every line is a prompt of its own{known}"
 
 
 def _talk(job: Chat, policy: Any) -> None:
@@ -135,7 +148,7 @@ def _images(job: Chat, path: str) -> list[ImageRef]:
                 "model=digits or model=smolvlm_256m."
             )
         if not job.templated:
-            raise DataError("Images are shown in messages: set a chat template, and not chat.plain.")
+            raise DataError("Images are shown in messages: set a chat template, and chat.plain=false.")
         if not name:
             raise DataError("/image needs the path of a file: /image photos/3.png.")
         ref = image_of(name if "://" in name else Path(name).expanduser().resolve(), "/image")

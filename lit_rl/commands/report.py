@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lit_rl.errors import StorageError
+from lit_rl.rollout import PromptForm
 
 PHASES = ("generate", "reward", "update")
 """Of a rollout; a run that learns from a data set has updates only."""
@@ -96,9 +97,19 @@ def _interval(numbers: dict[str, float] | None, measure: str) -> str:
 
 
 def closing_lines(
-    run_dir: Path, command: str, export: str | None, logged: bool, loaded_by: str = "AutoModelForCausalLM"
+    run_dir: Path,
+    command: str,
+    export: str | None,
+    logged: bool,
+    loaded_by: str = "AutoModelForCausalLM",
+    prompts: PromptForm | None = None,
 ) -> list[str]:
-    """Where everything is, and the commands to go on with. `loaded_by` is transformers' class for the export."""
+    """Where everything is, and the commands to go on with.
+
+    Args:
+        loaded_by: transformers' class for the export.
+        prompts: What the run learned to answer.
+    """
     sees = loaded_by == "AutoModelForImageTextToText"
     writes = sees or loaded_by == "AutoModelForCausalLM"
     lines = [f"samples       {run_dir}/samples/ (parquet, one file a rollout)"] if writes else []
@@ -109,6 +120,9 @@ def closing_lines(
         lines.append(f"model         {run_dir}/hf  ({export})")
         beside = "AutoProcessor" if sees else "AutoTokenizer"
         lines.append(f"use it        {loaded_by}.from_pretrained({str(run_dir / 'hf')!r}), {beside} likewise")
+    if writes:
+        how = {"text": "  (each line is a prompt, as in training)", "messages": "  (a conversation)", None: ""}[prompts]
+        lines.append(f"talk to it    lit-rl chat run_dir={_quoted(run_dir)}{how}")
     sampled = " eval.group_size=8 eval.temperature=1" if writes else ""
     lines.append(f"evaluate it   {command} task=eval ckpt_path=last{sampled}")
     return lines

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from lit_rl.commands.train import Run
 from lit_rl.errors import ConfigError, DataError, in_range
 from lit_rl.rewards import Rewards, Scores, text_of
 from lit_rl.rewards.completion import content_of
-from lit_rl.rollout import Message, PromptBatch
+from lit_rl.rollout import Message, Prompt, PromptBatch
 
 _PROMPT, _COMPLETION = 40, 60
 
@@ -31,6 +31,8 @@ class Trial:
     """The row of the data that it answers."""
     kind: str
     text: str
+    own: dict[str, Any] | None = None
+    """The columns of its own line, where that brings a prompt: then it answers that one, and no row of the data."""
 
 
 def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> int:
@@ -43,7 +45,8 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
         run: Built by the command line.
         rows: Rows of the data.
         completions: A JSONL file of what to score instead, each line ``{"completion": text, "row": number}``; without
-            ``row`` the first line answers row 0, and so on.
+            ``row`` the first line answers row 0, and so on. A line with a ``prompt`` is a row by itself: the reward
+            sees its prompt and its other columns, and not the data's.
 
     Raises:
         ConfigError: ``rows`` is below 1, the algorithm has no reward, or the file does not exist.
@@ -55,10 +58,16 @@ def reward_test(run: Run, *, rows: int = 4, completions: str | None = None) -> i
     tokenizer, reward = run.generating.tokenizer, run.generating.reward_functions
     data: Any = run.data
     data.prepare(tokenizer, processor=run.generating.model.processor, stage="predict")
-    reward.bind(data.columns)
-    for columns in data.columns_of_sets():
-        reward.check(columns)
-    batch = data.peek(rows if given is None else max(trial.row for trial in given) + 1)
+    batch = _own_rows(given)
+    if batch is None:
+        reward.bind(data.columns)
+        for columns in data.columns_of_sets():
+            reward.check(columns)
+        batch = data.peek(rows if given is None else max(trial.row for trial in given) + 1)
+    else:
+        reward.bind(list(batch.columns))
+        reward.check(batch.columns)
+        given = [replace(trial, row=number) for number, trial in enumerate(given or ())]
     trials = list(_trials(batch)) if given is None else given
     if (beyond := max(trial.row for trial in trials)) >= len(batch):
         raise DataError(f"{completions}: row {beyond} is asked for, and the data has {len(batch)} rows.")
@@ -86,10 +95,30 @@ def _read(path: Path) -> list[Trial]:
         row = entry.get("row", number)
         if not isinstance(row, int) or row < 0:
             raise DataError(f"{where}: row={row!r} must be the number of a row of the data, from 0 on.")
-        trials.append(Trial(row, "given", text))
+        own = {name: value for name, value in entry.items() if name not in ("completion", "row")}
+        if own and "prompt" not in own:
+            raise DataError(
+                f"{where} has columns of its own ({', '.join(own)}) and no prompt. Give it its prompt, or leave them "
+                f"out: then it answers row {row} of the data, with the columns of that."
+            )
+        trials.append(Trial(row, "given", text, own or None))
+    if len({trial.own is None for trial in trials}) == 2:
+        raise DataError(f"{path}: some lines bring a prompt and others do not. Let all of them, or none.")
     if not trials:
         raise DataError(f"{path} is empty: there is nothing to score.")
     return trials
+
+
+def _own_rows(given: Sequence[Trial] | None) -> PromptBatch | None:
+    """The rows that the lines of the file are themselves; None where they answer those of the data."""
+    own = [trial.own for trial in given or () if trial.own is not None]
+    if not own:
+        return None
+    names = dict.fromkeys(name for row in own for name in row if name != "prompt")
+    columns = {name: [row.get(name) for row in own] for name in names}
+    numbers = list(range(len(own)))
+    prompts: list[Prompt] = [row["prompt"] for row in own]
+    return PromptBatch(prompts, [[] for _ in own], columns, rows=numbers, occurrences=[0] * len(own))
 
 
 def _trials(batch: PromptBatch) -> Iterator[Trial]:

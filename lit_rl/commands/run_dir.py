@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +116,29 @@ class RunDir:
             raise StorageError(
                 f"run_dir={self.path} cannot be written ({error.strerror}). Take another run_dir."
             ) from error
+
+    def missing(self) -> list[Path]:
+        """The folders that `open` will make, the innermost first."""
+        return [path for path in (self.path, *self.path.parents) if not path.exists()]
+
+    def withdraw(self, made: Sequence[Path], worth: str) -> None:
+        """Remove the folder of a start that failed before it had anything to keep, if this start made the folder.
+
+        Args:
+            made: What was `missing` before.
+            worth: Beginning of the names of metrics of which one is worth to be kept.
+        """
+        logged = self.metrics.exists() and f'"{worth}' in self.metrics.read_text()
+        learned = logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
+        if self.path not in made or learned:
+            return
+        theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
+        for path in (self.config, self.summary, theirs, *record_files(self.path)):
+            path.unlink(missing_ok=True)
+        inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
+        for folder in (*inside, *made):
+            with contextlib.suppress(OSError):  # it holds something
+                folder.rmdir()
 
     def _of_the_user(self, start: Start) -> Iterator[Path]:
         """What this run would replace and no run wrote. A folder is a run's by its config.yaml, or by a checkpoint."""

@@ -75,6 +75,7 @@ def train(run: Run) -> int:
         if "before" not in summary and not run.dry:
             summary["before"] = measure(run)
             summary["losses"] = {"before": losses(run)}
+            summary["prompts"] = getattr(run.data, "prompt_form", None)
             _save(run, summary | {"status": "running"})
         try:
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
@@ -94,7 +95,7 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     """Measure, export, sum up and say where everything is."""
     summary["after"] = measure(run)
     summary["losses"] = summary.get("losses", {}) | {"after": losses(run)}
-    summary["export"] = export(run, summary["after"])
+    summary["export"] = export(run, summary)
     summary["data"] = run.data.report  # pyright: ignore
     summary["phases"] = report.phase_totals(run.run_dir.metrics)
     summary |= {"status": "finished", "seconds": earlier + time.time() - started}
@@ -102,8 +103,9 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     if run.trainer.is_global_zero:
         report.closing_table(summary)
         logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
+        prompts = summary.get("prompts")
         for line in report.closing_lines(
-            run.run_dir.path, run.command, summary["export"], logged, run.module.loaded_by
+            run.run_dir.path, run.command, summary["export"], logged, run.module.loaded_by, prompts
         ):
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
@@ -148,7 +150,7 @@ def losses(run: Run) -> dict[str, float]:
     }
 
 
-def export(run: Run, after: dict[str, Any]) -> str | None:
+def export(run: Run, summary: dict[str, Any]) -> str | None:
     """Write and verify `hf/` on rank 0; returns one line on what the verification saw."""
     module = run.module
     state = full_state_dict(module.policy)
@@ -157,7 +159,7 @@ def export(run: Run, after: dict[str, Any]) -> str | None:
         versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
         results = {
             f"{name or 'held-out'}, {decoding}": f"{numbers['reward']:.3f}"
-            for name, decodings in after.items()
+            for name, decodings in summary["after"].items()
             for decoding, numbers in decodings.items()
             if "reward" in numbers
         }
@@ -168,6 +170,8 @@ def export(run: Run, after: dict[str, Any]) -> str | None:
             "results": results,
             "versions": versions,
         }
+        if summary.get("prompts"):
+            facts["prompts"] = summary["prompts"]
         done = module.export(state, run.run_dir.hf, facts)
         line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
     run.trainer.strategy.barrier()

@@ -17,7 +17,7 @@ from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.spare import SparePrompts
 from lit_rl.data.tasks import Repeated
 from lit_rl.errors import ConfigError, in_range
-from lit_rl.rollout import PromptBatch
+from lit_rl.rollout import PromptBatch, PromptForm
 from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
@@ -84,6 +84,11 @@ class RolloutDataModule(SourcedDataModule):
     def report(self) -> dict[str, dict[str, int]]:
         """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_corpus`."""
         return self._prepared().report
+
+    @property
+    def prompt_form(self) -> PromptForm:
+        """What the training prompts are."""
+        return "text" if isinstance(self._prepared().train.prompts[0], str) else "messages"
 
     @property
     def columns(self) -> list[str]:

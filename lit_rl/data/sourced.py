@@ -140,7 +140,7 @@ class SourcedDataModule(L.LightningDataModule):
         if sum(sizes) < size:
             raise DataError(
                 f"{key}={size}, and {sum(sizes)} rows are left for training: {kept}. Add rows, loosen a filter or "
-                f"lower {key}."
+                f"lower {key}{f' to {sum(sizes)} or less' if sum(sizes) else ''}."
             )
         if 0 in sizes:
             raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")

@@ -98,7 +98,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("no-fn", ["reward=function"], 2, ["reward.fn", "needs one", "./file.py:name"]),
     ("no-name", ["model=local"], 2, ["model.name=''", "hub id"]),
     ("no-optimizer", ["optimizer=by_path"], 2, ["optimizer.path", "needs one", "torch.optim.SGD"]),
-    ("two-sources", ["+data.path=x.jsonl"], 2, ["data.path", "came: path, task"]),
+    ("two-sources", ["data=addition", "+data.path=x.jsonl"], 2, ["data.path", "came: path, task"]),
     ("interpolation", ["seed=${sampling.topp}"], 2, ["sampling.topp"]),
     ("no-checkpoint", ["ckpt_path=gone.ckpt"], 2, ["ckpt_path=gone.ckpt", "`last`"]),
     ("no-folder", ["model=local", "model.name=./gone"], 2, ["model.name='./gone'", "no such folder"]),

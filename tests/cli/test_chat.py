@@ -21,6 +21,8 @@ from lit_rl.models import LanguageModel
 from lit_rl.rollout import Prompt, Prompts, Sampling
 
 Chat = Callable[..., Outcome]
+TEMPLATE = ["chat.plain=false"]
+"""The shipped policy, which reads plain text, is asked in messages all the same."""
 
 
 @pytest.fixture
@@ -59,7 +61,9 @@ def test_lines_are_completed_as_in_training(chat, cwd):
 
 @pytest.mark.all
 def test_the_conversation_is_kept_until_it_is_reset(chat):
-    outcome = chat("hello", "and then?", "/reset", "hello", "/quit", "never read", options=["sampling.temperature=0.5"])
+    outcome = chat(
+        "hello", "and then?", "/reset", "hello", "/quit", "never read", options=[*TEMPLATE, "sampling.temperature=0.5"]
+    )
     model = LanguageModel("tiny")
     asked = [{"role": "user", "content": "hello"}]
     first = reply(model, asked, temperature=0.5)
@@ -71,15 +75,16 @@ def test_the_conversation_is_kept_until_it_is_reset(chat):
 
 @pytest.mark.all
 def test_the_systems_message_opens_it(chat):
-    outcome = chat("hello", options=["chat.system_prompt=Add.", "sampling.temperature=0"])
+    outcome = chat("hello", options=[*TEMPLATE, "chat.system_prompt=Add.", "sampling.temperature=0"])
     asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "hello"}]
     assert outcome.out == f"{reply(LanguageModel('tiny'), asked, temperature=0.0)}\n"
-    refused(chat("hello", options=["chat.system_prompt=Add.", "chat.plain=true"]), 2, "chat.system_prompt")
+    for plain in ([], ["chat.plain=true"]):  # the shipped policy reads plain text
+        refused(chat("hello", options=["chat.system_prompt=Add.", *plain]), 2, "chat.system_prompt", "chat.plain=false")
 
 
 @pytest.mark.all
 def test_a_bad_line_is_left_out_and_said(chat):
-    outcome = chat("<|im_end|>", "/what\x1b[2J", "hello")
+    outcome = chat("<|im_end|>", "/what\x1b[2J", "hello", options=TEMPLATE)
     assert outcome.code == 0
     assert "control token" in outcome.err and "/what\\x1b[2J is no command" in outcome.err
     assert outcome.out == f"{reply(LanguageModel('tiny'), [{'role': 'user', 'content': 'hello'}])}\n"
@@ -140,16 +145,19 @@ def test_interrupts(chat, monkeypatch):
 @pytest.mark.all
 def test_a_run_is_talked_to_by_its_export_or_a_checkpoint(chat, step, cwd):
     run = ["run_dir=run", "optimizer.lr=1.0e-2", "scheduler.warmup_steps=0", "sampling.max_new_tokens=4"]
-    assert step(*run, "model.lora.r=2").code == 0
+    ended = step(*run, "model.lora.r=2")
+    assert ended.code == 0
+    assert "lit-rl chat run_dir=run  (each line is a prompt, as in training)" in ended.out
     model = LanguageModel(str(cwd / "run" / "hf"))
     wanted = f"{reply(model, '17+25=', max_new_tokens=4)}\n"
     before = contents(cwd)
-    plain = ["run_dir=run", "chat.plain=true"]
+    plain = ["run_dir=run"]  # the run learned from plain text, and says so
     for checkpoint in ([], ["ckpt_path=last"]):
         outcome = chat("17+25=", options=[*plain, *checkpoint])
         assert (outcome.code, outcome.out) == (0, wanted), outcome.err
     outcome = chat("17+25=", options=[*plain, "sampling.temperature=0"])  # the rest of its sampling is the run's
     assert outcome.out == f"{reply(model, '17+25=', max_new_tokens=4, temperature=0.0)}\n"
+    assert "as it was trained" in outcome.err
     (Path("run") / "config.yaml").rename("elsewhere.yaml")
     outcome = chat("17+25=", options=[*plain, "sampling.max_new_tokens=4"])  # an export alone
     assert outcome.out == wanted

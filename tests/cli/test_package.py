@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from cli_helpers import QUICK, Command, metrics
+from cli_helpers import QUICK, Command, metrics, refused
 
 import lit_rl
+from lit_rl.cli import HYDRA, LIGHT, completion, help, listing
 from lit_rl.cli.help import page
 
 ROOT = Path(lit_rl.__file__).parents[1]
 KEYS = [
-    "model.name",
+    "model",
     "model.lora.r",
     "data.path",
-    "reward.fn",
+    "reward",
     "algo.group_size",
     "data.prompts_per_rollout",
     "optimizer.lr",
@@ -91,21 +93,67 @@ def test_the_wheel_alone_trains_from_another_directory(wheel, tmp_path):
     assert str(site) in done.stderr  # not the checkout
     assert list(here.iterdir()) == []  # fast_dev_run writes nothing
     helped = python("-c", lines, "--help", cwd=here, PYTHONPATH=str(site))
-    assert helped.stdout == page()
+    assert helped.stdout == help.overview()
 
 
 class TestHelp:
     def test_fits_a_page(self):
-        lines = page().splitlines()
-        assert len(lines) <= 75 and max(map(len, lines)) <= 120
+        for text in (help.overview(), *map(help.of, help.COMMANDS)):
+            lines = text.splitlines()
+            assert len(lines) <= 32 and max(map(len, lines)) <= 120, text
 
-    def test_names_every_group_with_its_choices_and_the_keys_that_matter(self):
-        text = page()
+    def test_names_the_keys_that_matter_and_every_command(self):
         for key in KEYS:
-            assert f"  {key}=" in text
-        for path in (ROOT / "conf").rglob("*.yaml"):
-            if path.parent != ROOT / "conf" and "lightning" not in path.parts:
-                assert path.stem in text.replace(",", " ").split(), path
+            assert f"  {key}=" in page()
+        assert set(help.COMMANDS) == {*HYDRA, *LIGHT}
+        assert all(f"\n  {name} " in help.overview() for name in help.COMMANDS)
+
+    def test_every_key_of_a_command_is_one(self, command: Command, cwd):
+        keys = {key for page in help.COMMANDS.values() for key, _ in page.keys}
+        outcome = command("--cfg", "job", "data=jsonl", *(f"{key}=7" for key in sorted(keys)))
+        assert outcome.code == 0, outcome.err
+
+    def test_alone_asks_for_help_and_a_command_has_its_own(self, command: Command, cwd):
+        assert command().out == command("--help").out == help.overview()
+        assert command("chat", "--help").out == help.of("chat") and command("algo=dpo", "-h").out == page()
+        assert re.fullmatch(r"lit_rl \d\S*\n", command("--version").out)
+
+    def test_lists_every_choice_with_its_first_line(self, command: Command, cwd):
+        for group in {path.parent.relative_to(ROOT / "conf").as_posix() for path in (ROOT / "conf").rglob("*.yaml")}:
+            if group not in (".", "lightning"):
+                choices = listing.groups([ROOT / "conf"])[group]
+                assert set(choices) == {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
+                assert all(choices.values()), group
+        assert "\n  dpo " in command("list", "algo").out and "(grpo where none is typed)" in command("list", "algo").out
+        refused(command("list", "lagos"), 2, "Did you mean 'algo'?")
+
+    def test_lists_the_users_own(self, command: Command, cwd):
+        (cwd / "mine" / "model").mkdir(parents=True)
+        (cwd / "mine" / "model" / "own.yaml").write_text("# @package _global_\n# My own model\nname: x\n")
+        listed = command("list", "model", "--config-dir", "mine").out.splitlines()
+        assert any(line.split() == ["own", "My", "own", "model"] for line in listed)
+
+    def test_completes_words_in_bash(self, cwd):
+        words = completion.candidates("algo=re", ["chat"])
+        assert "algo=remax" in words and all(word.startswith("algo=re") for word in words)
+        assert completion.candidates("ch", ["chat"]) == ["chat"]
+        script = 'eval "$(lit-rl completion bash)"; COMP_LINE="lit-rl algo=rema"; COMP_POINT=${#COMP_LINE}; _lit_rl; '
+        found = (
+            'lit-rl() { "$PYTHON" -c "from lit_rl.cli import main; main()" "$@"; }; '
+            + script
+            + 'echo "${COMPREPLY[@]}"'
+        )
+        done = subprocess.run(
+            ["bash", "-c", found], cwd=cwd, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True
+        )
+        assert done.stdout == "remax\n", done.stderr
+
+    def test_says_what_is_installed(self, command: Command, cwd):
+        outcome = command("env")
+        assert outcome.code == 0
+        said = {line.split()[0]: line for line in outcome.out.splitlines() if line.strip()}
+        assert {"lit_rl", "python", "devices", "torch", "vllm", "model"} <= set(said)
+        assert "pip install 'lit-rl[vllm]'" in said["vllm"] or "not installed" not in said["vllm"]
 
     def test_answers_without_loading_what_is_slow_to_load(self, tmp_path):
         script = (
@@ -113,14 +161,18 @@ class TestHelp:
             "heavy = {'torch', 'lightning', 'hydra', 'transformers'} & set(sys.modules);"
             "sys.exit(str(heavy) if heavy else code)"
         )
-        for argument in ("--help", "-h"):
-            done = python("-c", script, argument, cwd=tmp_path)
-            assert done.returncode == 0 and done.stdout == page(), done.stderr
+        for arguments, said in (
+            (["--help"], help.overview()),
+            (["train", "-h"], page()),
+            (["list", "debug"], "debug="),
+        ):
+            done = python("-c", script, *arguments, cwd=tmp_path)
+            assert done.returncode == 0 and done.stdout.startswith(said), done.stderr
 
     def test_every_key_that_matters_is_one(self, command: Command, cwd):
         (cwd / "my_reward.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
-        values = {"model.name": "tiny", "data.path": "x.jsonl", "reward.fn": "./my_reward.py:score", "run_dir": "run"}
-        groups = ["model=local", "data=jsonl", "reward=function"]
+        values = {"model": "tiny", "data.path": "x.jsonl", "reward": "./my_reward.py:score", "run_dir": "run"}
+        groups = ["data=jsonl"]
         outcome = command("--cfg", "job", *groups, *(f"{key}={values.get(key, 7)}" for key in KEYS))
         assert outcome.code == 0, outcome.err
 

@@ -155,7 +155,19 @@ class TestFile:
             ("7", "7+0=", "1", "1"),
         ]
 
+    def test_a_line_with_a_prompt_is_a_row_by_itself(self, run, tmp_path, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "200")
+        lines = [
+            {"prompt": "2+3=", "answer": "5", "completion": "5"},
+            {"prompt": "1+1=", "answer": "2", "completion": "0"},
+        ]
+        assert reward_test(run, completions=str(write_jsonl(tmp_path / "mine.jsonl", lines))) == 0
+        cells = [c for c in rows(capsys.readouterr().out) if len(c) == 7]
+        assert [(c[1], c[3], c[4]) for c in cells] == [("2+3=", "5", "1"), ("1+1=", "0", "0")]
+
     WRONG = {
+        "answer alone": ('{"completion": "a", "answer": "a"}', "columns of its own .answer. and no prompt"),
+        "some prompts": ('{"completion": "a"}\n{"completion": "a", "prompt": "b"}', "all of them, or none"),
         "no json": ("{", "line 1 is no JSON"),
         "no completion": ('{"text": "a"}', "line 1: a line is"),
         "negative row": ('{"completion": "a"}\n{"completion": "a", "row": -1}', "line 2: row=-1"),

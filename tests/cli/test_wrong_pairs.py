@@ -1,4 +1,4 @@
-"""An algorithm and data that it does not learn from: refused before anything is built, with the line to type."""
+"""An algorithm and a file: read as what it is, or refused with the line to type, where they do not fit."""
 
 from __future__ import annotations
 
@@ -56,9 +56,34 @@ def test_the_line_to_type_works(algo, group, command: Command, cwd, tmp_path):
     assert outcome.code == 0, outcome.err
 
 
+@pytest.mark.parametrize("group", ROWS)
+def test_a_file_alone_chooses_data_and_algorithm(group, command: Command, cwd, tmp_path):
+    rows = [{**ROWS[group], "prompt": f"{n}+1="} for n in range(8)]
+    path, small = (
+        write_jsonl(tmp_path / "mine.jsonl", rows),
+        "prompts_per_rollout" if group == "jsonl" else "batch_size",
+    )
+    # The keys of the group that is chosen can be typed beside it.
+    outcome = command(f"data.path={path}", f"data.{small}=2", "trainer.fast_dev_run=1", "trainer.accelerator=cpu")
+    assert outcome.code == 0, outcome.err
+    choice, algo = outcome.out.splitlines()[0], {"texts": "sft", "preferences": "dpo", "steps": "process_reward_model"}
+    assert f"data={group} (columns prompt, " in choice
+    assert (f"algo={algo.get(group)} " in choice) == (group in algo)
+    assert contents(cwd) == []
+
+
+def test_a_file_and_an_algorithm_choose_the_data_in_every_job_of_a_sweep(command: Command, cwd, tmp_path):
+    path = write_jsonl(tmp_path / "mine.jsonl", [{**ROWS["preferences"], "prompt": f"{n}+1="} for n in range(36)])
+    quick = ["trainer.fast_dev_run=1", "trainer.accelerator=cpu"]
+    outcome = command("-m", "algo=dpo,sft", f"data.path={path}", *quick)  # a pair's chosen text can be imitated too
+    assert outcome.code == 0, outcome.err
+    assert "data=preferences (what the algorithm" in outcome.out and "data=texts (what the algorithm" in outcome.out
+
+
 @pytest.mark.parametrize("algo", ["dpo", "sft"])
-def test_a_file_for_an_algorithm_whose_own_data_is_computed(algo, command: Command, cwd, mine):
-    refused(command(f"algo={algo}", mine), 2, "is computed", f"algo={algo} {mine} data={WANTS[algo]}")
+def test_a_file_for_another_algorithm_is_refused_with_the_line_to_type(algo, command: Command, cwd, mine):
+    refused(command(f"algo={algo}", mine), 2, "columns prompt, answer", f"train algo=grpo {mine}")
+    assert contents(cwd) == []
 
 
 def test_computed_data_is_changed_for_computed_data(command: Command, cwd):

@@ -14,6 +14,7 @@ from doc_blocks import Block, blocks, table_rows
 from doc_runs import SMALL, left_as_found
 
 from lit_rl import errors
+from lit_rl.cli.other_words import translated
 
 Train = Callable[..., int]
 
@@ -63,7 +64,7 @@ def small(words: list[str], number: int) -> list[str]:
 def composes(overrides: list[str]) -> None:
     """The config is sound, as far as it can be known without a network or a second process."""
     with left_as_found():
-        tree_of(*overrides)
+        tree_of(*translated(overrides)[0])
 
 
 @pytest.mark.all

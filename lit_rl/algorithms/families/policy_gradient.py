@@ -41,7 +41,7 @@ from lit_rl.algorithms.terms.selection import OffPolicyMask, TokenSelection
 from lit_rl.algorithms.terms.step_tokens import step_tokens
 from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.environments.source import Interactive
-from lit_rl.errors import StorageError, in_range
+from lit_rl.errors import ConfigError, StorageError, in_range
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import drops_out
@@ -224,7 +224,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         weights, weighing = self.engine.in_loss(rollout, logprobs, totals)
         offered = {"weights": weights, "step": step}
         read = {name: offered[name] for name in self._loss_reads}
-        tokens, metrics = self.policy_loss(logprobs, old, rollout.advantages, mask, **read)
+        tokens, metrics = _per_token(self.policy_loss(logprobs, old, rollout.advantages, mask, **read))
         tokens, off_policy = self.off_policy(tokens, logprobs, sampler, rollout.advantages, mask)
         selected = self.selection(entropy, mask, step)
         tokens = tokens * selected
@@ -356,3 +356,19 @@ class PolicyGradient(OnPolicyModule, ABC):
         estimators.is_there(self.advantage, such_as="group_normalized")
         estimators.check_of_rows(self.advantage, type(self).__name__)
         estimators.check_what_it_reads(self.advantage, self.credit, self.reward_beta, self.whitening)
+
+
+def _per_token(returned: Any) -> tuple[Tensor, Any]:
+    """What a loss of the user's own gave, if that is one value a token and metrics."""
+    came = f"a {type(returned).__name__}"
+    if isinstance(returned, tuple) and len(returned) == 2:
+        tokens, metrics = returned
+        if isinstance(tokens, Tensor) and tokens.ndim > 0:
+            return tokens, metrics
+        came = "(a scalar, metrics)" if isinstance(tokens, Tensor) else f"(a {type(tokens).__name__}, ...)"
+    elif isinstance(returned, Tensor):
+        came = f"a tensor of shape {tuple(returned.shape)} alone"
+    raise ConfigError(
+        f"loss gave {came}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs, and "
+        "a dict of (numerator, denominator), which may be empty. The mean is taken by algo.reduction."
+    )

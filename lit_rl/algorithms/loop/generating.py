@@ -152,6 +152,12 @@ class GeneratingModule(PolicyModule):
         self, batch: PromptBatch, sampling: Sampling | None = None, group_size: int | None = None
     ) -> Completions:
         """Completions of every prompt of the batch, with the training's settings unless told otherwise."""
+        if not isinstance(batch, PromptBatch):
+            raise ConfigError(
+                f"generate takes a PromptBatch, and got a {type(batch).__name__}. Rows become one by a data module: "
+                'data = RolloutDataModule(rows=[{"prompt": text}], val_fraction=0); data.prepare(module.tokenizer, '
+                'stage="predict"); data.peek(1). To talk to a policy: lit-rl chat, or load its export, the folder hf.'
+            )
         asked = self.request(batch, sampling, group_size)
         with self._early.begun(self.reward_functions, asked, self.trainer_state) as asked:
             return self.source.draw(asked, self.ranks)

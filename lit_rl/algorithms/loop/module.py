@@ -86,6 +86,13 @@ class PolicyModule(L.LightningModule):
         self.model = LanguageModel.of(model)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
+        if scheduler is not None and not hasattr(scheduler, "factor"):
+            raise ConfigError(
+                f"scheduler is a {type(scheduler).__name__}. Allowed is Linear, Cosine or Constant of "
+                "lit_rl.algorithms.optim.schedules, each with warmup_steps, or an object of yours with factor(step, "
+                "total_steps) -> float: by how much the learning rate is multiplied. Torch's StepLR is "
+                "factor = gamma ** (step // step_size)."
+            )
         self.scheduler: Schedule = Linear() if scheduler is None else scheduler
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
@@ -370,7 +377,7 @@ class PolicyModule(L.LightningModule):
         """
         pipeline = "image-text-to-text" if self.model.sees else "text-generation"
         card = model_card(facts, loaded_by=self.loaded_by, pipeline=pipeline)
-        return export_policy(self.model, weights, self.policy, folder, card=card)
+        return export_policy(self.model, weights, self.policy, folder, card=card, prompts=facts.get("prompts"))
 
     @property
     def loaded_by(self) -> str:
@@ -524,6 +531,24 @@ class PolicyModule(L.LightningModule):
             checkpoint["cut"] = asdict(self.cut)
         if self.needs_reference and self.reference.moves:
             checkpoint["reference"] = self.reference.state(self.reference_policy)
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **settings: Any) -> Any:  # pyright: ignore
+        """As Lightning's, with the constructor's arguments: a checkpoint holds weights and state, and builds nothing.
+
+        Raises:
+            ConfigError: the arguments are missing.
+        """
+        try:
+            return super().load_from_checkpoint(checkpoint_path, *args, **settings)  # pyright: ignore
+        except TypeError as error:
+            if "required" not in str(error):
+                raise
+            raise ConfigError(
+                f"{cls.__name__}.load_from_checkpoint needs what the constructor needs, beside the path ({error}): "
+                f"{cls.__name__}.load_from_checkpoint(path, model='tiny', ...). A checkpoint holds no objects, as "
+                "reading them could run code. To use a trained policy, load the export: the folder hf of its run."
+            ) from error
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if weights := checkpoint.get("state_dict"):

@@ -24,6 +24,7 @@ from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sourced import SourcedDataModule
 from lit_rl.data.streams import RowStream
 from lit_rl.errors import ConfigError, in_range
+from lit_rl.rollout import PromptForm
 from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
@@ -131,6 +132,14 @@ class ExampleDataModule(SourcedDataModule):
         """Counts of each set, `train` and `val` or `val/<name>`, by filter: see `read_example_corpus`."""
         report = self._sets.report
         return report if self._windows is None else {**report, "train": self._windows.counts}
+
+    @property
+    def prompt_form(self) -> PromptForm | None:
+        """What the prompts of the first source are; None where rows are tokens, of which nobody says it."""
+        name, first = self._sets.formats[0], self._sets.train.examples[0].prompt
+        if name == "tokenised":
+            return None
+        return "messages" if isinstance(first, list) or "messages" in name else "text"
 
     @property
     def corpus(self) -> ExampleCorpus:

@@ -8,7 +8,11 @@ from typing import Any
 
 from lit_rl.errors import ConfigError
 
-_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title")
+_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title", "prompts")
+_PROMPTS = {
+    "text": "Prompts were plain text, and are given as they stand: without the chat template, if there is one.",
+    "messages": "Prompts were messages, which its chat template renders.",
+}
 
 
 def model_card(
@@ -22,7 +26,7 @@ def model_card(
 
     Args:
         facts: ``base_model`` (hub id or short name) and ``algorithm`` are needed. ``results`` and ``versions`` map
-            names to values, ``dataset`` and ``title`` are text.
+            names to values, ``dataset`` and ``title`` are text, ``prompts`` is a `PromptForm`.
         loaded_by: The class of transformers that loads the model.
         pipeline: The hub's word for what the model does.
         how_to_load: The lines of Python that load it. None: those of the class `loaded_by`.
@@ -46,6 +50,7 @@ def model_card(
     body = [
         f"# {_cell(facts.get('title', f'{base} trained with {algorithm}'))}",
         f"`{_cell(base)}` trained with `{_cell(algorithm)}`{data}, by lit_rl.",
+        *([_PROMPTS[facts["prompts"]]] if "prompts" in facts else []),
         _section(how_to_load) if how_to_load else _how_to_load(loaded_by),
         *_table("Results", "metric", facts.get("results", {})),
         *_table("Versions", "package", facts.get("versions", {})),

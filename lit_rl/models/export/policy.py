@@ -18,6 +18,7 @@ from lit_rl.models.export.verify import verify, verify_processor
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loading import auto_class
 from lit_rl.models.policy.trunk import base_of
+from lit_rl.rollout import PromptForm
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,6 +34,7 @@ def export_policy(
     folder: str | Path,
     *,
     card: str,
+    prompts: PromptForm | None = None,
 ) -> ExportReport:
     """Write model, tokenizer, generation config and card to ``folder``, which appears whole and checked, or not at all.
 
@@ -46,12 +48,13 @@ def export_policy(
         policy: The policy.
         folder: A new folder, or an earlier export, which is replaced.
         card: Text of README.md, see `model_card`.
+        prompts: What it was trained to answer, for config.json; None leaves there what the base says.
 
     Raises:
         StorageError: the state is partial or of other shapes, the folder cannot be written or holds something else,
             or what was written does not reload as it was.
     """
-    rebuild = partial(_rebuild, description, policy, policy_state)
+    rebuild = partial(_rebuild, description, policy, policy_state, prompts)
     return write_checked(folder, description, rebuild, verify_policy, card)
 
 
@@ -64,13 +67,17 @@ def verify_policy(staged: Path, state: Mapping[str, Tensor], description: Langua
     return verify(staged, state, description.tokenizer, loaded_by=loaded_by, **how)
 
 
-def _rebuild(description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor]) -> PreTrainedModel | PeftModel:
+def _rebuild(
+    description: LanguageModel, policy: nn.Module, state: Mapping[str, Tensor], prompts: PromptForm | None
+) -> PreTrainedModel | PeftModel:
     """A model on the CPU like ``policy``, whose parameters are the tensors of ``state``."""
     config, generation_config = _configs(base_of(policy), description)
+    said = {"lit_rl_prompts": prompts} if prompts is not None else {}
+    config.update(said)
     if description.quantization is not None:
         # Merging into 4-bit weights would round the adapter away, so the adapter joins the base as it was published.
         rebuilt: Any = unquantized(description).load_base()
-        rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id})
+        rebuilt.config.update({"eos_token_id": config.eos_token_id, "pad_token_id": config.pad_token_id, **said})
     else:
         rebuilt = _empty(config, description)
     rebuilt.generation_config = generation_config

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lit_rl.models.policy.processor import VisionProcessor
+    from lit_rl.rollout import PromptForm
 
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 _OWN = {  # from_pretrained arguments that are settings here, or would undo a safety of ours
@@ -172,6 +173,11 @@ class LanguageModel:
             raise ConfigError(
                 f"model.gradient_checkpointing={self.gradient_checkpointing!r} is unknown: allowed is true, false, "
                 "auto, offload."
+            )
+        if self.lora is not None and not isinstance(self.lora, Lora):
+            raise ConfigError(
+                f"model.lora is a {type(self.lora).__name__}. Allowed is lit_rl.models.Lora(r=16, alpha=32, "
+                "dropout=0, targets='all-linear', rslora=False, dora=False, modules_to_save=None)."
             )
         for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
             raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
@@ -388,6 +394,11 @@ class LanguageModel:
     @property
     def pad_id(self) -> int:
         return self.tokenizer.pad_token_id  # pyright: ignore[reportReturnType]  # an int once `tokenizer` returned
+
+    @property
+    def reads(self) -> PromptForm | None:
+        """What it was trained to answer, as its export says (`lit_rl_prompts` of config.json); None where none does."""
+        return getattr(self.config, "lit_rl_prompts", None)
 
     @property
     def context_length(self) -> int | None:

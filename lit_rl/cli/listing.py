@@ -1,0 +1,98 @@
+"""`lit-rl list`: the groups of the config, and the choices of one with what each says of itself in its first line."""
+
+from __future__ import annotations
+
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from lit_rl.errors import ConfigError, did_you_mean
+
+_WIDTH = 119
+
+
+def conf_folder() -> Path:
+    """Where the groups stand: beside the package in a checkout, in it where it was installed."""
+    folder = Path(__file__).parents[2] / "conf"
+    return folder if folder.is_dir() else Path(__file__).parents[1] / "conf"
+
+
+def groups(folders: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """Every group, those inside a group too: its choices and their first lines.
+
+    Args:
+        folders: Of configs; a later one's file stands for an earlier one's of the same name, as in Hydra.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.yaml")):
+            group = path.parent.relative_to(folder).as_posix()
+            if group not in (".", "lightning"):  # whole configs
+                found.setdefault(group, {})[path.stem] = first_line(path)
+    return dict(sorted(found.items()))
+
+
+def first_line(path: Path) -> str:
+    """The first comment of a YAML file that is for a reader."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# @"):  # Hydra's own
+            continue
+        return line.removeprefix("# ") if line.startswith("# ") else ""
+    return ""
+
+
+def defaults() -> dict[str, str]:
+    """The choice of each group at the top that a run takes where none is typed."""
+    text = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
+    head = text.partition("defaults:")[2].partition("_self_")[0]
+    return {name: choice.strip("[]") for name, choice in re.findall(r"- (\w+): (\S+)", head) if choice != "null"}
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the groups, or the choices of those that are named.
+
+    Raises:
+        ConfigError: a word is no group.
+    """
+    folders, names = _folders(words)
+    found, taken = groups(folders), defaults()
+    for name in names:
+        if name not in found:
+            raise ConfigError(f"{name!r} is no group.{did_you_mean(name, found)} There are: {', '.join(found)}.")
+    lines = [line for name in names for line in _choices(name, found[name], taken.get(name))] if names else []
+    lines = lines or _overview(found, taken)
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
+def _folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Ours and, with `--config-dir DIR`, the user's; and the other words."""
+    rest, folders = list(words), [conf_folder()]
+    if "--config-dir" in rest:
+        at = rest.index("--config-dir")
+        if at + 1 == len(rest) or not Path(rest[at + 1]).is_dir():
+            raise ConfigError(f"--config-dir needs a folder, and got {' '.join(rest[at + 1 : at + 2]) or 'nothing'}.")
+        folders.append(Path(rest[at + 1]))
+        del rest[at : at + 2]
+    return folders, rest
+
+
+def _overview(found: dict[str, dict[str, str]], taken: dict[str, str]) -> list[str]:
+    wide = max(map(len, found))
+    lines = [f"  {name:<{wide}}  {len(choices):>3}  {taken.get(name, '')}".rstrip() for name, choices in found.items()]
+    return [
+        "Groups of the config, how many choices each has, and the one that is taken where none is typed:",
+        *lines,
+        "`lit-rl list algo` says what the choices of one are; `algo=NAME` takes one, `algo/loss=NAME` one inside it.",
+    ]
+
+
+def _choices(name: str, choices: dict[str, str], taken: str | None) -> list[str]:
+    wide = max(map(len, choices))
+    lines = [f"{name}=...{f'   ({taken} where none is typed)' if taken else ''}"]
+    for choice, said in choices.items():
+        head = f"  {choice:<{wide}}  "
+        lines += textwrap.wrap(said, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
+    return lines

@@ -1,0 +1,143 @@
+"""What people type who know other tools: TRL's names, `lr`, a path where a preset stands. Read as what it means.
+
+Only where it can mean one thing; else the message names the keys. Nothing heavy is loaded, so a refusal comes at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lit_rl.cli.listing import conf_folder, groups
+from lit_rl.errors import ConfigError, did_you_mean
+
+MEANS = {
+    "lr": "optimizer.lr",
+    "learning_rate": "optimizer.lr",
+    "weight_decay": "optimizer.weight_decay",
+    "warmup_steps": "scheduler.warmup_steps",
+    "max_grad_norm": "trainer.gradient_clip_val",
+    "max_steps": "trainer.max_steps",
+    "num_train_epochs": "trainer.max_epochs",
+    "max_epochs": "trainer.max_epochs",
+    "output_dir": "run_dir",
+    "num_generations": "algo.group_size",
+    "group_size": "algo.group_size",
+    "num_iterations": "algo.iterations",
+    "beta": "algo.beta",
+    "max_completion_length": "sampling.max_new_tokens",
+    "max_new_tokens": "sampling.max_new_tokens",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+    "gradient_checkpointing": "model.gradient_checkpointing",
+    "model_name_or_path": "model",
+    "dataset_name": "data.path",
+    "max_length": "data.max_length",
+}
+"""A name at the top, and the key that it is here."""
+
+_BATCH = (
+    "data.prompts_per_rollout counts the prompts of a rollout (each is completed algo.group_size times), "
+    "data.batch_size the rows of a step of methods that learn from a data set; both over all devices "
+    "(docs/batch-arithmetic.md)"
+)
+_CHECKPOINTS = "callbacks.checkpoint.every_n_train_steps counts steps; callbacks.checkpoint.every_seconds is time"
+AMBIGUOUS = {
+    "batch_size": _BATCH,
+    "per_device_train_batch_size": _BATCH,
+    "gradient_accumulation_steps": "trainer.accumulate_grad_batches cuts a batch, and changes no step "
+    "(docs/batch-arithmetic.md)",
+    "loss_type": "a loss is a preset, algo=NAME (docs/from-trl.md), or algo/loss=NAME, algo/preference=[NAME]",
+    "bf16": "trainer.precision=bf16-true or bf16-mixed",
+    "fp16": "trainer.precision=16-mixed, on a GPU",
+    "use_vllm": "generator=vllm, or generator=vllm_server",
+    "report_to": "logger=[tensorboard,wandb]",
+    "save_steps": _CHECKPOINTS,
+    "eval_steps": "trainer.val_check_interval counts slots of the loop (docs/batch-arithmetic.md)",
+    "logging_steps": "trainer.log_every_n_steps",
+    "epsilon": "algo.loss.clip_low and algo.loss.clip_high",
+    "epsilon_high": "algo.loss.clip_high",
+    "max_prompt_length": "data.max_prompt_tokens; longer prompts are left out, not cut (data.overlong)",
+    "reward_funcs": "reward=NAME, or reward=./mine.py:score",
+    "dataset": "data=NAME (lit-rl list data), or data.path=FILE",
+}
+"""Names of TRL and others that are more than one key here, or another unit, with what to type."""
+
+_PLAIN = re.compile(r"[\w./~-]+")
+_ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+
+
+def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words with ours in place of others, and those that were put in.
+
+    Raises:
+        ConfigError: a name could be several keys, a choice is none of its group's, or a key begins with no group.
+    """
+    own = any(word.startswith((*_ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
+    found = groups([conf_folder()])
+    typed = {word.partition("=")[0] for word in words if "=" in word}
+    out: list[str] = []
+    new: list[str] = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or word.startswith("-"):
+            out.append(word)
+            continue
+        if key in AMBIGUOUS:
+            raise ConfigError(f"{key} is no key here. What it may mean: {AMBIGUOUS[key]}.")
+        if key == "beta" and any(w.startswith("algo=rloo") for w in words):
+            raise ConfigError(
+                "beta is no key here. What it may mean: algo.reward_beta, the KL in the reward (TRL's beta of RLOO), "
+                "or algo.beta, the KL in the loss."
+            )
+        read = _read(MEANS.get(key, key), value, typed, found)
+        if read != [word]:
+            new += read
+        elif not own:
+            _check(key, value, found)
+        out += read
+    return out, new
+
+
+def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """One word as ours."""
+    if key == "model" and value not in found["model"] and _is_path(value):
+        return ["model=local", f"model.name={_quoted(value)}"]
+    if key == "reward" and value not in found["reward"] and re.search(r"\w:\w+$", value) and "{" not in value:
+        return ["reward=function", f"reward.fn={_quoted(value)}"]
+    if key == "reward.fn" and not {"reward", "experiment"} & typed:
+        return ["reward=function", f"reward.fn={value}"]
+    return [f"{key}={value}"]
+
+
+def _is_path(value: str) -> bool:
+    """Whether it can only be a folder or a hub id."""
+    plain = value.strip("'\"")
+    return bool(plain) and "," not in plain and ("/" in plain or plain[0] in ".~" or Path(plain).is_dir())
+
+
+def _quoted(value: str) -> str:
+    """The value as Hydra's grammar reads it back."""
+    if value[:1] in "'\"" or re.fullmatch(r"[\w./:~-]+", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse what needs no look at the config: a choice that its group lacks."""
+    if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
+        listed = ", ".join(found[key])
+        raise ConfigError(f"{key}={value} is not a choice.{did_you_mean(value, found[key])} {key} has: {listed}.")
+    head, dot, _ = key.partition(".")
+    tops = {group for group in found if "/" not in group}
+    if dot and head.isidentifier() and head not in (*tops, *_TOPS):
+        near = difflib.get_close_matches(head, tops, n=1, cutoff=0.75)  # others wait for the whole config
+        if near:
+            raise ConfigError(f"{key} is not a key. Did you mean {near[0]!r}?")
+
+
+_TOPS = ("hydra", "plan", "reward_test", "data_check", "env_check", "chat", "serve", "doctor", "transcripts")
+"""What stands at the top of the config with keys of its own, beside the groups."""

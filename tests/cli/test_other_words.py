@@ -1,0 +1,88 @@
+"""Names that other tools have, and paths in the place of presets: read as ours where they mean one thing."""
+
+from __future__ import annotations
+
+import pytest
+from cli_helpers import Command, contents, refused, write_jsonl
+
+from lit_rl.cli.other_words import AMBIGUOUS, MEANS, translated
+from lit_rl.errors import ConfigError
+
+SCORE = "def score(completions, **_):\n    return [float(len(c)) for c in completions]\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("lr=1e-5,1e-6", ["optimizer.lr=1e-5,1e-6"]),  # a sweep
+        ("model=Qwen/Qwen2.5-0.5B", ["model=local", "model.name=Qwen/Qwen2.5-0.5B"]),
+        ("model_name_or_path=./a b", ["model=local", "model.name='./a b'"]),
+        ("model='./a=b'", ["model=local", "model.name='./a=b'"]),
+        ("model=tiny", ["model=tiny"]),
+        ("reward=./mine.py:score", ["reward=function", "reward.fn=./mine.py:score"]),
+        ("reward=mine.rewards:score", ["reward=function", "reward.fn=mine.rewards:score"]),
+        ("reward.fn=./mine.py:score", ["reward=function", "reward.fn=./mine.py:score"]),
+        ("+lr=3", ["+lr=3"]),
+        ("--cfg", ["--cfg"]),
+    ],
+)
+def test_one_word(typed, read):
+    words, new = translated([typed])
+    assert words == read
+    assert new == ([] if read == [typed] else read)
+
+
+def test_a_reward_that_was_chosen_stays():
+    words = ["reward=mine", "reward.fn=a:b", "--config-dir", "my_conf"]
+    assert translated(words) == (words, [])
+    assert translated(["experiment=vl_digits", "reward.fn=a:b"])[1] == []
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_what_may_be_several_keys_names_them(name):
+    with pytest.raises(ConfigError, match=rf"^{name} is no key here"):
+        translated([f"{name}=3"])
+
+
+def test_beta_of_rloo_is_another_one():
+    assert translated(["algo=dpo", "beta=0.1"])[0] == ["algo=dpo", "algo.beta=0.1"]
+    with pytest.raises(ConfigError, match="algo.reward_beta"):
+        translated(["beta=0.1", "algo=rloo"])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'"),
+        ("algo/loss=cipso", "Did you mean 'cispo'"),
+        ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
+    ],
+)
+def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
+    with pytest.raises(ConfigError) as refusal:
+        translated([word])
+    assert message in str(refusal.value)
+    if "trianer" not in word:  # a folder of the user's may hold it
+        assert translated([word, "--config-dir", "mine"])[0][0] == word
+
+
+def test_every_name_stands_for_a_key_that_there_is(command: Command, cwd):
+    values = {"model_name_or_path": "./a", "gradient_checkpointing": "true", "output_dir": "x", "dataset_name": "y"}
+    for names, algo in ((set(MEANS) - {"max_length"}, "grpo"), ({"max_length"}, "dpo")):
+        words = [f"{name}={values.get(name, 1)}" for name in sorted(names)]
+        outcome = command(
+            "--cfg", "job", f"algo={algo}", "data=jsonl" if algo == "grpo" else "data=preferences", *words
+        )
+        assert outcome.code == 0, outcome.err
+
+
+def test_a_run_by_other_words(command: Command, cwd, tmp_path, tiny_dir):
+    (cwd / "mine.py").write_text(SCORE)
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": f"{n}+1="} for n in range(8)])
+    words = [f"model={tiny_dir}", "lr=1e-4", "num_generations=2", "max_completion_length=4", "reward=./mine.py:score"]
+    small = ["data.prompts_per_rollout=2", "trainer.fast_dev_run=1", "trainer.accelerator=cpu"]
+    outcome = command(*words, f"data.path={path}", *small)
+    assert outcome.code == 0, outcome.err
+    assert "Read as model=local" in outcome.err and "optimizer.lr=1e-4 algo.group_size=2" in outcome.err
+    refused(command("batch_size=8"), 2, "data.prompts_per_rollout", "data.batch_size")
+    assert contents(cwd) == ["mine.py"] or contents(cwd)[0] == "__pycache__"

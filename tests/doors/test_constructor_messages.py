@@ -1,0 +1,77 @@
+"""What people hand to constructors out of habit: it works, or a message of ours says what to pass."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from peft import LoraConfig
+
+from lit_rl.algorithms import GRPO
+from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.errors import ConfigError
+from lit_rl.models import LanguageModel
+from lit_rl.rewards import exact_match
+from lit_rl.rollout import Sampling
+
+
+def grpo(**settings: Any) -> GRPO:
+    return GRPO("tiny", exact_match, sampling=Sampling(max_new_tokens=2), group_size=2, **settings)
+
+
+def fit(module: GRPO, folder: Path) -> L.Trainer:
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(2)]
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(max_steps=1, accelerator="cpu", default_root_dir=folder, **quiet)
+    trainer.fit(module, datamodule=RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0))
+    return trainer
+
+
+def of_tokens(logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any) -> Any:
+    return -advantages[:, None] * logprobs * mask
+
+
+@pytest.mark.parametrize(
+    ("returned", "came"),
+    [
+        (lambda tokens: tokens.sum(), r"a tensor of shape \(\) alone"),
+        (lambda tokens: (tokens.mean(), {}), r"\(a scalar, metrics\)"),
+        (lambda tokens: tokens, r"a tensor of shape \(4, \d\) alone"),
+        (lambda tokens: None, "a NoneType"),
+    ],
+)
+def test_a_loss_of_another_form(returned: Any, came: str, tmp_path: Path) -> None:
+    def loss(logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any) -> Any:
+        return returned(of_tokens(logprobs, old_logprobs, advantages, mask))
+
+    with pytest.raises(ConfigError, match=rf"loss gave {came}\. It is to return \(tokens, metrics\)"):
+        fit(grpo(loss=loss), tmp_path)
+
+
+def test_a_schedule_of_torch() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler is a partial\. Allowed is .*factor\(step"):
+        grpo(scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=10))
+
+
+def test_a_config_of_peft() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora is a LoraConfig\. Allowed is lit_rl\.models\.Lora"):
+        LanguageModel("tiny", lora=LoraConfig(r=4))  # pyright: ignore
+
+
+def test_a_text_to_complete() -> None:
+    for given in ("17+25=", ["17+25="]):
+        with pytest.raises(ConfigError, match=r"generate takes a PromptBatch, and got a \w+"):
+            grpo().generate(given)  # pyright: ignore
+
+
+def test_a_checkpoint_needs_what_the_constructor_needs(tmp_path: Path) -> None:
+    trainer = fit(grpo(), tmp_path)
+    trainer.save_checkpoint(path := tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=r"GRPO\.load_from_checkpoint needs what the constructor needs.*reward"):
+        GRPO.load_from_checkpoint(path)
+    loaded = GRPO.load_from_checkpoint(path, model="tiny", reward=exact_match)
+    assert isinstance(loaded, GRPO)
