@@ -158,7 +158,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
     check_answered(module, tree)
     module.memory_gb = tree["plan"]["memory_gb"]
     settings, asked = tree["trainer"], tree["trainer"]["precision"]
-    ends.settle(settings)
+    settings["max_epochs"] = ends.epochs(settings)
     settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])
     settings["precision"] = given = for_trainer(settings, config.ckpt_path)
     trainer = _trainer(tree, run_dir, dry)

@@ -28,7 +28,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop
-from lit_rl.cli import quiet
+from lit_rl.cli import ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
@@ -210,6 +210,7 @@ class CommandLine(LightningCLI):
         given = self._get(self.config_init, "trainer")["plugins"]
         plugins = [] if given is None else list(given) if isinstance(given, list) else [given]
         settings = self._get(self.config_init, "trainer")
+        kwargs["max_epochs"] = ends.epochs(settings)
         kwargs["accumulate_grad_batches"] = cut_by(self.model, settings["accumulate_grad_batches"])
         kwargs["precision"] = given = for_trainer(settings, self._get(self.config, "ckpt_path"))
         trainer = super().instantiate_trainer(plugins=[*plugins, AtomicCheckpointIO()], **kwargs)

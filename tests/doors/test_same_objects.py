@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig
 
 from lit_rl.algorithms import GRPO, PPO, RLOO
-from lit_rl.cli import schemas
+from lit_rl.cli import ends, schemas
 from lit_rl.cli.build import build, plain
 from lit_rl.cli.lightning_app import command_line
 from lit_rl.cli.micro_batches import cut_by
@@ -61,6 +61,7 @@ def by_hydra(algorithm: str, *overrides: str) -> Built:
 def built_of(resolved: dict[str, Any]) -> Built:
     module = build(resolved["algo"])
     trainer = {name: value for name, value in resolved["trainer"].items() if name != "_target_"}
+    trainer["max_epochs"] = ends.epochs(trainer)
     trainer["accumulate_grad_batches"] = cut_by(module, trainer["accumulate_grad_batches"])
     return module, build(resolved["data"]), L.Trainer(**trainer)
 

@@ -136,10 +136,10 @@ class ExampleDataModule(SourcedDataModule):
     @property
     def prompt_form(self) -> PromptForm | None:
         """What the prompts of the first source are; None where rows are tokens, of which nobody says it."""
-        name, first = self._sets.formats[0], self._sets.train.examples[0].prompt
-        if name == "tokenised":
+        name, examples = self._sets.formats[0], self.corpus.train.examples
+        if name == "tokenised" or not examples:
             return None
-        return "messages" if isinstance(first, list) or "messages" in name else "text"
+        return "messages" if isinstance(examples[0].prompt, list) or "messages" in name else "text"
 
     @property
     def corpus(self) -> ExampleCorpus:
