@@ -18,8 +18,9 @@ TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # The tests of tests/vision, of the families whose processors need torchvision, and of quantised weights.
 FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision tests/runs/test_dist_vision.py -k 'qwen or smolvlm or onevision or internvl or quantised'
 ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
-# By itself: what engines of a worker hold adds up, and 24 GB have to do.
+# By themselves: what engines of a worker hold adds up, and 24 GB have to do; and torchvision is for the families alone.
 ENGINES_SEEING := tests/engines/test_engine_vision.py
+ENGINES_FAMILIES := tests/engines/test_engine_families.py
 # Triton is there for Liger's kernels, which are interpreted on the CPU.
 AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
@@ -116,8 +117,9 @@ test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp  ## ever
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
-	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) $(args)
+	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) --ignore $(ENGINES_FAMILIES) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
+	LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_FAMILIES) $(args)
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
 	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents $(args)
@@ -146,9 +148,10 @@ test-faults: $(STAMPS)/dev  ## of test-all, the tests that kill processes
 test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain` in half of its steps: every stage is better than the one before
 	$(PYTEST) -m 'chain and $(ALL)' $(args)
 
-test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
-	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) $(args)
+test-engines: $(STAMPS)/torchvision $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
+	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) --ignore $(ENGINES_FAMILIES) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
+	LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_FAMILIES) $(args)
 
 test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, Liger's kernels interpreted
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torchvision_beside  # noqa: F401 (before transformers, which looks for it once)
 from engine_fixtures import case, started, tied  # noqa: F401 (fixtures)
 
 HERE = Path(__file__).parent

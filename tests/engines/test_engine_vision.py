@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,28 +17,25 @@ import pytest
 import torch
 from engine_cases import perturb
 from engine_fixtures import MAKERS, Case
-from vision_seen import image
+from engine_sights import CLOSE, SAMPLED, asked, gap, move_what_sees
+from server_processes import end, start
 from vision_toys import picture
 from vision_worlds import Begins
 
-from lit_rl.data.image_prompts import Shown
 from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_examples
 from lit_rl.data.sources import Rows
-from lit_rl.data.templates import render_prompt
 from lit_rl.environments.custom import CustomEnvironment
 from lit_rl.environments.interaction import Interaction
 from lit_rl.errors import GenerationError, NumericError
-from lit_rl.generation.base import rollout_mode
 from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.requests import completions_of, requests_of
+from lit_rl.generation.vllm.server_outputs import ask_server
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.forward import score
-from lit_rl.models.policy.vision_parts import part_of, placeholder_ids
-from lit_rl.rollout import Completions, Prompts, Sampling
-from lit_rl.vision import PromptVision
+from lit_rl.models.policy.vision_parts import placeholder_ids
+from lit_rl.rollout import Sampling
 
 DIGITS: dict[str, Any] = {"freeze": []}
-SAMPLED = Sampling(max_new_tokens=8)
-CLOSE = 1e-4
 
 
 @pytest.fixture(scope="module", params=["vllm", "server"])
@@ -46,51 +45,6 @@ def sees(request: pytest.FixtureRequest) -> Iterator[Case]:
     generator.prepare(model)
     yield Case(request.param, f"{request.param}-digits", generator, model)
     generator.close()
-
-
-def prompt(model: LanguageModel, text: str, numbers: list[int], row: int) -> tuple[list[int], PromptVision | None]:
-    assert model.processor is not None
-    images = tuple(image(number, 32, 16 + 8 * number) for number in numbers)
-    content = [*[{"type": "image"}] * len(images), {"type": "text", "text": text}]
-    rendered = render_prompt(model.tokenizer, [{"role": "user", "content": content}], "prompt", {})
-    ids, _ = model.processor.process(rendered, images, "prompt")
-    return ids, Shown(rendered, images, "prompt").vision(model.processor, row)
-
-
-def asked(model: LanguageModel, **changes: Any) -> Prompts:
-    """One image, none, two; and a prompt of more than a block of the cache that begins with its image."""
-    made = [
-        prompt(model, "Which digit?", [1], 5),
-        prompt(model, "No picture.", [], 6),
-        prompt(model, "And these?", [2, 3], 7),
-        prompt(model, "Which digit? " * 14, [2], 8),
-    ]
-    tokenizer: Any = model.tokenizer
-    prompts = Prompts(
-        [ids for ids, _ in made],
-        [11, 12, 13, 14],
-        group_size=3,
-        eos_ids=(),
-        pad_id=model.pad_id,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        vision=[vision for _, vision in made],
-    )
-    return replace(prompts, **changes)
-
-
-def gap(policy: Any, completions: Completions) -> float:
-    """The largest difference to a pass of the policy, in nats."""
-    with rollout_mode(policy):
-        logprobs = score(policy, completions, SAMPLED).logprobs
-    return (logprobs - completions.sampler_logprobs)[completions.response_mask].abs().max().item()
-
-
-def move_what_sees(policy: Any, seed: int, size: float = 0.2) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            if part_of(policy)(name) != "text":
-                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
 
 def test_logprobs_are_the_policys_as_it_learns_to_see(sees: Case) -> None:
@@ -219,20 +173,38 @@ def test_an_adapter_by_itself() -> None:
         generator.close()
 
 
-def test_a_run(root: Path, tmp_path: Path) -> None:
-    words = [
-        "experiment=vl_digits",
-        "generator=vllm",
-        "trainer.max_steps=3",
-        "trainer.limit_val_batches=1",
-        "logger=none",
-    ]
-    words += ["data.prompts_per_rollout=4", "data.val_batch_size=4", "callbacks.samples.print=0", f"run_dir={tmp_path}"]
+SHORT = ["trainer.limit_val_batches=1", "data.prompts_per_rollout=4", "data.val_batch_size=4", "logger=none"]
+SHORT += ["callbacks.samples.print=0"]
+
+
+def train(root: Path, folder: Path, steps: int, *words: str) -> None:
+    """A run that ends well, with a generator near the policy in every rollout and every probe."""
+    words = *SHORT, *words, f"trainer.max_steps={steps}", f"run_dir={folder}"
+    command = [sys.executable, root / "train.py", "experiment=vl_digits", *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, root / "train.py", *words], env=env, text=True, capture_output=True, check=False
-    )
+    run = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    gaps = [line[name] for line in lines for name in line if name.endswith(("difference/max", "difference/probe_max"))]
-    assert len(gaps) >= 6 and max(gaps) < CLOSE
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for which in ("difference/max", "difference/probe_max"):
+        gaps = [line[name] for line in lines for name in line if name.endswith(which)]
+        assert len(gaps) == steps and max(gaps) < CLOSE
+
+
+def test_a_run(root: Path, tmp_path: Path) -> None:
+    train(root, tmp_path, 3, "generator=vllm")
+
+
+def test_a_run_with_the_server_of_lit_rl_serve(root: Path, tmp_path: Path) -> None:
+    """By the words that the server prints. In the end it answers as the exported policy does, and no more as before."""
+    served = start(tmp_path, "model=digits", "generator.kv_cache_gib=0.25")
+    try:
+        (line,) = [line for line in served.wait_ready().said.splitlines() if "generator=" in line]
+        train(root, tmp_path / "run", 2, *shlex.split(line))
+        model, client = LanguageModel(str(tmp_path / "run" / "hf")), Client(served.url)
+        prompts = asked(model)
+        requests = enumerate(requests_of(prompts, SAMPLED))
+        answers = [ask_server(client, "digits", number, each, time.monotonic() + 60) for number, each in requests]
+        drawn = completions_of(prompts, answers, version=2, device=torch.device("cpu"))
+        assert gap(model.load(), drawn) < CLOSE < gap(LanguageModel("digits").load(), drawn)
+    finally:
+        end(served)

@@ -107,6 +107,9 @@ class EngineSettings:
             "enable_prefix_caching": True,
             # A prompt that is cut over two steps rewinds its seeded generator, which a CPU's cannot: vLLM would die.
             "enable_chunked_prefill": False if cpu else None,
+            # Pixels are normalised as the policy's are. Inside the model, vLLM does it by buffers that no policy sends,
+            # and an engine that starts without weights fills those with noise.
+            "mm_device_do_normalize": False,
             "logprobs_mode": "processed_logprobs",
             "max_logprobs": -1,
             "generation_config": "vllm",
