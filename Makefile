@@ -8,6 +8,7 @@ BIN := .venv/bin
 STAMPS := .venv/.stamps
 ENGINES := .venv-engines
 AGENTS := .venv-agents
+DEEPSPEED := .venv-deepspeed
 PEER := .venv-peer
 TORCHVISION := .venv/torchvision
 NOTEBOOKS := tests/doors/test_notebook.py
@@ -22,17 +23,19 @@ ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
 ENGINES_SEEING := tests/engines/test_engine_vision.py
 # Triton is there for Liger's kernels, which are interpreted on the CPU.
 AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
+# Its tests share two processes, so they stay in one.
+DEEPSPEED_PYTEST := $(DEEPSPEED)/bin/python -m pytest tests/deepspeed
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-agents test-slow engines agents bench bench-full bench-gpu lint format clean
+.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-agents test-deepspeed test-slow engines agents deepspeed bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # setuptools warns of every editable install that folders here may hide the package.
-$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
+$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp $(DEEPSPEED)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
 
 $(STAMPS)/run: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -66,6 +69,14 @@ $(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -c $(AGENTS)/constraints.txt -r tests/agents/requirements.txt -e .
 	@touch $@
 
+# On a CPU DeepSpeed compiles what its processes talk with when it first runs: a C++ compiler has to be there.
+$(DEEPSPEED)/.stamp: pyproject.toml constraints.txt tests/deepspeed/requirements.txt
+	@test -x $(DEEPSPEED)/bin/python || $(PYTHON) -m venv $(DEEPSPEED)
+	@echo "Installing DeepSpeed, lit_rl and the test dependencies into $(DEEPSPEED) (a minute or two, once) ..."
+	@$(DEEPSPEED)/bin/python -m pip install -q $(PIP_ARGS) -U pip
+	@DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/deepspeed/requirements.txt -e .
+	@touch $@
+
 $(STAMPS)/dev: $(STAMPS)/run
 	@echo "Installing the test dependencies into .venv ..."
 	@$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
@@ -90,6 +101,8 @@ engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
 agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers, OpenEnv, Liger
 
+deepspeed: $(DEEPSPEED)/.stamp  ## set up .venv-deepspeed: DeepSpeed on processes of the CPU
+
 # TRL by itself, beside the torch and transformers that ours is measured with.
 $(PEER)/.stamp: constraints.txt
 	@test -x $(PEER)/bin/python || $(PYTHON) -m venv $(PEER)
@@ -110,23 +123,24 @@ bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 
 	$(BIN)/python scripts/bench/gpu.py --peer-python $(PEER)/bin/python $(args)
 
 test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
-	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents $(args)
+	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed $(args)
 
-test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp  ## everything that a change has to pass
-	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents $(args)
+test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp $(DEEPSPEED)/.stamp  ## everything that a change has to pass
+	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
+	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
-	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents $(args)
+	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed $(args)
 	$(ENGINES_PYTEST) -m exhaustive tests/engines $(args)
 
 # The parts of `make test-all`, each by itself.
 
 test-core: $(STAMPS)/dev  ## of test-all, the tests that need one process
-	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/agents --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
+	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
 
 test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and through TRL
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/oracle $(args)
@@ -153,6 +167,9 @@ test-engines: $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process 
 test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, Liger's kernels interpreted
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 
+test-deepspeed: $(DEEPSPEED)/.stamp  ## of test-all, the real DeepSpeed, two processes of the CPU
+	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
+
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
 	$(PYTEST) -m slow $(args)
 
@@ -167,4 +184,4 @@ format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
 	$(BIN)/ruff check -q --fix .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .venv-engines .venv-agents .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-engines .venv-agents .venv-deepspeed .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
