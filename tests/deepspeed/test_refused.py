@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import dist_equal
@@ -15,9 +16,9 @@ from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy  # noqa: E402
 from zero_on_cpu import ZeROOnCPU  # noqa: E402
 
-from lit_rl.algorithms.optim.zero import ZeROStrategy  # noqa: E402
+from lit_rl.algorithms.optim.zero import FACTS, ZeROStrategy, check_facts  # noqa: E402
 from lit_rl.algorithms.preflight.deepspeed import model_fits_zero, optimizer_fits_zero, settings_fit_zero  # noqa: E402
-from lit_rl.errors import BackendError, ConfigError  # noqa: E402
+from lit_rl.errors import BackendError, ConfigError, StorageError  # noqa: E402
 from lit_rl.models.policy.language_model import LanguageModel  # noqa: E402
 
 pytestmark = pytest.mark.all
@@ -77,6 +78,25 @@ def test_settings_of_the_strategy():
     ):
         with pytest.raises(ConfigError, match=said):
             ZeROStrategy(**settings)
+
+
+def test_checkpoints_of_other_runs(tmp_path):
+    here = {"stage": 2, "processes": 2, "trained": {"policy.a": [2, 3]}}
+    file = tmp_path / FACTS
+    for there, said in (
+        (here | {"stage": 3}, "stage=3.*this run has 2"),
+        (here | {"processes": 4}, "processes=4.*trainer.devices"),
+        (here | {"trained": {"policy.a": [2, 3], "critic.b": [1]}}, "not of this model.*critic.b"),
+        (here | {"trained": {"policy.a": [3, 2]}}, "not of this model.*policy.a"),
+        ({"stage": 2}, "no whole checkpoint.*ckpt_path"),
+    ):
+        file.write_text(json.dumps(there))
+        with pytest.raises(StorageError, match=said):
+            check_facts(file, here)
+    file.write_text(json.dumps(here))
+    check_facts(file, here)
+    with pytest.raises(StorageError, match="no whole checkpoint"):
+        check_facts(tmp_path / "none", here)
 
 
 def test_only_optimizers_that_move_each_number_by_itself():

@@ -116,7 +116,8 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any)
     callbacks = [meanwhile, *([Breaks(2)] if name == "grpo-left-out" else [])]
     trainer = dist_equal.trainer(
         folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, gradient_clip_val=LIMIT,
-        callbacks=callbacks, **more,
+        callbacks=callbacks, val_check_interval=STEPS * accumulate, check_val_every_n_epoch=None,
+        limit_val_batches=1, **more,
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
     metrics = dist_equal.logged(trainer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -18,9 +19,10 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.optim import Optimizer
 
-from lit_rl.errors import BackendError, ConfigError
+from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy.partitions import give_back
 
+FACTS = "lit_rl.json"  # in the folder of a checkpoint
 PARTIAL = ".partial-"  # what `callbacks.checkpoint_io` calls a checkpoint that is not whole yet
 
 
@@ -182,6 +184,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         target = self.broadcast(os.fspath(filepath))
         partial = self.broadcast(f"{target}{PARTIAL}{os.getpid()}")
         super().save_checkpoint(checkpoint, partial, storage_options)
+        if self.is_global_zero:
+            (Path(partial) / FACTS).write_text(json.dumps(self._facts()))
         if self.local_rank == 0:
             _flush(Path(partial))
         self.barrier()
@@ -191,11 +195,59 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.barrier()
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        check_facts(Path(checkpoint_path) / FACTS, self._facts())
         self.deepspeed_engine.checkpoint_engine.load = _load_plain
         return super().load_checkpoint(checkpoint_path, weights_only)
 
+    def _facts(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None
+        trained = {
+            name: list(getattr(weight, "ds_shape", weight.shape))
+            for name, weight in module.named_parameters()
+            if weight.requires_grad
+        }
+        return {"stage": self.stage, "processes": self.world_size, "trained": trained}
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """DeepSpeed's engine has loaded the weights already."""
+
+
+def check_facts(path: Path, here: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that DeepSpeed would read in part, or fail to read.
+
+    Args:
+        path: Of the file that says what wrote it.
+        here: What the file would say of this run.
+
+    Raises:
+        StorageError: it is no checkpoint of ours, or another stage, number of processes or model wrote it.
+    """
+    try:
+        there = json.loads(path.read_text())
+        kept = {name: there[name] for name in here}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"{path.parent} is no whole checkpoint of a run with DeepSpeed ({type(error).__name__}: {path.name}). Take "
+            "another one with ckpt_path."
+        ) from error
+    for name in ("stage", "processes"):
+        if kept[name] != here[name]:
+            raise StorageError(
+                f"{path.parent} was written with {name}={kept[name]}, and this run has {here[name]}: DeepSpeed cannot "
+                "deal its parts out anew. Resume with the strategy, trainer.devices and trainer.num_nodes of the run's "
+                "config.yaml, or start a new run from the exported model: model.name=<run_dir>/hf."
+            )
+    other = sorted(name for name in {*kept["trained"], *here["trained"]} if _shape(kept, name) != _shape(here, name))
+    if other:
+        raise StorageError(
+            f"The checkpoint is not of this model: missing, unexpected or of another shape are {other[:5]}. Resume "
+            "with the algorithm, model and adapter settings of the run's config.yaml."
+        )
+
+
+def _shape(facts: Mapping[str, Any], name: str) -> list[int] | None:
+    return facts["trained"].get(name)
 
 
 def _flush(folder: Path) -> None:
