@@ -24,7 +24,8 @@ ENGINES_SEEING := tests/engines/test_engine_vision.py
 # Triton is there for Liger's kernels, which are interpreted on the CPU.
 AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
 # Its tests share two processes, so they stay in one.
-DEEPSPEED_PYTEST := $(DEEPSPEED)/bin/python -m pytest tests/deepspeed
+# The folder is not named as the package: a folder of tests stands in for a package that is not installed.
+DEEPSPEED_PYTEST := $(DEEPSPEED)/bin/python -m pytest tests/zero
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
@@ -70,11 +71,11 @@ $(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
 	@touch $@
 
 # On a CPU DeepSpeed compiles what its processes talk with when it first runs: a C++ compiler has to be there.
-$(DEEPSPEED)/.stamp: pyproject.toml constraints.txt tests/deepspeed/requirements.txt
+$(DEEPSPEED)/.stamp: pyproject.toml constraints.txt tests/zero/requirements.txt
 	@test -x $(DEEPSPEED)/bin/python || $(PYTHON) -m venv $(DEEPSPEED)
 	@echo "Installing DeepSpeed, lit_rl and the test dependencies into $(DEEPSPEED) (a minute or two, once) ..."
 	@$(DEEPSPEED)/bin/python -m pip install -q $(PIP_ARGS) -U pip
-	@DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/deepspeed/requirements.txt -e .
+	@DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/zero/requirements.txt -e .
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/run
@@ -123,10 +124,10 @@ bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 
 	$(BIN)/python scripts/bench/gpu.py --peer-python $(PEER)/bin/python $(args)
 
 test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
-	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed $(args)
+	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
 
 test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp $(DEEPSPEED)/.stamp  ## everything that a change has to pass
-	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed $(args)
+	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
@@ -134,13 +135,13 @@ test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp $(DEEPSP
 	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
-	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed $(args)
+	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
 	$(ENGINES_PYTEST) -m exhaustive tests/engines $(args)
 
 # The parts of `make test-all`, each by itself.
 
 test-core: $(STAMPS)/dev  ## of test-all, the tests that need one process
-	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/agents --ignore tests/deepspeed --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
+	$(PYTEST) $(TWO) -m 'not dist and not faults and not chain and $(ALL)' --ignore tests/oracle --ignore tests/engines --ignore tests/agents --ignore tests/zero --ignore tests/docs --ignore $(NOTEBOOKS) $(args)
 
 test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and through TRL
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/oracle $(args)

@@ -71,7 +71,8 @@ def optimizer_fits(optimizer: OptimizerFactory, strategy: Strategy) -> None:
     Raises:
         ConfigError: names the strategy.
     """
-    if getattr(optimizer, "keeps_masters", False) and shards(strategy):
+    apart = shards(strategy) or isinstance(strategy, DeepSpeedStrategy)  # which joins weights, where it shards none
+    if getattr(optimizer, "keeps_masters", False) and apart:
         raise ConfigError(
             f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
             "apart: take optimizer=adamw, or strategy=auto or ddp."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import dist_equal
@@ -22,6 +24,22 @@ from lit_rl.errors import BackendError, ConfigError, StorageError  # noqa: E402
 from lit_rl.models.policy.language_model import LanguageModel  # noqa: E402
 
 pytestmark = pytest.mark.all
+
+
+class Alone(ZeROOnCPU):
+    """Waits for no other process: what is refused is refused before one is needed."""
+
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+
+
+@pytest.fixture(autouse=True)
+def environment_as_before() -> Iterator[None]:
+    """Launchers write into it, and processes that are started later would read that."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 class Loaded(Exception):
@@ -48,7 +66,7 @@ def test_settings_that_were_never_proven(stage, words, settings, said, tmp_path,
     if "optimizer" not in " ".join(words):  # which is made of loaded weights
         monkeypatch.setattr(LanguageModel, "load", lambda self: (_ for _ in ()).throw(Loaded()))
     module, data = dist_equal.parts(*WORDS, *words)
-    trainer = dist_equal.trainer(tmp_path, 1, strategy=ZeROOnCPU(stage), max_steps=1, **settings)
+    trainer = dist_equal.trainer(tmp_path, 1, strategy=Alone(stage), max_steps=1, **settings)
     with pytest.raises(ConfigError) as refusal:
         trainer.fit(module, datamodule=data)
     assert all(word in str(refusal.value) for word in said), refusal.value
@@ -58,7 +76,7 @@ def test_the_same_settings_without_what_is_refused_reach_the_weights(tmp_path, m
     monkeypatch.setattr(LanguageModel, "load", lambda self: (_ for _ in ()).throw(Loaded()))
     module, data = dist_equal.parts(*WORDS, "algo.beta=0.1", "reference=ema")
     with pytest.raises(Loaded):
-        dist_equal.trainer(tmp_path, 1, strategy=ZeROOnCPU(2), max_steps=1).fit(module, datamodule=data)
+        dist_equal.trainer(tmp_path, 1, strategy=Alone(2), max_steps=1).fit(module, datamodule=data)
 
 
 def test_lightnings_own_strategy_and_machines_without_a_gpu():

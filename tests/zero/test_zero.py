@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zero_runs
-from dist_equal import Ones, assert_equal_runs, in_processes, left
+from dist_equal import Ones, assert_equal_runs, assert_same_weights, in_processes, left
 from runs_helpers import rows
 from safetensors.torch import load_file
 
@@ -33,8 +33,7 @@ EACH = [(where, name) for where, (_, names, _) in zero_runs.JOBS.items() for nam
 @pytest.mark.parametrize(("where", "name"), EACH)
 def test_two_processes_with_micro_batches_learn_as_one(where, name, two, one):
     found = left(two / where, name)
-    share = 1e-2 if name == "grpo-cpu-adam" else 1e-4  # Adam divides by the gradient, and so enlarges roundings
-    assert_equal_runs(one(name), found, share=share, beyond=2e-6, moved=1e-3)
+    assert_equal_runs(one(name), found, share=1e-4, beyond=2e-6, moved=1e-3)
     assert found["gathered"], "in the middle of the fit the whole weights were other ones"
     if where.startswith("zero3"):
         assert found["apart"] > 0, "no weight was ever apart, so nothing was gathered"
@@ -77,8 +76,8 @@ def test_a_run_that_is_gone_on_with_is_the_uninterrupted_one(stage, two):
 def test_what_is_exported_is_what_one_process_exports(stage, two, tmp_path):
     zero_runs.command(None, tmp_path / "one", words=zero_runs.WHOLE_RUNS[stage])
     first, second = exported(tmp_path / "one"), exported(two / f"whole{stage}")
-    assert first.keys() == second.keys()
-    assert max((first[name] - second[name]).abs().max() for name in first) < 1e-4
+    # AdamW divides by the gradient, and so enlarges roundings.
+    assert_same_weights(first, second, share=0.02, beyond=1e-4, moved=0.1)
     summary = (two / f"whole{stage}" / "summary.json").read_text()
     assert "tensors reloaded, largest difference 0" in summary
 

@@ -48,7 +48,6 @@ SHAPES: dict[str, list[str]] = {
     "grpo-lora": [*GRPO, "model.lora.r=4", "reference=adapter_base"],
     "grpo-moving": [*GRPO, "reference=ema"],
     "grpo-left-out": [*GRPO, *MOMENTS, f"reward.fn={HERE / 'zero_rewards.py'}:not_in_the_second_rollout"],
-    "grpo-cpu-adam": [*GRPO, "optimizer.path=deepspeed.ops.adam.DeepSpeedCPUAdam", "optimizer.lr=0.001"],
     "rloo": ["algo=rloo", *ONLINE, "generator=hf"],
     "ppo": PPO,
     "ppo-shared": [*PPO, "algo/critic=shared_trunk"],
@@ -73,7 +72,7 @@ JOBS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
         {},
     ),
     "zero2-offloaded": (2, ["grpo"], OFFLOADED[2]),
-    "zero3-offloaded": (3, ["grpo", "grpo-cpu-adam"], OFFLOADED[3]),
+    "zero3-offloaded": (3, ["grpo"], OFFLOADED[3]),
 }
 """Stage, shapes, and further settings of the strategy, by the folder that the runs leave."""
 
@@ -135,8 +134,8 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any)
 
 
 WHOLE_RUNS = {
-    2: ["algo=ppo", "algo.minibatches=2"],
-    3: ["algo=grpo", "algo.minibatches=2", "algo.beta=0.1", "reference=frozen_copy"],
+    2: ["algo=ppo", "algo.minibatches=1", "algo.iterations=2"],
+    3: ["algo=grpo", "algo.iterations=2", "algo.beta=0.1", "reference=frozen_copy"],
 }
 """What `train.py` does, by stage: validate, train, validate, export; a checkpoint a step, some in mid-rollout."""
 SMALL = [
