@@ -131,6 +131,13 @@ class ZeROStrategy(DeepSpeedStrategy):
         finally:
             self._is_whole = False
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """With whole weights, past DeepSpeed's engine: inside its forward pass none could be gathered for decoding."""
+        module = self.lightning_module
+        assert module is not None
+        with self.precision_plugin.val_step_context(), self.whole():
+            return module.validation_step(*args, **kwargs)
+
     # ------------------------------------------------------------------ steps
 
     @property
