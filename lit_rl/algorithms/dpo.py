@@ -53,6 +53,8 @@ class DPO(PairModule):
         shared: What every `OfflinePolicyModule` takes.
     """
 
+    proven_with_zero = True
+
     def __init__(
         self,
         model: LanguageModel | str,

@@ -38,6 +38,8 @@ class GRPO(PolicyGradient):
         terms: Everything else that a `PolicyGradient` takes.
     """
 
+    proven_with_zero = True
+
     def __init__(
         self,
         model: LanguageModel | str,

@@ -77,6 +77,8 @@ class PPO(PolicyGradient):
         terms: Everything else that a `PolicyGradient` takes.
     """
 
+    proven_with_zero = True
+
     def __init__(
         self,
         model: LanguageModel | str,

@@ -46,6 +46,8 @@ class RLOO(PolicyGradient):
         terms: Everything else that a `PolicyGradient` takes.
     """
 
+    proven_with_zero = True
+
     def __init__(
         self,
         model: LanguageModel | str,

@@ -44,6 +44,8 @@ class SFT(OfflinePolicyModule):
     learns_from = "texts"
     headline = ("loss", "mean_token_accuracy")
 
+    proven_with_zero = True
+
     def __init__(
         self,
         model: LanguageModel | str,

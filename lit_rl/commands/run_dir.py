@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,7 @@ class RunDir:
     def remove_partial(self) -> None:
         """Remove what a process that died left of the checkpoint it was writing. For one process, before it trains."""
         for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def clear_record(self) -> None:
         """Remove what a run wrote that died before its first checkpoint: the next one starts from nothing."""

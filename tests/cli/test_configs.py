@@ -84,6 +84,7 @@ VALUES = {  # what has no default
     "reward/reward_model": ["reward.functions.reward_model.name=o/m"],
 }
 PACKAGES = {
+    "strategy/deepspeed_1": "deepspeed",
     "strategy/deepspeed_2": "deepspeed",
     "strategy/deepspeed_3": "deepspeed",
     "logger/wandb": "wandb",

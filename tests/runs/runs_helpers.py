@@ -80,7 +80,7 @@ def interrupted(whole: Path, again: Path, step: int) -> None:
     shutil.rmtree(again / "hf")
     for path in (again / "checkpoints").glob("*.ckpt"):
         if int(path.stem[5:]) > step:
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     summary = json.loads((again / "summary.json").read_text())
     kept = {name: summary[name] for name in ("before", "losses") if name in summary}
     (again / "summary.json").write_text(json.dumps({"status": "running", **kept, "seconds": 1.0}))

@@ -14,6 +14,7 @@ from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedModel, Drawing, compare
 from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.optim.strategies import whole_weights
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
@@ -27,7 +28,6 @@ from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.foresight import refuse_foresight
-from lit_rl.models.policy.sharding import unsharded
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.judges.functions import as_judge
 from lit_rl.rewards.sums.begun import BegunRewards
@@ -233,7 +233,8 @@ class GeneratingModule(PolicyModule):
         """No gradient, the Trainer's precision, and a sharded policy gathered once where it is what decodes."""
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
-        whole = unsharded(self.policy) if self.generator.exact else nullcontext()
+        strategy = trainer.strategy if trainer else None
+        whole = whole_weights(strategy, self.policy) if self.generator.exact else nullcontext()
         with torch.no_grad(), precision, whole:
             yield
 

@@ -6,7 +6,7 @@ Mechanics only: no advantage, no loss and no reward formula stands here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +25,16 @@ from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
 from lit_rl.algorithms.optim.strategies import flattens, shards
+from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
+from lit_rl.algorithms.preflight.deepspeed import (
+    clipping_fits_zero,
+    method_fits_zero,
+    model_fits_zero,
+    optimizer_fits_zero,
+    settings_fit_zero,
+)
 from lit_rl.algorithms.preflight.footprint import (
     buckets,
     gathered,
@@ -115,6 +123,9 @@ class PolicyModule(L.LightningModule):
     needs_reference = False
     """Whether a term of the objective reads the reference; without one no reference is loaded."""
 
+    proven_with_zero = False
+    """Whether tests hold the method against one process under DeepSpeed's ZeRO; others are refused there."""
+
     trained_beside: tuple[str, ...] = ()
     """Attribute names of `companions`: modules whose weights belong into a checkpoint too."""
 
@@ -155,10 +166,25 @@ class PolicyModule(L.LightningModule):
     def setup(self, stage: str) -> None:
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
+        if isinstance(strategy, DeepSpeedStrategy):
+            self._check_zero(strategy)
         if self.model.use_liger_kernel:
             liger.check_device(strategy.root_device)
         if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
             self.model = self.model.held_in("bfloat16")
+
+    def _check_zero(self, strategy: DeepSpeedStrategy) -> None:
+        """Refuse what was never run with DeepSpeed."""
+        settings_fit_zero(self.model, str(self.trainer.precision), strategy)
+        clipping_fits_zero(self.trainer.gradient_clip_algorithm)
+        if isinstance(strategy, ZeROStrategy):
+            method_fits_zero(
+                type(self).__name__,
+                self.proven_with_zero,
+                strategy,
+                reference=self.reference if self.needs_reference else None,
+                generator=getattr(self, "generator", None),
+            )
 
     # ------------------------------------------------------------------ memory
 
@@ -325,6 +351,8 @@ class PolicyModule(L.LightningModule):
             reference = self.reference.module(policy) if self.needs_reference else None
             others = self.companions(policy)
         strategy = self.trainer_or_none.strategy if self.trainer_or_none else None
+        if isinstance(strategy, ZeROStrategy):
+            model_fits_zero(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
             mesh, precision = strategy.device_mesh["data_parallel"], shard_precision(strategy)
             for module in (policy, reference, *others.values()):
@@ -403,6 +431,8 @@ class PolicyModule(L.LightningModule):
         groups = self.parameter_groups()
         keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
+        if keeps_its_own:
+            optimizer_fits_zero(optimizer)
         if self._averages_gradients(optimizer):
             self.trainer.strategy.model.require_backward_grad_sync = False  # pyright: ignore
         # Fused optimizers say that they unscale fp16 gradients themselves; then these would be clipped while scaled.
@@ -439,7 +469,7 @@ class PolicyModule(L.LightningModule):
         """Clip, and keep the norm from before the clipping. Without a limit the norm is measured all the same."""
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
-            return  # its engine clips, with the Trainer's setting
+            return  # its engine clips in its step, with the Trainer's setting: see `optimizer_step`
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if self._averages_gradients(optimizer):
             average_over_ranks(trained, self.world_size)
@@ -454,14 +484,34 @@ class PolicyModule(L.LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         self._leave_out_broken(optimizer)
 
+    def drop_gradients(self, optimizer: Any) -> None:
+        """After a backward pass: without gradients an optimizer moves neither a weight nor a moment."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ZeROStrategy):
+            strategy.leave_out_step()
+        else:
+            optimizer.zero_grad()
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """One optimizer step. That of DeepSpeed's engine clips by itself and leaves out what is not finite."""
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ZeROStrategy):
+            self.grad_norm = torch.tensor(strategy.gradient_norm)
+            if self.broken_steps.look(strategy.gradient_norm, scaled=False):
+                self._report_broken()
+
     def _leave_out_broken(self, optimizer: Any) -> None:
-        """Without gradients an optimizer moves neither a weight nor a moment."""
-        norm = float(self.grad_norm)
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        if not self.broken_steps.look(norm, scaled=scaled):
-            return
-        optimizer.zero_grad()
-        kept = ""
+        if self.broken_steps.look(float(self.grad_norm), scaled=scaled):
+            self.drop_gradients(optimizer)
+            self._report_broken()
+
+    def _report_broken(self) -> None:
+        """Keep the batch of a step that is left out, and say so."""
+        norm, kept = float(self.grad_norm), ""
         if not self.trainer.fast_dev_run:  # pyright: ignore
             batch = {"step": self.global_step + 1, "grad_norm": norm, **self.step_batch()}
             kept = keep_batch(Path(self.trainer.default_root_dir), self.global_rank, batch)

@@ -497,7 +497,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             Gradients become None and not 0, so that the optimizer leaves out moments and weight decay too.
             """
             result = optimizer_closure() if optimizer_closure else None
-            optimizer.zero_grad()
+            self.drop_gradients(optimizer)
             return result
 
         closure = backward_and_drop_gradient if self._records.unscored else optimizer_closure

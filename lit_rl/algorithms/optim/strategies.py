@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+from lit_rl.algorithms.optim.zero import ZeROStrategy
+from lit_rl.models.policy.sharding import unsharded
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -30,9 +35,19 @@ class FSDP2Strategy(ModelParallelStrategy):
 
 def shards(strategy: Any) -> bool:
     """Whether the ranks may hold parts of the weights, so that to read a whole one takes all of them."""
+    if isinstance(strategy, ZeROStrategy):
+        return strategy.stage == 3
     return flattens(strategy) or isinstance(strategy, ModelParallelStrategy)
 
 
 def flattens(strategy: Any) -> bool:
     """Whether it flattens the weights of all modules into one, so that none of them can be given back alone."""
     return isinstance(strategy, FSDPStrategy | DeepSpeedStrategy)
+
+
+def whole_weights(strategy: Any, module: nn.Module) -> AbstractContextManager[None]:
+    """Hold every parameter of a module whole on every rank: gathered once, not once a generated token.
+
+    Does nothing where every rank has whole ones. A collective where not.
+    """
+    return strategy.whole() if isinstance(strategy, ZeROStrategy) else unsharded(module)

@@ -3,7 +3,7 @@
 Between neighbours of bfloat16 lies 1/256 to 1/128 of a weight, and AdamW moves a weight by about the learning rate:
 after 10 steps at 1e-6 in bfloat16 alone, 1.9 % of the weights of a policy had moved. `optim.master_weights` keeps
 masters of bfloat16 weights on one device and with DDP; under FSDP2 float32 shards are the masters; DeepSpeed keeps its
-own.
+own, of what `deepspeed` lets pass.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
 from lit_rl.algorithms.optim.strategies import shards
+from lit_rl.algorithms.preflight.deepspeed import settings_fit_zero
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.language_model import LanguageModel
 
@@ -29,7 +30,8 @@ def settings_can_be_trained(model: LanguageModel, precision: str, strategy: Stra
     Raises:
         ConfigError: names the setting.
     """
-    if isinstance(strategy, DeepSpeedStrategy):  # keeps float32 weights beside narrow ones
+    if isinstance(strategy, DeepSpeedStrategy):
+        settings_fit_zero(model, precision, strategy)
         return
     if precision == "16-true":
         raise ConfigError(f"trainer.precision=16-true: {_lost(torch.float16, strategy)}")
@@ -69,7 +71,8 @@ def optimizer_fits(optimizer: OptimizerFactory, strategy: Strategy) -> None:
     Raises:
         ConfigError: names the strategy.
     """
-    if getattr(optimizer, "keeps_masters", False) and shards(strategy):
+    apart = shards(strategy) or isinstance(strategy, DeepSpeedStrategy)  # which joins weights, where it shards none
+    if getattr(optimizer, "keeps_masters", False) and apart:
         raise ConfigError(
             f"optimizer=adamw_split keeps the masters of whole weights, and {type(strategy).__name__} takes weights "
             "apart: take optimizer=adamw, or strategy=auto or ddp."

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from lit_rl.models.policy.fused_accumulation import in_its_place, summed_weight
 from lit_rl.models.policy.loading import Float32Head, RulingHead
 from lit_rl.models.policy.modes import evaluation_mode
+from lit_rl.models.policy.partitions import has_partitions
 from lit_rl.models.policy.rows_by_length import Call, together
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
@@ -114,7 +115,9 @@ def can_stand_apart(model: nn.Module) -> bool:
 
     The weights of a sharded head are whole only while the model runs.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, FSDPModule) or not has_linear_head(model):
+    if not isinstance(model, nn.Module) or isinstance(model, FSDPModule) or has_partitions(model):
+        return False
+    if not has_linear_head(model):
         return False
     return _returns_what_its_head_does(model, linear_head(model))
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.partitions import has_partitions, whole_state
 from lit_rl.models.policy.vision_parts import seeing_model, trained_by_images
 
 
@@ -97,4 +98,6 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         gathered = get_model_state_dict(module, options=options)
         return {name: tensor for name, tensor in gathered.items() if isinstance(tensor, Tensor)}
+    if has_partitions(module):
+        return whole_state(module)
     return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}

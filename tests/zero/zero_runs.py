@@ -1,0 +1,199 @@
+"""Short runs under ZeRO over two processes, or in one without. `python zero_runs.py FOLDER` starts the two once."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE.parent / "runs"), str(HERE.parent / "algorithms")]
+
+import dist_equal  # noqa: E402
+import lightning as L  # noqa: E402
+from runs_helpers import interrupted  # noqa: E402
+from zero_on_cpu import ZeROOnCPU  # noqa: E402
+
+from lit_rl.models.policy.sharding import full_state_dict  # noqa: E402
+
+WORDS = [
+    "data.task.max_operand=9",
+    "data.task.val_rows=6",
+    "optimizer=by_path",
+    "optimizer.path=torch.optim.SGD",
+    "scheduler=constant",
+    "scheduler.warmup_steps=0",
+]
+"""Plain SGD: the change of the weights is the gradient, clipped."""
+ONLINE = [
+    "sampling.max_new_tokens=4",
+    "data.prompts_per_rollout=8",
+    "algo.group_size=4",
+    "reward=function",
+    f"reward.fn={HERE / 'zero_rewards.py'}:odd",
+    "optimizer.lr=0.3",
+]
+GRPO = ["algo=grpo", *ONLINE, "algo.beta=0.2", "reference=frozen_copy"]
+PPO = ["algo=ppo", *ONLINE, "algo.beta=0.2", "algo.minibatches=1", "algo.iterations=2"]
+OFFLINE = ["data.batch_size=8", "optimizer.lr=0.05"]
+MOMENTS = ["optimizer.kwargs={momentum: 0.9, weight_decay: 0.1}"]
+"""What moves a weight in a step without gradients too, unless it is left out."""
+
+SHAPES: dict[str, list[str]] = {
+    "grpo": GRPO,
+    "grpo-lora": [*GRPO, "model.lora.r=4", "reference=adapter_base"],
+    "grpo-moving": [*GRPO, "reference=ema"],
+    "grpo-left-out": [*GRPO, *MOMENTS, f"reward.fn={HERE / 'zero_rewards.py'}:not_in_the_second_rollout"],
+    "rloo": ["algo=rloo", *ONLINE, "generator=hf"],
+    "ppo": PPO,
+    "ppo-shared": [*PPO, "algo/critic=shared_trunk"],
+    "dpo": ["algo=dpo", *OFFLINE],
+    "dpo-recomputed": ["algo=dpo", *OFFLINE, "model.gradient_checkpointing=true"],
+    "sft": ["algo=sft", *OFFLINE],
+}
+STEPS = 4
+LIMIT = 0.25
+"""Of the gradient's norm; what the runs say of it is above."""
+
+OFFLOADED = {
+    2: {"offload_optimizer": True},
+    3: {"offload_optimizer": True, "offload_parameters": True},
+}
+JOBS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
+    "zero1": (1, ["grpo"], {}),
+    "zero2": (2, ["grpo", "ppo", "dpo", "sft", "grpo-left-out", "grpo-moving"], {}),
+    "zero3": (
+        3,
+        ["grpo", "ppo", "dpo", "sft", "grpo-left-out", "grpo-lora", "dpo-recomputed", "ppo-shared", "rloo"],
+        {},
+    ),
+    "zero2-offloaded": (2, ["grpo"], OFFLOADED[2]),
+    "zero3-offloaded": (3, ["grpo"], OFFLOADED[3]),
+}
+"""Stage, shapes, and further settings of the strategy, by the folder that the runs leave."""
+
+
+class Breaks(L.Callback):
+    """Makes the loss of one optimizer step NaN on one rank."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        whole = pl_module.training_step
+
+        def broken(*given: Any) -> torch.Tensor:
+            breaks = trainer.global_step == self.step and trainer.global_rank == trainer.world_size - 1
+            return whole(*given) * (torch.nan if breaks else 1.0)
+
+        pl_module.training_step = broken
+
+
+class Sees(L.Callback):
+    """What was logged of each rollout, and whole weights in the middle of a fit, which are apart."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step > len(self.steps):
+            self.steps.append(dist_equal.logged(trainer))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.weights = full_state_dict(pl_module.policy)
+
+
+def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
+    """Train, validate, and leave `name.pt` there."""
+    module, data = dist_equal.parts(*WORDS, *SHAPES[name])
+    meanwhile = Sees()
+    callbacks = [meanwhile, *([Breaks(2)] if name == "grpo-left-out" else [])]
+    trainer = dist_equal.trainer(
+        folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, gradient_clip_val=LIMIT,
+        callbacks=callbacks, val_check_interval=STEPS * accumulate, check_val_every_n_epoch=None,
+        limit_val_batches=1, **more,
+    )  # fmt: skip
+    trainer.fit(module, datamodule=data)
+    metrics = dist_equal.logged(trainer)
+    trainer.limit_val_batches = 1.0
+    trainer.validate(module, datamodule=data, verbose=False)
+    metrics |= dist_equal.logged(trainer)
+    parts = {part: full_state_dict(getattr(module, part)) for part in ("policy", *module.trained_beside)}
+    weights = {f"{part}.{key}": value for part, state in parts.items() for key, value in state.items()}
+    if trainer.is_global_zero:
+        same = all(torch.equal(parts["policy"][key], value) for key, value in meanwhile.weights.items())
+        seen = getattr(trainer.strategy, "seen", {})
+        left = {"weights": weights, "metrics": metrics, "gathered": same and bool(meanwhile.weights)}
+        torch.save({**left, "steps": meanwhile.steps, **seen}, folder / f"{name}.pt")
+    trainer.strategy.barrier()
+
+
+WHOLE_RUNS = {
+    2: ["algo=ppo", "algo.minibatches=1", "algo.iterations=2"],
+    3: ["algo=grpo", "algo.iterations=2", "algo.beta=0.1", "reference=frozen_copy"],
+}
+"""What `train.py` does, by stage: validate, train, validate, export; a checkpoint a step, some in mid-rollout."""
+SMALL = [
+    "data.task.max_operand=5", "data.task.val_rows=4", "data.prompts_per_rollout=4", "algo.group_size=4",
+    "sampling.max_new_tokens=4", "trainer.max_steps=4", "callbacks.samples.print=0", "logger=none", "eval.limit=2",
+    "callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1", "optimizer.lr=0.01",
+]  # fmt: skip
+
+
+def command(stage: int | None, folder: Path, checkpoint: Path | None = None, words: Sequence[str] = ()) -> None:
+    """`train.py`, less its parsing of words, in a process that another run has started already."""
+    from hydra import compose, initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from lit_rl.cli import schemas
+    from lit_rl.cli.hydra_app import assemble
+    from lit_rl.commands.run_dir import RunDir
+    from lit_rl.commands.train import train
+
+    words = [*SMALL, *words]
+    if stage is not None:
+        words += WHOLE_RUNS[stage]
+        target = f"trainer.strategy._target_={ZeROOnCPU.__module__}.{ZeROOnCPU.__qualname__}"
+        words += [f"strategy=deepspeed_{stage}", target, "trainer.devices=2", "trainer.accelerator=cpu"]
+        words += [f"allow_targets=[{ZeROOnCPU.__module__}]"]
+    schemas.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("lit_rl.conf", version_base="1.3"):
+        words = [*words, f"run_dir={folder}"]
+        HydraConfig.instance().set_config(compose("config", words, return_hydra_config=True))
+        config = compose("config", words)
+    config.ckpt_path = None if checkpoint is None else str(checkpoint)
+    new = "new" if checkpoint is None and os.environ.get("LOCAL_RANK", "0") == "0" else "resumed"
+    assert train(assemble(config, RunDir(folder), new)) == 0
+
+
+def whole_runs(folder: Path, stage: int) -> None:
+    """A run, and the same one killed in the middle of a rollout and gone on with."""
+    whole, again = folder / f"whole{stage}", folder / f"again{stage}"
+    command(stage, whole)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        interrupted(whole, again, 3)
+    torch.distributed.barrier()
+    command(stage, again, again / "checkpoints" / "step_00000003.ckpt")
+
+
+def main(folder: Path) -> None:
+    for where, (stage, names, settings) in JOBS.items():
+        (folder / where).mkdir(exist_ok=True)
+        for name in names:
+            print(where, name, flush=True)  # what is at work when it hangs
+            run(name, folder / where, 2, accumulate=2, strategy=ZeROOnCPU(stage, **settings))
+    for stage in WHOLE_RUNS:
+        whole_runs(folder, stage)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]))
