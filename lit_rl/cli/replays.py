@@ -67,6 +67,11 @@ def run(config: DictConfig) -> int:
     tree = config_of(run_dir)
     path = _rollout(config, run_dir)
     rollout = SavedRollout.read(path)
+    if rollout.completions.vision is not None:
+        raise ConfigError(
+            f"{path} is a rollout over images or videos. It keeps no pixels, so lit-rl replay cannot score it: replay "
+            "a run of a policy over text."
+        )
     allow = list(config.allow_targets)
     presets = {name: tree["algo"] if name == RUN else _preset(name, tree, allow) for name in dict.fromkeys(names)}
     parts = _shared(tree["algo"], rollout, allow)

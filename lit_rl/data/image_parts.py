@@ -188,8 +188,8 @@ class RowImages:
         if self._reader is None:
             if held := images_in(row, *keys, *without):
                 raise ConfigError(
-                    f"{where}: the row has images ({held}), and the policy is a language model over text. Set model= "
-                    "to one that sees, such as smolvlm_256m, or take the images out with data.map_row."
+                    f"{where}: the row has images or videos ({held}), and the policy is a language model over text. "
+                    "Set model= to one that sees, such as smolvlm_256m, or take them out with data.map_row."
                 )
             return row, ()
         if held := images_in({name: row[name] for name in without if name in row}, *without):

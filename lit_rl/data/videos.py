@@ -14,6 +14,7 @@ from lit_rl.images import ImageRef, is_pillow
 from lit_rl.videos import VideoRef
 
 _KEYS = ("frames", "fps")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _ALLOWED = 'a list of frames, or {"frames": [...], "fps": 2.0}'
 _CUT = (
     "Cut it into frames first, as with `ffmpeg -i clip.mp4 -vf fps=2 clip/%04d.png`, and list these files: "
@@ -61,7 +62,16 @@ def lists_frames(value: Any) -> bool:
     """Whether a value can be nothing but videos: text and numbers in a column of that name may be anything."""
     if isinstance(value, VideoRef) or (isinstance(value, Mapping) and "frames" in value):
         return True
-    return isinstance(value, list | tuple) and len(value) > 0
+    return isinstance(value, list | tuple) and any(_is_frame(each) or lists_frames(each) for each in value)
+
+
+def _is_frame(value: Any) -> bool:
+    """Whether a value in a list can be nothing but an image: names of things are text as well."""
+    if isinstance(value, Mapping):
+        return bool(value) and value.keys() <= {"bytes", "path"}
+    if isinstance(value, str):
+        return value.startswith("data:image/") or Path(value).suffix.lower() in _SUFFIXES
+    return isinstance(value, bytes | ImageRef) or is_pillow(value)
 
 
 def _is_file(value: Any) -> bool:

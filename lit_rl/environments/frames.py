@@ -188,8 +188,7 @@ class ChatFrames(Frames):
         ids: list[int] = []
         for mark, content in zip(marks, texts):
             before, text = text.split(mark, 1)
-            written = json.dumps(content, ensure_ascii=False)[1:-1] if skeleton.escapes else content
-            ids += [*self._ids(before), *literal_ids(self._tokenizer, written)]
+            ids += [*self._ids(before), *literal_ids(self._tokenizer, skeleton.written(content))]
         return [*ids, *self._ids(text)]
 
     def _pieces(
@@ -212,7 +211,7 @@ class ChatFrames(Frames):
         for mark, text in zip(marks, texts) if apart else ():
             before, rest = rest.split(mark, 1)
             yield self._seen(before, images)
-            yield literal_ids(self._tokenizer, text), None
+            yield literal_ids(self._tokenizer, skeleton.written(text)), None
         yield self._seen(rest, images)
 
     def _check_places(self, text: str, images: int) -> None:
@@ -329,6 +328,10 @@ class _Skeleton:
     """How it wants the arguments of a call, text being JSON; None: the turn has no calls beside what it says."""
     escapes: bool = False
     """Whether the template writes an answer as the inside of a JSON string."""
+
+    def written(self, text: str) -> str:
+        """What the template makes of the text of an answer."""
+        return json.dumps(text, ensure_ascii=False)[1:-1] if self.escapes else text
 
     def turn(self, answers: Sequence[Message]) -> Message:
         """The assistant's, with a call for each answer of a tool."""

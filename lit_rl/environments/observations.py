@@ -16,6 +16,7 @@ from lit_rl.data.images import image_of
 from lit_rl.environments.runner import NoReply
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.images import ImageRef, is_pillow
+from lit_rl.videos import VideoRef
 
 Content = str | list[dict[str, Any]]
 """Of a message: a text, or parts: ``{"type": "text", "text": ...}``, or ``{"type": "image", "image": ...}`` with an
@@ -37,13 +38,16 @@ def content_of(result: Any, who: str) -> Content:
     ``{"type": "text", "text": ...}``, in the order in which they are seen. All else is text, see `as_text`.
 
     Raises:
-        ImageReturned: it is an image and the policy reads text, an image that has no form of these, or a video.
+        ImageReturned: it is an image and the policy reads text, an image that has no form of these, or a video and
+            the policy sees.
         UnusableImage: an image is damaged, animated, too large or too narrow.
         ConfigError: it can be nothing of this.
     """
-    if (most := SHOWN.get()) is None or not shows(result):
+    if (most := SHOWN.get()) is None:
         return as_text(result, who)
     _refuse_videos(result, who)
+    if not shows(result):
+        return as_text(result, who)
     parts = result if isinstance(result, list | tuple) else [result]
     return [_part(part, who, most) for part in parts]
 
@@ -125,7 +129,6 @@ def refuse_images(given: Any, who: str) -> None:
     Raises:
         ImageReturned: names what came.
     """
-    _refuse_videos(given, who)
     parts = given if isinstance(given, list | tuple) else [given]
     if (image := next((part for part in parts if _is_image(part)), None)) is not None:
         raise ImageReturned(
@@ -137,7 +140,8 @@ def refuse_images(given: Any, who: str) -> None:
 def _refuse_videos(given: Any, who: str) -> None:
     parts = given if isinstance(given, list | tuple) else [given]
     for part in parts:
-        if isinstance(part, Mapping) and part.get("type") == "video" and part.keys() <= _VIDEO_KEYS:
+        names = isinstance(part, Mapping) and part.get("type") in ("video", "video_url") and part.keys() <= _VIDEO_KEYS
+        if names or isinstance(part, VideoRef):
             raise ImageReturned(
                 f"{who} returned a video ({_shown(part)}), and only images can be returned. Return some of its frames, "
                 'each as {"type": "image", "image": ...}.'
@@ -152,7 +156,7 @@ def _is_image(value: Any) -> bool:
 
 
 _IMAGE_KEYS = {"type", "image", "image_url", "url", "path", "bytes", "base64", "detail"}
-_VIDEO_KEYS = {"type", "video", "video_url", "frames", "fps", "path", "url"}
+_VIDEO_KEYS = {"type", "video", "video_url", "frames", "fps", "path", "url", "bytes"}
 _DIMENSIONS = 3
 """Height, width and colour, of the arrays of pixels that gymnasium's environments give."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import subprocess
@@ -41,10 +42,14 @@ def divide(a: float, b: float) -> float:
     return a / b
 
 
+GREY = "iVBORw0KGgoAAAANSUhEUgAAAAQAAAADCAAAAACRn/EaAAAAEElEQVR42mM8wcDAwMQAIwALLADOI6TNDAAAAABJRU5ErkJggg=="
+"""A picture of 4 x 3 pixels."""
+
+
 @server.tool()
 def draw(words: str) -> list[str | Image]:
     """Draw words."""
-    return [f"here is {words}:", Image(data=b"\x89PNG", format="png"), "done"]
+    return [f"here is {words}:", Image(data=base64.b64decode(GREY), format="png"), "done"]
 
 
 @server.tool()

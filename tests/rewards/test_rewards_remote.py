@@ -215,6 +215,12 @@ class TestColumns:
         with pytest.raises(RewardError, match="column 'picture'"):
             ask(quick("http://localhost:1"), ["a"], picture=[value])
 
+    def test_episodes_with_images_are_not_sent(self):
+        """What a tool returned stands in the messages as an object: a server is sent words."""
+        shown = [{"role": "user", "content": [{"type": "image", "image": object()}]}]
+        with pytest.raises(RewardError, match="the episodes cannot be sent as JSON"):
+            ask(quick("http://localhost:1"), [shown])
+
 
 @pytest.mark.parametrize(
     "url", ["http://rewards.example/x", "ftp://localhost", "localhost:8000", "", "https://", "https://me:pw@host/x"]

@@ -128,7 +128,7 @@ def test_a_few_steps_of_imitation_teach_it(fitted):
     assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.1
 
 
-@pytest.mark.exhaustive  # in every run notebooks/05_images.ipynb does the same
+@pytest.mark.exhaustive  # in every run notebooks/05_images.ipynb does the same in fewer steps
 def test_reinforcement_teaches_it(fitted):
     model = LanguageModel("digits", freeze=())
     module = GRPO(
@@ -139,9 +139,9 @@ def test_reinforcement_teaches_it(fitted):
         sampling=Sampling(max_new_tokens=2),
         seed=0,
     )
-    policy = fitted(module, RolloutDataModule(task=Digits(), prompts_per_rollout=16, seed=0), 80)
+    policy = fitted(module, RolloutDataModule(task=Digits(), prompts_per_rollout=16, seed=0), 300)
     greedy, sampled = rates(policy, model)
-    assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.2
+    assert greedy > GREEDY + 0.2 and sampled > 0.75
 
 
 @pytest.mark.all
@@ -169,12 +169,17 @@ def test_pairs_that_it_wrote_itself_teach_it(fitted, trainer_of, tmp_path: Path)
 
 @pytest.mark.all
 def test_the_experiment_trains_exports_and_goes_on_from_its_export(root: Path, tmp_path: Path):
+    """And its rollout, which keeps no pixels, is not scored by `lit-rl replay` as if nothing were shown."""
+
+    def said(*command: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
     def train(*arguments: str) -> dict[str, Any]:
         run_dir = tmp_path / str(len(list(tmp_path.iterdir())))
         command = [sys.executable, str(root / "train.py"), "experiment=vl_digits", f"run_dir={run_dir}", *arguments]
         small = ["trainer.max_steps=2", "data.task.val_rows=100", "trainer.accelerator=cpu", "logger=csv"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        told = subprocess.run([*command, *small], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        told = said(*command, *small)
         assert told.returncode == 0, told.stdout + told.stderr
         return json.loads((run_dir / "summary.json").read_text()) | {"folder": str(run_dir / "hf")}
 
@@ -183,3 +188,6 @@ def test_the_experiment_trains_exports_and_goes_on_from_its_export(root: Path, t
     assert (Path(first["folder"]) / "processor_config.json").is_file()
     second = train(f"model.name={first['folder']}", "seed=1")
     assert second["before"][""]["greedy"] == first["after"][""]["greedy"]
+    run = f"run_dir={Path(first['folder']).parent}"
+    refused = said(sys.executable, str(root / "train.py"), "replay", run, "losses=[gspo]")
+    assert refused.returncode == 2 and "keeps no pixels" in refused.stderr, refused.stderr

@@ -22,6 +22,7 @@ from lit_rl.data.images import image_of
 from lit_rl.data.prompt_set import PromptOptions, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.videos import video_of
+from lit_rl.episodes import Episode
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.generation.vllm.requests import requests_of
 from lit_rl.rollout import Completions, Prompts, Sampling
@@ -116,7 +117,10 @@ def test_policies_that_see_no_video(toy_of: Any) -> None:
     text = RowImages(False, None, 10**6)
     named = {"prompt": "What?", "video": "clip.mp4", "videos": None}
     assert text.read(named, "rows[0]", "prompt") == (named, ()), "a column of text is what it was"
-    for row in ({"prompt": "What?", "video": frames(1)}, {"prompt": asked(VIDEO_PART)}):
+    ids = {"prompt": "What?", "videos": ["a12", "b7"]}
+    assert text.read(ids, "rows[0]", "prompt") == (ids, ()), "and so is one of names"
+    shown = ({"video": frames(1)}, {"videos": [["a/1.png", "a/2.png"]]}, {"prompt": asked(VIDEO_PART)})
+    for row in ({"prompt": "What?", **each} for each in shown):
         with pytest.raises(ConfigError, match="the policy is a language model over text"):
             text.read(row, "rows[0]", "prompt")
     toy: Toy = toy_of("idefics3")
@@ -125,11 +129,14 @@ def test_policies_that_see_no_video(toy_of: Any) -> None:
         read_examples(rows, toy.model.tokenizer, PromptOptions(on_bad_row="skip"), toy.model.processor)
 
 
-def test_vllm_is_given_no_video() -> None:
+def test_vllm_is_given_no_video_and_no_image_of_an_environment() -> None:
     seen = PromptVision({}, row=4, source=Shown("ab<video>", (video(1),), "rows[4]"))
-    prompts = Prompts([[3], [1, 9]], [5, 6], 2, (0,), 0, encode=lambda text: [1], vision=[None, seen])
-    with pytest.raises(ConfigError, match="Prompt 1 of the batch, row 4 .*shows the video .*generator=native"):
-        requests_of(prompts, Sampling(max_new_tokens=4))
+    begun = PromptVision({}, source=Shown("ab<image>", (image_of(picture(1), "row"),), "row 4"), given=True)
+    refused = {"Prompt 1 of the batch, row 4 .*shows the video": seen, "An environment began an episode": begun}
+    for words, vision in refused.items():
+        prompts = Prompts([[3], [1, 9]], [5, 6], 2, (0,), 0, encode=lambda text: [1], vision=[None, vision])
+        with pytest.raises(ConfigError, match=f"{words}.*generator=native"):
+            requests_of(prompts, Sampling(max_new_tokens=4))
 
 
 def test_files_of_a_run_give_videos_back(tmp_path: Path) -> None:
@@ -167,12 +174,17 @@ def test_a_checkpoint_keeps_a_video_beside_an_image_that_an_environment_gave(tmp
     """No row of the data has both: the encoded bytes come back, and the frames' rate."""
     visuals = (video(1, 3, fps=2.0), video(2), image_of(picture(5, 8, 8), "row"))
     seen = PromptVision({}, source=Shown("a text", visuals, "row 1"), given=True)
+    content = [{"type": "image", "image": visuals[2]}, WORDS]
+    episode = Episode(asked(WORDS), [{"role": "user", "content": content}], "answered", 1)
     ids, mask = torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool)
     drawn = Completions(
-        ids, mask, ids, mask, torch.zeros(1, 2), mask[:, 0], ids[:, 0], vision=Vision((seen,), torch.tensor([0]))
+        *(ids, mask, ids, mask, torch.zeros(1, 2), mask[:, 0], ids[:, 0]),
+        vision=Vision((seen,), torch.tensor([0])),
+        episodes=(episode,),
     )
     torch.save(state.to_plain(drawn), tmp_path / "drawn.pt")
     loaded = torch.load(tmp_path / "drawn.pt", weights_only=True)
-    again = state.completions_of(loaded, torch.device("cpu")).vision
-    assert again is not None and again.prompts[0] is not None
-    assert again.prompts[0].source == seen.source and again.prompts[0].given
+    again = state.completions_of(loaded, torch.device("cpu"))
+    assert again.vision is not None and again.vision.prompts[0] is not None
+    assert again.vision.prompts[0].source == seen.source and again.vision.prompts[0].given
+    assert again.episodes == (episode,), "with the image that its messages show"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -35,6 +36,7 @@ from lit_rl.models import LanguageModel
 from lit_rl.rewards import environment
 from lit_rl.rollout import Completions, Message, Sampling, select
 from lit_rl.turns import Heard, Said
+from lit_rl.vision import Later, Vision
 
 SHAPES = [(32, 32), (40, 24), (24, 32), (32, 56)]
 """Of images that are returned: grids and tiles differ."""
@@ -251,12 +253,16 @@ def test_a_policy_over_text_is_shown_none(toy_of: Any) -> None:
     SHOWN.reset(token)
 
 
-@pytest.mark.parametrize("sees", [True, False])
-def test_a_video_is_not_read_as_words(sees: bool) -> None:
-    token = SHOWN.set(10**6 if sees else None)
-    with pytest.raises(ImageReturned, match="The tool 'look' returned a video .* Return some of its frames"):
-        content_of([image(1), {"type": "video", "video": [image(2)]}] if sees else {"type": "video"}, "The tool 'look'")
+@pytest.mark.parametrize("kind", ["video", "video_url"])
+def test_a_video_is_not_read_as_words(kind: str) -> None:
+    """By a policy that sees; to one over text, what a search found is words."""
+    found: Any = {"type": kind, "url": "talk.mp4"}
+    token = SHOWN.set(10**6)
+    for given in (found, [image(1), {"type": kind, "video": [image(2)]}]):
+        with pytest.raises(ImageReturned, match="The tool 'look' returned a video .* Return some of its frames"):
+            content_of(given, "The tool 'look'")
     SHOWN.reset(token)
+    assert content_of(found, "The tool 'look'") == json.dumps(found)
 
 
 @pytest.mark.parametrize("opens", ["image", "parts", "message"])
@@ -350,5 +356,17 @@ def test_a_critic_values_what_is_seen_later(toy_folder: Any, tmp_path: Path) -> 
     module = PPO(str(toy_folder("idefics3")), environment, env=env, sampling=Sampling(max_new_tokens=5), minibatches=2)
     watches = Watches()
     quiet_trainer(tmp_path, 2, callbacks=[watches]).fit(module, datamodule=worldly())
-    assert any(rollout.completions.vision.later for rollout in watches.rollouts)
+    drawn = next(rollout.completions for rollout in watches.rollouts if rollout.completions.vision.later)
     assert all(bool(value.isfinite().all()) for value in module.state_dict().values() if value.is_floating_point())
+    shown = drawn.vision
+    darker = Vision(shown.prompts, shown.index, [tuple(map(dark, of)) for of in shown.later])
+    with torch.no_grad():
+        usual, others = (module.values(replace(drawn, vision=vision)) for vision in (shown, darker))
+    moved = (usual - others).abs().amax(1) > 1e-6
+    assert moved.tolist() == [bool(of) for of in shown.later]
+
+
+def dark(later: Later) -> Later:
+    """The same image with half of its light."""
+    inputs = {n: each * 0.5 if each.is_floating_point() else each for n, each in later.seen.inputs.items()}
+    return replace(later, seen=replace(later.seen, inputs=inputs))

@@ -253,7 +253,9 @@ def test_data_sets_with_images_are_learned_whatever_the_cut(
 
 
 def test_images_and_a_policy_over_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.rows\[0\]: the row has images \(column 'image'\).*over text"):
+    with pytest.raises(
+        ConfigError, match=r"data\.rows\[0\]: the row has images or videos \(column 'image'\).*over text"
+    ):
         fitted(GRPO("tiny", by_letters), rollouts(), tmp_path)
 
 

@@ -17,6 +17,9 @@ from lit_rl.rollout import Completions, Rollout
 from lit_rl.videos import VideoRef, Visual
 from lit_rl.vision import Later, PromptVision, Vision
 
+_VISUAL = "lit_rl visual"
+"""The only key of what stands for an image in the messages of an episode."""
+
 
 def to_plain(item: Any) -> Any:
     """Dataclasses to dicts, tensors to copies on the CPU, and what is seen to the rows of the data that show it."""
@@ -35,10 +38,14 @@ def to_plain(item: Any) -> Any:
             "per_token": [{} if prompt is None else dict(prompt.per_token) for prompt in used.prompts],
             **world,
         }
+    if isinstance(item, ImageRef | VideoRef):  # in the messages of an episode
+        return {_VISUAL: _plain_visual(item)}
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return {f.name: to_plain(getattr(item, f.name)) for f in dataclasses.fields(item)}
     if isinstance(item, Mapping):
         return {key: to_plain(value) for key, value in item.items()}
+    if isinstance(item, list):
+        return [to_plain(each) for each in item]
     if isinstance(item, tuple) and any(map(dataclasses.is_dataclass, item)):
         return [to_plain(each) for each in item]
     return item
@@ -86,6 +93,15 @@ def _image(plain: Mapping[str, Any]) -> ImageRef:
     return ImageRef(plain["name"], digest_of(data), plain["width"], plain["height"], data=data)
 
 
+def _with_visuals(plain: Any) -> Any:
+    """Messages with images in the places where `to_plain` took them apart."""
+    if isinstance(plain, Mapping):
+        if plain.keys() == {_VISUAL}:
+            return _visual(plain[_VISUAL])
+        return {key: _with_visuals(value) for key, value in plain.items()}
+    return [_with_visuals(each) for each in plain] if isinstance(plain, list) else plain
+
+
 def to_device(item: Any, device: torch.device) -> Any:
     """The same plain structure with its tensors on `device`."""
     if isinstance(item, Tensor):
@@ -112,7 +128,7 @@ def completions_of(plain: dict[str, Any], device: torch.device) -> Completions:
     parts = to_device({name: part for name, part in plain.items() if name != "model_inputs"}, device)
     return Completions(
         **parts
-        | {"episodes": None if episodes is None else tuple(Episode(**each) for each in episodes)}
+        | {"episodes": None if episodes is None else tuple(Episode(**_with_visuals(each)) for each in episodes)}
         | {"vision": None if vision is None else _unmade(vision)}
     )
 

@@ -120,6 +120,11 @@ def _pictured(prompts: Prompts, number: int) -> Pictured | None:
             "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
             "lit_rl.data.image_prompts.Shown give both."
         )
+    if vision.given:
+        raise ConfigError(
+            "An environment began an episode with an image, and generator=vllm and vllm_server show images of the data "
+            "alone. Take generator=native, or hf."
+        )
     if video := next((each for each in vision.source.images if isinstance(each, VideoRef)), None):
         raise ConfigError(
             f"Prompt {number} of the batch, row {vision.row} of its data, shows the video {video.name}, and the "

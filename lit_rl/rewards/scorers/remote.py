@@ -235,7 +235,13 @@ def _check_columns(columns: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _body(prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]) -> bytes:
-    return json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
+    try:
+        return json.dumps({"prompts": prompts, "completions": completions, "columns": columns}).encode()
+    except TypeError as error:  # only what an environment gave can be anything but text and numbers
+        raise RewardError(
+            f"the episodes cannot be sent as JSON: {error}. A server is sent words alone: take a reward function of "
+            "this process, which finds images in the messages."
+        ) from error
 
 
 def _rewards(answer: bytes, count: int) -> list[float | None]:
