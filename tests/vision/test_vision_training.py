@@ -13,12 +13,13 @@ from vision_kinds import kinds
 from vision_more_toys import MORE_TOYS
 from vision_toys import picture
 
-from lit_rl.algorithms import DPO, GRPO, PPO, RLOO, SFT
+from lit_rl.algorithms import DPO, GRPO, PPO, RLOO, SFT, Constant
+from lit_rl.algorithms.optim.optimizers import ByPath
 from lit_rl.algorithms.rollouts import state
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, SupervisedDataModule
 from lit_rl.errors import ConfigError, DataError
-from lit_rl.models import Lora
+from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.vision_parts import part_of
 from lit_rl.rollout import Sampling
 
@@ -156,6 +157,34 @@ def test_the_cut_of_a_step_changes_nothing(toy_folder: Any, kind: str, tmp_path:
     )
     for name, value in one.items():
         torch.testing.assert_close(many[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
+def test_checkpointing_and_another_attention_end_at_the_same_weights_and_halves_near_them(
+    toy_folder: Any, kind: str, tmp_path: Path
+) -> None:
+    """Of texts, so that all learn from the same tokens; what sees is trained too."""
+
+    def ended(name: str, precision: Any = "32-true", **more: Any) -> dict[str, torch.Tensor]:
+        model = LanguageModel(str(toy_folder(kind)), freeze=(), **more)
+        module = SFT(model, optimizer=ByPath("torch.optim.SGD", lr=0.1), scheduler=Constant())
+        data = SupervisedDataModule(rows=texts(), batch_size=6, val_fraction=0.0)
+        return fitted(module, data, tmp_path / name, 2, precision=precision)
+
+    usual = ended("usual")
+    others = {"checkpointed": {"gradient_checkpointing": True}, "eager": {"attn_implementation": "eager"}}
+    for name, more in others.items():
+        for weight, value in ended(name, **more).items():
+            torch.testing.assert_close(value, usual[weight], rtol=1e-3, atol=2e-5)
+    policy = LanguageModel(str(toy_folder(kind))).load()
+    start, part = policy.state_dict(), part_of(policy)
+    halves = {name: value for name, value in ended("halves", "bf16-true").items() if value.is_floating_point()}
+    assert {value.dtype for value in halves.values()} == {torch.bfloat16}
+    for kept in ("vision", "text"):
+        names = [name for name in halves if part(name) == kept]
+        one, other = (torch.cat([(end[n].float() - start[n]).flatten() for n in names]) for end in (usual, halves))
+        assert float(torch.cosine_similarity(one, other, 0)) > 0.8, kept
 
 
 @pytest.mark.parametrize("kind", kinds("llava", "qwen3_vl", "smolvlm"))
