@@ -14,7 +14,7 @@ from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
 
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
-from lit_rl.callbacks.samples import Samples, _storable
+from lit_rl.callbacks.samples import Samples, _log, _storable
 from lit_rl.callbacks.text import console_table, html_table, printable
 
 
@@ -142,7 +142,9 @@ def test_loggers_that_take_tables_get_one(capsys):
         "advantage": [1.0, -1.0, 0.0],
     }
     logger = FakeTableLogger()
-    Samples(print=5)._show(SimpleNamespace(loggers=[logger]), table, "title", step=7)
+    rows = Samples(print=5)._pick(table)
+    console_table("title", rows)
+    _log(SimpleNamespace(loggers=[logger]), rows, 7)
     columns, data = logger.tables["samples/step_7"]
     assert columns == ["prompt", "completion", "reward", "advantage"] and len(data) == 2  # one a prompt
     assert "\x1b" not in data[0][1] and "\x1b[31mred" not in capsys.readouterr().out

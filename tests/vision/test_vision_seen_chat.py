@@ -87,4 +87,4 @@ def test_a_model_over_text_says_that_it_sees_none(chat: Any) -> None:
     assert "tiny is a language model over text, and sees no image. Take one that does" in notes
     assert "/image FILE" not in notes
     _, notes = chat("digits", "/image 0.png", plain=True)
-    assert "Images are shown in messages: set a chat template, and not chat.plain." in notes
+    assert "Images are shown in messages: set a chat template, and chat.plain=false." in notes

@@ -45,9 +45,9 @@ def flattens(strategy: Any) -> bool:
     return isinstance(strategy, FSDPStrategy | DeepSpeedStrategy)
 
 
-def whole_weights(strategy: Any, module: nn.Module) -> AbstractContextManager[None]:
-    """Hold every parameter of a module whole on every rank: gathered once, not once a generated token.
+def whole_weights(strategy: Any, model: nn.Module) -> AbstractContextManager[None]:
+    """Hold every parameter of a model whole on every rank: gathered once, not once a generated token.
 
     Does nothing where every rank has whole ones. A collective where not.
     """
-    return strategy.whole() if isinstance(strategy, ZeROStrategy) else unsharded(module)
+    return strategy.whole() if isinstance(strategy, ZeROStrategy) else unsharded(model)
