@@ -48,9 +48,18 @@ def test_an_engine_that_died_behind_its_server_is_dead():
     message = {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}
     with standing_in(answers(message, 500)) as server, pytest.raises(ServerDead, match="engine has died"):
         Client(server.url).complete({}, 1.0)
-    leaving = {"error": {"message": "Server shutting down.", "code": 500}}
-    with standing_in(answers(leaving, 500)) as server, pytest.raises(ServerDead, match="shutting down"):
-        Client(server.url).post("/reset_encoder_cache", 1.0)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"error": {"message": "Server shutting down.", "code": 500}},
+        {"error": "Failed to pause generation: cannot schedule new futures after shutdown"},
+    ],
+)
+def test_a_server_that_is_stopping_is_dead(said):
+    with standing_in(answers(said, 500)) as server, pytest.raises(ServerDead, match="shutting down"):
+        Client(server.url).pause(1.0)
 
 
 @pytest.mark.parametrize(

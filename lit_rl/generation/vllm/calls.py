@@ -17,6 +17,8 @@ from lit_rl.errors import ConfigError, GenerationError
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _KEY = "VLLM_API_KEY"
 _LONGEST_MESSAGE = 600
+_DEAD = ("EngineDeadError", "EngineCore encountered")
+_ENDING = ("Server shutting down", "after shutdown")  # the second is Python's, of a pool that takes no more work
 
 
 class ServerError(GenerationError):
@@ -132,9 +134,9 @@ class JSONCalls:
             said = _message(error.read(2**16))
         except (OSError, http.client.HTTPException):
             said = ""
-        if "EngineDeadError" in said or "EngineCore encountered" in said:
+        if any(words in said for words in _DEAD):
             return ServerDead(self.url, call, f"its engine has died: {said}")
-        if "Server shutting down" in said:
+        if any(words in said for words in _ENDING):
             return ServerDead(self.url, call, "it is shutting down")
         advice = ""
         if error.code == 401:
