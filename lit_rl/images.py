@@ -50,6 +50,11 @@ class ImageRef:
     def __str__(self) -> str:
         return f"{self.name} {self.digest}"
 
+    @classmethod
+    def held(cls, name: str, width: int, height: int, data: bytes) -> ImageRef:
+        """One whose bytes were kept somewhere."""
+        return cls(name, digest_of(data), width, height, data=data)
+
     def read(self) -> bytes:
         """Its encoded bytes.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_rl.images import THUMBNAIL, ImageRef, images_of
+from lit_rl.images import THUMBNAIL, ImageRef, images_of, refs_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -87,6 +87,11 @@ def videos_in(value: Any) -> tuple[VideoRef, ...]:
     """The videos in a value of a column; none where it is something else."""
     many = value if isinstance(value, list | tuple) else (value,)
     return tuple(each for each in many if isinstance(each, VideoRef))
+
+
+def visuals_in(value: Any) -> tuple[Visual, ...]:
+    """The images and videos in a value of a column, which holds one kind of them."""
+    return (*refs_of(value), *videos_in(value))
 
 
 def shown_in(columns: Mapping[str, Sequence[Any] | None], row: int) -> tuple[Visual, ...]:

@@ -100,7 +100,8 @@ def with_later(prompt: PromptVision | None, n: int, later: Sequence[Later], toke
     if not later:
         return None if prompt is None else prompt.continued(tokens)
     seen = [*([] if prompt is None else [prompt]), *(each.seen for each in later)]
-    vision = Vision([prompt], torch.zeros(1, dtype=torch.long), [tuple(later)])
+    vision = Vision.of([prompt], 1, [tuple(later)])
+    assert vision is not None
     lines = vision.per_token(n, tokens, torch.device("cpu"))
     return PromptVision(
         vision.inputs(torch.device("cpu")),
@@ -137,9 +138,9 @@ class Vision:
         return cls(prompts, torch.arange(len(prompts)).repeat_interleave(group_size), later)
 
     @classmethod
-    def blind(cls, rows: int) -> Vision:
-        """Of so many rows that see nothing."""
-        return cls((None,), torch.zeros(rows, dtype=torch.long))
+    def blind(cls, rows: int, later: Sequence[tuple[Later, ...]] = ()) -> Vision:
+        """Of so many rows whose prompts show nothing."""
+        return cls((None,), torch.zeros(rows, dtype=torch.long), later)
 
     def __len__(self) -> int:
         return len(self.index)

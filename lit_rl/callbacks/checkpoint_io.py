@@ -12,9 +12,8 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
+from lit_rl.durable import PARTIAL, flush
 from lit_rl.errors import StorageError
-
-PARTIAL = ".partial-"
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -30,7 +29,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)
-            flush_folder(os.path.dirname(target) or ".")
+            flush(os.path.dirname(target) or ".")
         except OSError as error:
             if os.path.exists(partial):
                 os.remove(partial)
@@ -70,14 +69,3 @@ def is_whole(path: Path) -> bool:
             return archive.testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):
         return False
-
-
-def flush_folder(folder: str) -> None:
-    """Make a rename in the folder survive a power cut. Some file systems cannot, and then nothing is lost by it."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.errors import StorageError
-from lit_rl.images import ImageRef, refs_of
-from lit_rl.videos import VideoRef, videos_in
+from lit_rl.images import ImageRef
+from lit_rl.videos import VideoRef, Visual, videos_in, visuals_in
 
 if TYPE_CHECKING:
     import pyarrow
@@ -32,7 +32,7 @@ def arrow_images(values: Sequence[Any]) -> pyarrow.Array | None:
     """
     import pyarrow
 
-    if not any(refs_of(value) or videos_in(value) for value in values):
+    if not any(visuals_in(value) for value in values):
         return None
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     lists = any(isinstance(value, list | tuple) for value in values)
@@ -44,14 +44,10 @@ def arrow_images(values: Sequence[Any]) -> pyarrow.Array | None:
 def _plain(value: Any) -> Any:
     if value is None:
         return None
-    return _stored(value) if isinstance(value, ImageRef | VideoRef) else [_stored(ref) for ref in _refs(value)]
+    return _stored(value) if isinstance(value, ImageRef | VideoRef) else [_stored(ref) for ref in visuals_in(value)]
 
 
-def _refs(value: Any) -> tuple[ImageRef | VideoRef, ...]:
-    return (*refs_of(value), *videos_in(value))
-
-
-def _stored(ref: ImageRef | VideoRef) -> Any:
+def _stored(ref: Visual) -> Any:
     if isinstance(ref, VideoRef):
         return [_stored(frame) for frame in ref.frames]
     if ref.path is not None:
@@ -93,7 +89,7 @@ class KeptImages:
         Raises:
             StorageError: one could not be written.
         """
-        shown = [ref for value in row.values() for ref in _refs(value)]
+        shown = [ref for value in row.values() for ref in visuals_in(value)]
         images = (image for ref in shown for image in (ref.frames if isinstance(ref, VideoRef) else (ref,)))
         for image in (image for image in images if image.path is None):
             _write(self._folder / _named(image), image.read())
@@ -105,7 +101,7 @@ def _named(value: Any) -> Any:
     if isinstance(value, VideoRef):
         frames = [_named(frame) for frame in value.frames]
         return frames if value.fps is None else {"frames": frames, "fps": value.fps}
-    return [_named(each) for each in value] if _refs(value) else value
+    return [_named(each) for each in value] if visuals_in(value) else value
 
 
 def _write(path: Path, data: bytes) -> None:

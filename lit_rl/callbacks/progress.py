@@ -139,13 +139,10 @@ def _room(bar: tqdm) -> int:
 
 
 def _fitting(values: dict[str, str], room: int) -> str:
-    """As many of the values as there is room for: in a narrow terminal the first, the loss, then the rest in order."""
-    order = list(
-        dict.fromkeys([*list(values)[:1], *(name for name in values if name in ("accuracy", "loss")), *values])
-    )
-    kept = set(order[:2])
-    for name in order[2:]:
-        if len(", ".join(values[each] for each in (*kept, name))) > room:
+    """As many of the values as there is room for, in their order: the first and the loss always."""
+    kept = {name for place, name in enumerate(values) if place == 0 or name == "loss"}
+    for name in values:
+        if len(", ".join(values[each] for each in kept | {name})) > room:
             break
         kept.add(name)
     return ", ".join(text for name, text in values.items() if name in kept)

@@ -39,7 +39,7 @@ class Samples(L.Callback):
         in_range("callbacks.samples.print", print, low=0)
         self.print, self.unique, self.every = print, unique, every
         self._due = Due("callbacks.samples.every", _IN_LOGGERS if every is None else every)
-        self._latest: tuple[str, list[dict[str, Any]]] | None = None
+        self._unshown: tuple[int, dict[str, list[Any]]] | None = None
         self._evaluated: dict[int, dict[str, list[Any]]] = {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -54,23 +54,25 @@ class Samples(L.Callback):
             return
         step = table["step"][0]
         self._write(trainer, table, f"step_{step:08d}")
-        rows, title = self._pick(table), f"rollout at step {step}"
         before = self._due.last
-        if self._due.at(step) and rows:
+        due = self._due.at(step)
+        if due and (rows := self._pick(table)):
             _log(trainer, rows, step)
-            if self.every is not None:
-                console_table(title, rows)
-        if self.every is None and rows:
+        if self.every is None:
             middle = trainer.estimated_stepping_batches / 2
-            shown = before is None or before < middle <= step
-            if shown:
-                console_table(title, rows)
-            self._latest = None if shown else (title, rows)
+            due = before is None or before < middle <= step
+            self._unshown = None if due else (step, table)
+        if due:
+            self._print(step, table)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if self._latest is not None:
-            console_table(*self._latest)
-            self._latest = None
+        if self._unshown is not None:
+            self._print(*self._unshown)
+            self._unshown = None
+
+    def _print(self, step: int, table: dict[str, list[Any]]) -> None:
+        if rows := self._pick(table):
+            console_table(f"rollout at step {step}", rows)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._evaluated = {}

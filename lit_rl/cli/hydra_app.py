@@ -114,7 +114,8 @@ def run(config: DictConfig) -> int:
         return TASKS[config.task](job)
     except Exception:
         if _is_main():
-            run_dir.withdraw(missing, worth="train/" if config.task == "fit" else "")
+            # A first validation is made again by the next start: without a step it is no reason to keep a folder.
+            run_dir.withdraw(missing, kept_for="train/" if config.task == "fit" else "")
         raise
     finally:
         if isinstance(job.module, GeneratingModule):

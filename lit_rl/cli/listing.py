@@ -50,6 +50,12 @@ def defaults() -> dict[str, str]:
     return {name: choice.strip("[]") for name, choice in re.findall(r"- (\w+): (\S+)", head) if choice != "null"}
 
 
+def keys() -> list[str]:
+    """What stands at the top of the config beside the groups."""
+    text = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
+    return [name for name in re.findall(r"^(\w+):", text, re.M) if name != "defaults"]
+
+
 def run(words: Sequence[str]) -> int:
     """Print the groups, or the choices of those that are named.
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_rl.cli.listing import conf_folder, groups
+from lit_rl.cli.listing import conf_folder, groups, keys
 from lit_rl.errors import ConfigError, did_you_mean
 
 MEANS = {
@@ -133,11 +133,7 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]]) -> None
         raise ConfigError(f"{key}={value} is not a choice.{did_you_mean(value, found[key])} {key} has: {listed}.")
     head, dot, _ = key.partition(".")
     tops = {group for group in found if "/" not in group}
-    if dot and head.isidentifier() and head not in (*tops, *_TOPS):
+    if dot and head.isidentifier() and head not in {*tops, *keys(), "hydra"}:
         near = difflib.get_close_matches(head, tops, n=1, cutoff=0.75)  # others wait for the whole config
         if near:
             raise ConfigError(f"{key} is not a key. Did you mean {near[0]!r}?")
-
-
-_TOPS = ("hydra", "plan", "reward_test", "data_check", "env_check", "chat", "serve", "doctor", "transcripts")
-"""What stands at the top of the config with keys of its own, beside the groups."""

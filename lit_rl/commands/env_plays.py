@@ -17,7 +17,7 @@ import torch
 
 from lit_rl.environments.base import Environment, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
-from lit_rl.environments.observations import SHOWN
+from lit_rl.environments.observations import IMAGE_LIMIT
 from lit_rl.environments.parsers import Parser
 from lit_rl.environments.runner import Late, Runner, Task
 from lit_rl.episodes import words_of
@@ -97,8 +97,8 @@ class Player:
     def _begun(self, case: Case) -> _Play:
         kind, parser = self._factory.kinds[case.kind], self._parsers[case.kind]
         in_worker = self._factory.pool is not None
-        limits = self._factory.step_timeout, self._max_image_pixels
-        return _Play(case, lambda: kind.make(parser), self._runner, *limits, in_worker)
+        limit, pixels = self._factory.step_timeout, self._max_image_pixels
+        return _Play(case, lambda: kind.make(parser), self._runner, limit, pixels, in_worker)
 
 
 class _Failed(Exception):
@@ -190,7 +190,7 @@ class _Given:
 
 async def _watched(coroutine: Coroutine[Any, Any, Any], max_image_pixels: int | None) -> _Given:
     """What it gives or raises, its seconds, and the global generators that it moves."""
-    SHOWN.set(max_image_pixels)
+    IMAGE_LIMIT.set(max_image_pixels)
     before, began = _generators(), time.perf_counter()
     value, error = None, None
     try:

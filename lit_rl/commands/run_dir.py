@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import yaml
 
-from lit_rl.callbacks.checkpoint_io import PARTIAL, is_whole
+from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.record import FILES, record_files
+from lit_rl.durable import PARTIAL
 from lit_rl.errors import ConfigError, StorageError
 
 Start = Literal["new", "anew", "resumed"]
@@ -122,14 +123,14 @@ class RunDir:
         """The folders that `open` will make, the innermost first."""
         return [path for path in (self.path, *self.path.parents) if not path.exists()]
 
-    def withdraw(self, made: Sequence[Path], worth: str) -> None:
+    def withdraw(self, made: Sequence[Path], kept_for: str) -> None:
         """Remove the folder of a start that failed before it had anything to keep, if this start made the folder.
 
         Args:
             made: What was `missing` before.
-            worth: Beginning of the names of metrics of which one is worth to be kept.
+            kept_for: The folder stays if a metric was logged whose name begins so; "" is any.
         """
-        logged = self.metrics.exists() and f'"{worth}' in self.metrics.read_text()
+        logged = self.metrics.exists() and f'"{kept_for}' in self.metrics.read_text()
         learned = logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
         if self.path not in made or learned:
             return

@@ -21,7 +21,7 @@ from typing import Any
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import ChatFrames, Frames
-from lit_rl.environments.observations import SHOWN, Content, texts_of_content, with_texts
+from lit_rl.environments.observations import IMAGE_LIMIT, Content, texts_of_content, with_texts
 from lit_rl.environments.remembered import FailedBefore, told_of
 from lit_rl.environments.runner import GRACE, Begun, Late, Runner, Task
 from lit_rl.episodes import End, Episode
@@ -384,7 +384,7 @@ class Conversations(Responder):
 
     async def _guarded(self, ask: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """What it gives, or that it raised: the episode fails, and the others go on."""
-        SHOWN.set(self._reading.max_image_pixels)
+        IMAGE_LIMIT.set(self._reading.max_image_pixels)
         try:
             return await ask()
         except (LitRLError, Late):

@@ -21,7 +21,7 @@ from typing import Any, cast
 from lit_rl.environments.base import Reply
 from lit_rl.episodes import End
 from lit_rl.errors import ConfigError, StorageError
-from lit_rl.images import ImageRef, digest_of
+from lit_rl.images import ImageRef
 
 
 @dataclass(frozen=True)
@@ -212,8 +212,7 @@ def _with_images(given: Any) -> Any:
 
 
 def _image(written: dict[str, Any]) -> ImageRef:
-    data = base64.b64decode(written["data"])
-    return ImageRef(written["name"], digest_of(data), written["width"], written["height"], data=data)
+    return ImageRef.held(written["name"], written["width"], written["height"], base64.b64decode(written["data"]))
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

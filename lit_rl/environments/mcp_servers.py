@@ -16,7 +16,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.environments.factory import EnvironmentFactory, EnvironmentKind
 from lit_rl.environments.function_tools import OnlyTools
 from lit_rl.environments.mcp_connection import Lost, Place, Server
-from lit_rl.environments.observations import SHOWN, content_of, writable
+from lit_rl.environments.observations import IMAGE_LIMIT, content_of, writable
 from lit_rl.environments.tools import Tool, ToolAnswer, Toolbox
 from lit_rl.errors import BackendError, ConfigError, did_you_mean
 
@@ -175,7 +175,8 @@ class _ServerTool(Tool):
             raise  # the episode fails: it is nothing that the policy did
         except Exception as error:  # of the package: the server says that the call is wrong, or gives what it may not
             return ToolAnswer(writable(f"error: {self.name}: {error}"), failed=True)
-        if SHOWN.get() is not None and not result.is_error and any(part.type == "image" for part in result.content):
+        shows = any(part.type == "image" for part in result.content)
+        if shows and IMAGE_LIMIT.get() is not None and not result.is_error:
             return ToolAnswer.of(content_of(list(map(_seen, result.content)), f"The tool {self.name!r}"))
         text = writable(_text(result))
         return ToolAnswer(f"error: {self.name}: {text}", failed=True) if result.is_error else ToolAnswer(text)

@@ -22,7 +22,7 @@ Content = str | list[dict[str, Any]]
 """Of a message: a text, or parts: ``{"type": "text", "text": ...}``, or ``{"type": "image", "image": ...}`` with an
 `ImageRef`."""
 
-SHOWN: ContextVar[int | None] = ContextVar("shown", default=None)
+IMAGE_LIMIT: ContextVar[int | None] = ContextVar("image_limit", default=None)
 """Width times height that an image of the environment at hand may have; None: the policy reads text."""
 
 
@@ -43,7 +43,7 @@ def content_of(result: Any, who: str) -> Content:
         UnusableImage: an image is damaged, animated, too large or too narrow.
         ConfigError: it can be nothing of this.
     """
-    if (most := SHOWN.get()) is None:
+    if (most := IMAGE_LIMIT.get()) is None:
         return as_text(result, who)
     _refuse_videos(result, who)
     if not shows(result):
@@ -55,7 +55,7 @@ def content_of(result: Any, who: str) -> Content:
 def shows(given: Any) -> bool:
     """Whether it is an image, or a list with one: for a policy that sees, bytes are one too."""
     parts = given if isinstance(given, list | tuple) else [given]
-    return any(_is_image(part) or (isinstance(part, bytes) and SHOWN.get() is not None) for part in parts)
+    return any(_is_image(part) or (isinstance(part, bytes) and IMAGE_LIMIT.get() is not None) for part in parts)
 
 
 def images_of_content(content: Any) -> list[ImageRef]:
@@ -88,7 +88,7 @@ def _part(part: Any, who: str, most: int) -> dict[str, Any]:
     image = part.get("image") if isinstance(part, Mapping) and part.get("type") == "image" else part
     if not (isinstance(image, bytes | ImageRef) or is_pillow(image)):
         raise ImageReturned(
-            f"{who} returned {_shown(part)} as an image or beside one. An image is a PIL image or its encoded bytes, "
+            f"{who} returned {_words(part)} as an image or beside one. An image is a PIL image or its encoded bytes, "
             'by itself or in {"type": "image", "image": ...}; a text beside it is {"type": "text", "text": ...}. Of an '
             "array of pixels make one by PIL.Image.fromarray. Paths and addresses are not opened."
         )
@@ -112,7 +112,7 @@ def as_text(result: Any, who: str) -> str:
         return writable(json.dumps(result, ensure_ascii=False, allow_nan=True))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{who} returned {_shown(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
+            f"{who} returned {_words(result)}, which is neither text nor JSON ({error}). Return a str, a number, or "
             "lists and dicts of these."
         ) from error
 
@@ -132,7 +132,7 @@ def refuse_images(given: Any, who: str) -> None:
     parts = given if isinstance(given, list | tuple) else [given]
     if (image := next((part for part in parts if _is_image(part)), None)) is not None:
         raise ImageReturned(
-            f"{who} returned an image ({_shown(image)}), and the policy is a language model over text. Set model= to "
+            f"{who} returned an image ({_words(image)}), and the policy is a language model over text. Set model= to "
             "one that sees, such as smolvlm_256m, or return words or numbers about it."
         )
 
@@ -143,7 +143,7 @@ def _refuse_videos(given: Any, who: str) -> None:
         names = isinstance(part, Mapping) and part.get("type") in ("video", "video_url") and part.keys() <= _VIDEO_KEYS
         if names or isinstance(part, VideoRef):
             raise ImageReturned(
-                f"{who} returned a video ({_shown(part)}), and only images can be returned. Return some of its frames, "
+                f"{who} returned a video ({_words(part)}), and only images can be returned. Return some of its frames, "
                 'each as {"type": "image", "image": ...}.'
             )
 
@@ -166,7 +166,7 @@ def writable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
-def _shown(value: Any) -> str:
+def _words(value: Any) -> str:
     try:
         return excerpt(repr(value), 80)
     except Exception:  # of an integer with thousands of digits there is no repr

@@ -109,9 +109,7 @@ class PromptOpener:
         written = next((token for token in self._control for part in parts if token in part), None)
         if written is None:
             return self._rendered(opened, plain.seen, where, template_kwargs, images)
-        if (
-            plain.seen is not None or images
-        ):  # a processor makes tokens of a whole text, in which nothing can stand apart
+        if plain.seen is not None or images:  # a processor makes tokens of a whole text: nothing can stand apart in it
             raise CannotBegin(
                 f"what it began with holds the text {written!r}, a control token of the policy, which a prompt with "
                 "images cannot hold: let reset return other words"
@@ -171,9 +169,9 @@ def _is_end(opening: str | Sequence[Message]) -> bool:
 
 def _contents(opening: str | Sequence[Message]) -> list[Content]:
     """What the environment begins with, a message each."""
-    if _is_end(opening):
-        return [opening if isinstance(opening, str) else list(opening)]
-    return [message["content"] for message in opening if not isinstance(message, str)]
+    if isinstance(opening, str):
+        return [opening]
+    return [list(opening)] if _is_end(opening) else [message["content"] for message in opening]
 
 
 def _with_texts(prompt: list[Message], opening: str | Sequence[Message], texts: Sequence[str]) -> list[Message]:

@@ -102,8 +102,7 @@ class DecodingSteps:
             places = later_positions(self._policy, places, ids, later)
             self._next_position = _behind(places)
             self._ahead = self._next_position - positions[:, None] - lengths[:, None]
-            shown = Vision((None,), torch.zeros(len(ids), dtype=torch.long), later)
-            seen = shown.model_inputs(0, ids.shape[1], ids.device)
+            seen = Vision.blind(len(ids), later).model_inputs(0, ids.shape[1], ids.device)
         logits = self._read(ids, columns < lengths[:, None], places, lasts, **seen)
         self.logits = logits[torch.arange(len(ids), device=logits.device), which].float()
         self._shift(ids.shape[1] - lengths)
@@ -212,7 +211,7 @@ class DecodingSteps:
 
 
 def _behind(positions: Tensor) -> Tensor:
-    """Long ``(b, 1)``: of the token behind texts, of whose positions the last ones are theirs."""
+    """Long ``(b, 1)``: the position of the next token, behind positions ``(b, s)`` or ``(3, b, s)``."""
     last = positions[:, -1:] if positions.ndim == 2 else positions[..., -1].amax(0)[:, None]
     return last + 1
 

@@ -26,7 +26,7 @@ from lit_rl.algorithms import GRPO
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Repeated
 from lit_rl.environments import MCPTools
-from lit_rl.environments.observations import SHOWN
+from lit_rl.environments.observations import IMAGE_LIMIT
 from lit_rl.environments.tools import ToolAnswer, Toolbox, ToolCall
 from lit_rl.errors import BackendError, ConfigError
 from lit_rl.models import LanguageModel
@@ -107,9 +107,9 @@ def test_what_a_tool_gives_is_the_answer(name: str, tools: MCPTools) -> None:
 
 
 def test_a_policy_that_sees_is_shown_the_image(tools: MCPTools) -> None:
-    token = SHOWN.set(12)
+    token = IMAGE_LIMIT.set(12)
     first, image, last = call(tools, "draw", words="ä").parts
-    SHOWN.reset(token)
+    IMAGE_LIMIT.reset(token)
     assert (first["text"], last["text"]) == ("here is ä:", "done")
     assert (image["image"].width, image["image"].height) == (4, 3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -285,16 +286,22 @@ class Watches(L.Callback):
             trainer.save_checkpoint(self.path)
 
 
+def gone_on(make: Callable[[], Any], rows: Callable[[], Any], watches: Watches, folder: Path) -> Any:
+    """A run of six steps that was watched, after one that goes on from its checkpoint has ended at the same bits."""
+    whole, resumed = make(), make()
+    quiet_trainer(folder / "whole", 6, callbacks=[watches]).fit(whole, datamodule=rows())
+    quiet_trainer(folder / "rest", 6).fit(resumed, datamodule=rows(), ckpt_path=watches.path)
+    found = weights(resumed)
+    assert all(torch.equal(found[name], value) for name, value in weights(whole).items())
+    return whole
+
+
 @pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
 def test_a_run_goes_on_to_the_bit_in_the_middle_of_a_rollout(toy_folder: Any, kind: str, tmp_path: Path) -> None:
     """Its prompts have words of the world, so that they are longer than those of the data."""
     half = tmp_path / "half.ckpt"
-    watches, whole = Watches(half), grpo(toy_folder(kind))
-    quiet_trainer(tmp_path / "whole", 6, callbacks=[watches]).fit(whole, datamodule=data())
-    resumed = grpo(toy_folder(kind))
-    quiet_trainer(tmp_path / "rest", 6).fit(resumed, datamodule=data(), ckpt_path=half)
-    found = weights(resumed)
-    assert all(torch.equal(found[name], value) for name, value in weights(whole).items())
+    watches = Watches(half)
+    gone_on(lambda: grpo(toy_folder(kind)), data, watches, tmp_path)
     for rollout in watches.rollouts:
         completions = rollout.completions
         heard = completions.attended & ~completions.response_mask

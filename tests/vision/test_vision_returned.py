@@ -15,7 +15,19 @@ import pytest
 import torch
 import vision_worlds
 from PIL import Image
-from test_vision_episodes import LIMITS, Watches, asked, begun, data, grpo, interaction, scored, tensors, weights
+from test_vision_episodes import (
+    LIMITS,
+    Watches,
+    asked,
+    begun,
+    data,
+    gone_on,
+    grpo,
+    interaction,
+    scored,
+    tensors,
+    weights,
+)
 from test_vision_episodes import rows as question_rows
 from turn_cases import Scripted
 from vision_kinds import kinds
@@ -29,7 +41,7 @@ from lit_rl.data.images import image_of
 from lit_rl.environments import CustomEnvironment
 from lit_rl.environments.frames import ChatFrames
 from lit_rl.environments.journal import Journal
-from lit_rl.environments.observations import SHOWN, ImageReturned, bare, content_of, images_of_content
+from lit_rl.environments.observations import IMAGE_LIMIT, ImageReturned, bare, content_of, images_of_content
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models import LanguageModel
@@ -247,21 +259,21 @@ def test_a_template_that_shows_no_images_of_tools(toy_folder: Any) -> None:
 
 
 def test_a_policy_over_text_is_shown_none(toy_of: Any) -> None:
-    token = SHOWN.set(None)
+    token = IMAGE_LIMIT.set(None)
     with pytest.raises(ImageReturned, match="the policy is a language model over text"):
         content_of(picture(1), "The tool 'look'")
-    SHOWN.reset(token)
+    IMAGE_LIMIT.reset(token)
 
 
 @pytest.mark.parametrize("kind", ["video", "video_url"])
 def test_a_video_is_not_read_as_words(kind: str) -> None:
     """By a policy that sees; to one over text, what a search found is words."""
     found: Any = {"type": kind, "url": "talk.mp4"}
-    token = SHOWN.set(10**6)
+    token = IMAGE_LIMIT.set(10**6)
     for given in (found, [image(1), {"type": kind, "video": [image(2)]}]):
         with pytest.raises(ImageReturned, match="The tool 'look' returned a video .* Return some of its frames"):
             content_of(given, "The tool 'look'")
-    SHOWN.reset(token)
+    IMAGE_LIMIT.reset(token)
     assert content_of(found, "The tool 'look'") == json.dumps(found)
 
 
@@ -322,12 +334,8 @@ def paints(folder: Any, **more: Any) -> Any:
 @pytest.mark.parametrize("kind", kinds("idefics3", "qwen2_5_vl"))
 def test_a_run_goes_on_to_the_bit_and_keeps_no_pixels(toy_folder: Any, kind: str, tmp_path: Path) -> None:
     half = tmp_path / "half.ckpt"
-    watches, whole = Watches(half, at=3), paints(toy_folder(kind), replay=GroupReplay(4))
-    quiet_trainer(tmp_path / "whole", 6, callbacks=[watches]).fit(whole, datamodule=worldly())
-    resumed = paints(toy_folder(kind), replay=GroupReplay(4))
-    quiet_trainer(tmp_path / "rest", 6).fit(resumed, datamodule=worldly(), ckpt_path=half)
-    found = weights(resumed)
-    assert all(torch.equal(found[name], value) for name, value in weights(whole).items())
+    watches = Watches(half, at=3)
+    whole = gone_on(lambda: paints(toy_folder(kind), replay=GroupReplay(4)), worldly, watches, tmp_path)
     for rollout in watches.rollouts:
         completions = rollout.completions
         heard = completions.attended & ~completions.response_mask

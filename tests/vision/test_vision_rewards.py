@@ -31,7 +31,7 @@ from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
 SHORT = Sampling(max_new_tokens=3)
-SHOWN = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+IMAGE_LIMIT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
 
 
 def said(text: str) -> list[dict[str, Any]]:
@@ -88,12 +88,12 @@ def test_what_was_trained_is_what_the_export_says(
     seen = [image_of(uri(i), "row") for i in range(8)]
     for which in ("chosen", "rejected"):
         replies = [row[which] for row in pairs()]
-        found = reward([SHOWN] * 8, replies, image=seen)
+        found = reward([IMAGE_LIMIT] * 8, replies, image=seen)
         assert found == pytest.approx([value for table in wanted for value in table[f"{which}_reward"]], abs=2e-5)
-        assert found == reward([SHOWN] * 8, replies, images=[[ref] for ref in seen])
-        alone = [reward([SHOWN], [reply], image=[ref])[0] for reply, ref in zip(replies, seen, strict=True)]
+        assert found == reward([IMAGE_LIMIT] * 8, replies, images=[[ref] for ref in seen])
+        alone = [reward([IMAGE_LIMIT], [reply], image=[ref])[0] for reply, ref in zip(replies, seen, strict=True)]
         assert found == pytest.approx(alone, abs=2e-5), "a score does not depend on its batch"
-    assert len({round(score or 0, 4) for score in reward([SHOWN] * 3, [said("a")] * 3, image=seen[:3])}) == 3
+    assert len({round(score or 0, 4) for score in reward([IMAGE_LIMIT] * 3, [said("a")] * 3, image=seen[:3])}) == 3
 
 
 @pytest.mark.all
@@ -132,14 +132,14 @@ def test_what_cannot_be_scored_is_refused(toy_folder: Any, tmp_path: Path) -> No
     module.configure_model()
     blind = RewardModel(str(exported(module, tmp_path / "blind")), chat_template="{{ messages | length }}")
     with pytest.raises(RewardError, match="show images, and the reward model .* reads text alone"):
-        blind([SHOWN], [said("a")], image=[image_of(uri(0), "row")])
+        blind([IMAGE_LIMIT], [said("a")], image=[image_of(uri(0), "row")])
     module = RewardModeling(str(toy_folder("idefics3")))
     module.configure_model()
     cutting = RewardModel(str(exported(module, tmp_path / "hf")), max_length=40, overlong="truncate_left")
     with pytest.raises(RewardError, match="truncate_left to max_length=40 would cut through them"):
-        cutting([SHOWN], [said("a" * 40)], image=[image_of(uri(0), "row")])
+        cutting([IMAGE_LIMIT], [said("a" * 40)], image=[image_of(uri(0), "row")])
     with pytest.raises(DataError, match="row 0 for the reward model .* shows 1 of the prompt's 2 images"):
-        cutting([SHOWN], [said("a")], images=[[image_of(uri(0), "row"), image_of(uri(1), "row")]])
+        cutting([IMAGE_LIMIT], [said("a")], images=[[image_of(uri(0), "row"), image_of(uri(1), "row")]])
 
 
 def test_rewards_find_images_of_messages_in_a_column(toy_folder: Any) -> None:

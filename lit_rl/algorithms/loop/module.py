@@ -23,13 +23,12 @@ from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
-from lit_rl.algorithms.optim.schedules import Linear, Schedule, by_group
+from lit_rl.algorithms.optim.schedules import Linear, Schedule, as_schedule, by_group
 from lit_rl.algorithms.optim.strategies import flattens, shards
 from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.deepspeed import (
-    clipping_fits_zero,
     method_fits_zero,
     model_fits_zero,
     optimizer_fits_zero,
@@ -94,14 +93,7 @@ class PolicyModule(L.LightningModule):
         self.model = LanguageModel.of(model)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
-        if scheduler is not None and not hasattr(scheduler, "factor"):
-            raise ConfigError(
-                f"scheduler is a {type(scheduler).__name__}. Allowed is Linear, Cosine or Constant of "
-                "lit_rl.algorithms.optim.schedules, each with warmup_steps, or an object of yours with factor(step, "
-                "total_steps) -> float: by how much the learning rate is multiplied. Torch's StepLR is "
-                "factor = gamma ** (step // step_size)."
-            )
-        self.scheduler: Schedule = Linear() if scheduler is None else scheduler
+        self.scheduler: Schedule = Linear() if scheduler is None else as_schedule(scheduler)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.memory_gb: float | None = None
@@ -167,24 +159,19 @@ class PolicyModule(L.LightningModule):
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy
         if isinstance(strategy, DeepSpeedStrategy):
-            self._check_zero(strategy)
-        if self.model.use_liger_kernel:
-            liger.check_device(strategy.root_device)
-        if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
-            self.model = self.model.held_in("bfloat16")
-
-    def _check_zero(self, strategy: DeepSpeedStrategy) -> None:
-        """Refuse what was never run with DeepSpeed."""
-        settings_fit_zero(self.model, str(self.trainer.precision), strategy)
-        clipping_fits_zero(self.trainer.gradient_clip_algorithm)
-        if isinstance(strategy, ZeROStrategy):
+            settings_fit_zero(self.model, str(self.trainer.precision), strategy)
             method_fits_zero(
                 type(self).__name__,
                 self.proven_with_zero,
                 strategy,
+                clipping=self.trainer.gradient_clip_algorithm,
                 reference=self.reference if self.needs_reference else None,
                 generator=getattr(self, "generator", None),
             )
+        if self.model.use_liger_kernel:
+            liger.check_device(strategy.root_device)
+        if replace_half_precision(strategy) and not isinstance(strategy, ModelParallelStrategy):
+            self.model = self.model.held_in("bfloat16")
 
     # ------------------------------------------------------------------ memory
 
@@ -499,8 +486,9 @@ class PolicyModule(L.LightningModule):
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         strategy = self.trainer.strategy
         if isinstance(strategy, ZeROStrategy):
-            self.grad_norm = torch.tensor(strategy.gradient_norm)
-            if self.broken_steps.look(strategy.gradient_norm, scaled=False):
+            norm = strategy.gradient_norm
+            self.grad_norm = torch.tensor(norm)
+            if self.broken_steps.look(norm, scaled=False):
                 self._report_broken()
 
     def _leave_out_broken(self, optimizer: Any) -> None:

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,6 +22,22 @@ class Schedule(Protocol):
         ...
 
     def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR: ...
+
+
+def as_schedule(given: Any) -> Schedule:
+    """What was given, if it is a schedule.
+
+    Raises:
+        ConfigError: it is something else, such as a scheduler of torch.
+    """
+    if not hasattr(given, "factor"):
+        raise ConfigError(
+            f"scheduler is a {type(given).__name__}. Allowed is Linear, Cosine or Constant of "
+            "lit_rl.algorithms.optim.schedules, each with warmup_steps, or an object of yours with factor(step, "
+            "total_steps) -> float: by how much the learning rate is multiplied. Torch's StepLR is "
+            "factor = gamma ** (step // step_size)."
+        )
+    return given
 
 
 def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule]) -> LambdaLR:

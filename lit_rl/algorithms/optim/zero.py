@@ -19,12 +19,12 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.optim import Optimizer
 
+from lit_rl.durable import PARTIAL, flush_tree
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy.partitions import give_back
 
-FACTS = "lit_rl.json"  # in the folder of a checkpoint
-PARTIAL = ".partial-"  # what `callbacks.checkpoint_io` calls a checkpoint that is not whole yet
-
+FACTS = "lit_rl.json"
+"""In the folder of a checkpoint: what has to be the same to go on from it."""
 
 _DEVICES = ("remote_device", "offload_params_device", "offload_optimizer_device")
 
@@ -195,7 +195,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         if self.is_global_zero:
             (Path(partial) / FACTS).write_text(json.dumps(self._facts()))
         if self.local_rank == 0:
-            _flush(Path(partial))
+            flush_tree(Path(partial))
         self.barrier()
         if self.is_global_zero:
             shutil.rmtree(target, ignore_errors=True)
@@ -272,18 +272,6 @@ def check_facts(path: Path, here: Mapping[str, Any]) -> None:
 
 def _shape(facts: Mapping[str, Any], name: str) -> list[int] | None:
     return facts["trained"].get(name)
-
-
-def _flush(folder: Path) -> None:
-    """What a node has written is on the disk, before a rename says that the checkpoint is whole."""
-    for path in (folder, *folder.rglob("*")):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        except OSError:  # some file systems cannot flush a folder
-            pass
-        finally:
-            os.close(handle)
 
 
 def _load_plain(path: str, map_location: Any | None = None) -> Any:

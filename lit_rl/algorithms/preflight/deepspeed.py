@@ -54,7 +54,13 @@ def settings_fit_zero(model: LanguageModel, precision: str, strategy: DeepSpeedS
 
 
 def method_fits_zero(
-    method: str, proven: bool, strategy: ZeROStrategy, *, reference: Reference | None, generator: Generator | None
+    method: str,
+    proven: bool,
+    strategy: DeepSpeedStrategy,
+    *,
+    clipping: Any,
+    reference: Reference | None,
+    generator: Generator | None,
 ) -> None:
     """Refuse a method, or parts of one, before weights are loaded.
 
@@ -62,12 +68,17 @@ def method_fits_zero(
         method: Name of its class.
         proven: Whether a test has held it against one process.
         strategy: Of the run.
+        clipping: `trainer.gradient_clip_algorithm`.
         reference: The one that a term reads; None where none does.
         generator: What draws completions; None where nothing does.
 
     Raises:
         ConfigError: names the key.
     """
+    if clipping == "value":
+        raise ConfigError(
+            f"trainer.gradient_clip_algorithm=value: DeepSpeed's engine clips by the norm only. Take norm, {_INSTEAD}."
+        )
     if not proven:
         raise ConfigError(f"{method} was never held against one process with DeepSpeed. Take strategy=ddp or fsdp.")
     if generator is not None and not isinstance(generator, NativeGenerator | HFGenerator):
@@ -75,18 +86,11 @@ def method_fits_zero(
             f"generator={type(generator).__name__} was never run with DeepSpeed. Take generator=native or hf, "
             f"{_INSTEAD}."
         )
-    if reference is not None and reference.moves and strategy.stage == 3:
+    apart = isinstance(strategy, ZeROStrategy) and strategy.stage == 3
+    if apart and reference is not None and reference.moves:
         raise ConfigError(
             f"reference={type(reference).__name__} follows weights, which ZeRO stage 3 has taken apart. Take "
             f"reference=frozen_copy or strategy=deepspeed_2, {_INSTEAD}."
-        )
-
-
-def clipping_fits_zero(algorithm: Any) -> None:
-    """Raises ConfigError for clipping by value, which DeepSpeed's engine has not."""
-    if algorithm == "value":
-        raise ConfigError(
-            f"trainer.gradient_clip_algorithm=value: DeepSpeed's engine clips by the norm only. Take norm, {_INSTEAD}."
         )
 
 

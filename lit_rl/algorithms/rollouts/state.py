@@ -12,7 +12,7 @@ from torch import Tensor
 from lit_rl.data.image_prompts import Processor, Shown
 from lit_rl.episodes import Episode
 from lit_rl.errors import StorageError
-from lit_rl.images import ImageRef, digest_of
+from lit_rl.images import ImageRef
 from lit_rl.rollout import Completions, Rollout
 from lit_rl.videos import VideoRef, Visual
 from lit_rl.vision import Later, PromptVision, Vision
@@ -89,8 +89,7 @@ def _visual(plain: Mapping[str, Any]) -> Visual:
 
 
 def _image(plain: Mapping[str, Any]) -> ImageRef:
-    data = bytes(plain["data"].cpu().numpy())
-    return ImageRef(plain["name"], digest_of(data), plain["width"], plain["height"], data=data)
+    return ImageRef.held(plain["name"], plain["width"], plain["height"], bytes(plain["data"].cpu().numpy()))
 
 
 def _with_visuals(plain: Any) -> Any:

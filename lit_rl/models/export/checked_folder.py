@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lit_rl.durable import flush_tree
 from lit_rl.errors import StorageError
 from lit_rl.models.export.adapter_folder import sort_names
 from lit_rl.models.export.verify import verify_adapter
@@ -116,12 +117,7 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
 
 def _publish(staged: Path, target: Path) -> None:
     """Make the staged folder durable, and put it in place of an earlier export."""
-    for item in [*staged.rglob("*"), staged]:
-        descriptor = os.open(item, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    flush_tree(staged)
     earlier = staged.with_name(staged.name.replace(".tmp-", ".old-"))
     replaces = target.exists()
     if replaces:

@@ -1,0 +1,32 @@
+"""Files and folders that are there whole or not at all: what is not whole yet has a name of its own, and is flushed
+before it gets its real one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PARTIAL = ".partial-"
+"""Between the name of a checkpoint and the number of the process that is writing it."""
+
+
+def flush(path: str | Path) -> None:
+    """Make a file, or the names in a folder, survive a power cut.
+
+    Raises:
+        OSError: a file could not be written. A folder is left as it is where the file system cannot flush one.
+    """
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not os.path.isdir(path):
+            raise
+    finally:
+        os.close(handle)
+
+
+def flush_tree(folder: Path) -> None:
+    """Likewise everything in a folder, and the folder last."""
+    for path in (*folder.rglob("*"), folder):
+        flush(path)
