@@ -36,7 +36,9 @@ class Source(Protocol):
         ...
 
     @property
-    def images(self) -> Sequence[Picture]: ...
+    def visuals(self) -> Sequence[Picture]:
+        """What it shows; those of a kind in their order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class PromptVision:
     """Number of the prompt in its data set, by which it is made again after a resume."""
     source: Source | None = field(default=None, repr=False)
     """What it was made of, for an engine that makes tokens and pixels itself. None: nobody said."""
-    given: bool = False
+    from_environment: bool = False
     """Whether an environment gave some of the images. No row of the data has these: a checkpoint keeps `source`."""
 
     def first(self, tokens: int) -> PromptVision:

@@ -46,7 +46,7 @@ class SeenSet:
 
 def seen_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor) -> list[SeenSet]:
     """The images of the training rows, and of each validation set. Prompts of rollouts that validate have no tokens."""
-    tokens_of_images = partial(count_of_placeholders, processor)
+    tokens_of_images = partial(count_of_placeholders, processor.placeholders)
     if isinstance(data, RolloutDataModule):
         names = ["train", *map(set_key, data.val_names)]
         sets = zip(data.columns_of_sets(), (data.report[name]["kept"] for name in names))
@@ -57,7 +57,7 @@ def seen_sets(data: RolloutDataModule | ExampleDataModule, processor: Processor)
     return [
         SeenSet(
             name,
-            [each.shown.images if each.shown else () for each in part.examples],
+            [each.shown.visuals if each.shown else () for each in part.examples],
             [tokens_of_images(each.texts[0].ids) for each in part.examples],
         )
         for name, part in sets.items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -39,14 +39,23 @@ class Processor(Protocol):
         """Tokens that stand for features of images and videos."""
         ...
 
+    def places(self, text: str) -> int:
+        """How many images and videos a rendered text has a placeholder for."""
+        ...
+
     def process(self, text: str, visuals: Sequence[Visual], where: str) -> tuple[list[int], PromptVision | None]:
         """Tokens of a rendered prompt, and what the model sees beside them."""
         ...
 
 
-def count_of_placeholders(processor: Processor, ids: Sequence[int]) -> int:
-    """How many tokens of a text stand for images and videos."""
-    return sum(map(processor.placeholders.__contains__, ids))
+def count_of_placeholders(placeholders: Container[int], ids: Sequence[int]) -> int:
+    """How many tokens of a text stand for images and videos.
+
+    Args:
+        placeholders: Those that do: `Processor.placeholders`.
+        ids: Of the text.
+    """
+    return sum(token in placeholders for token in ids)
 
 
 def refuse_reserved(processor: Processor, text: str, where: str) -> None:
@@ -66,8 +75,8 @@ class Shown:
 
     text: str
     """The rendered prompt, placeholders not expanded."""
-    images: tuple[Visual, ...]
-    """Images and videos; those of a kind in the order in which they are shown."""
+    visuals: tuple[Visual, ...]
+    """Those of a kind in the order in which they are shown."""
     where: str
 
     def vision(self, processor: Processor, row: int) -> PromptVision | None:
@@ -80,28 +89,62 @@ class Shown:
         Raises:
             DataError: an image is gone, or has changed since the data were read.
         """
-        _, vision = processor.process(self.text, self.images, self.where)
+        _, vision = processor.process(self.text, self.visuals, self.where)
         return None if vision is None else replace(vision, row=row, source=self)
 
     def maker_of_videos(self, processor: Processor) -> list[str]:
         """What makes pixels of its videos, for a data set's fingerprint; empty where it shows none."""
-        return [processor.name_for_videos] if any(isinstance(each, VideoRef) for each in self.images) else []
+        return [processor.name_for_videos] if any(isinstance(each, VideoRef) for each in self.visuals) else []
+
+
+class EqualVideos:
+    """Prompts of a set are read together, which some models can where all their videos have equally many frames.
+
+    Args:
+        processor: Of the model. None, or of another model: videos may have any number of frames.
+    """
+
+    def __init__(self, processor: Processor | None) -> None:
+        self._needed = processor is not None and processor.equal_videos
+        self._first: tuple[int, str] | None = None
+
+    def check(self, visuals: Sequence[Visual], where: str) -> None:
+        """
+        Args:
+            visuals: Of the next prompt.
+            where: Its row, for messages.
+
+        Raises:
+            DataError: one of its videos has another number of frames than those of the prompts that were added.
+        """
+        for count in self._lengths(visuals):
+            if self._first is not None and count != self._first[0]:
+                raise DataError(
+                    f"{where}: the video has {count} frames, one of {self._first[1]} has {self._first[0]}, and this "
+                    "model reads prompts together where all videos have equally many. Take as many frames of each."
+                )
+
+    def add(self, visuals: Sequence[Visual], where: str) -> None:
+        """As `check`, and later prompts are held against this one.
+
+        Raises:
+            DataError: as `check`.
+        """
+        self.check(visuals, where)
+        for count in self._lengths(visuals):
+            self._first = self._first or (count, where)
+
+    def _lengths(self, visuals: Sequence[Visual]) -> list[int]:
+        return [len(each.frames) for each in visuals if isinstance(each, VideoRef)] if self._needed else []
 
 
 def refuse_unequal_videos(processor: Processor | None, prompts: Iterable[Shown | None]) -> None:
-    """Prompts of a set are read together, which some models can where all videos have equally many frames.
+    """Of a whole set: its sources were read one by one.
 
     Raises:
-        DataError: the processor's model is one of these, and two videos differ.
+        DataError: two videos have unequally many frames, and the model reads prompts together where none have.
     """
-    first: tuple[int, Shown] | None = None
+    videos = EqualVideos(processor)
     for shown in prompts:
-        counts = [len(each.frames) for each in shown.images if isinstance(each, VideoRef)] if shown else []
-        for count in counts if processor is not None and processor.equal_videos else []:
-            assert shown is not None
-            first = first or (count, shown)
-            if count != first[0]:
-                raise DataError(
-                    f"{shown.where}: the video has {count} frames, one of {first[1].where} has {first[0]}, and this "
-                    "model reads prompts together where all videos have equally many. Take as many frames of each."
-                )
+        if shown is not None:
+            videos.add(shown.visuals, shown.where)

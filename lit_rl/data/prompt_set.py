@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
 from lit_rl.data.image_parts import RowImages
-from lit_rl.data.image_prompts import Processor, Shown, refuse_reserved, refuse_unequal_videos
+from lit_rl.data.image_prompts import EqualVideos, Processor, Shown, refuse_reserved, refuse_unequal_videos
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.sources import Rows
@@ -108,7 +108,7 @@ class PromptSet:
             row: list[Any] = [prompt, self.prompt_ids[i], {name: values[i] for name, values in self.columns.items()}]
             if self.shown and self.processor:
                 shown = self.shown[i]
-                row += [self.processor.name, list(map(str, shown.images)) if shown else []]
+                row += [self.processor.name, list(map(str, shown.visuals)) if shown else []]
                 row += shown.maker_of_videos(self.processor) if shown else []
             digest.update(json.dumps(row, sort_keys=True, skipkeys=True, default=_plain).encode())
         return digest.hexdigest()
@@ -183,7 +183,7 @@ def read_examples(
             continue
         counts["longest"] = max(counts["longest"], len(example.prompt_ids))
         if len(example.prompt_ids) <= options.max_prompt_tokens:
-            kept.append(example)
+            kept.append(reader.keep(example))
         elif options.overlong == "truncate_left" and example.shown:
             raise ConfigError(
                 f"{example.where}: the prompt has {len(example.prompt_ids)} tokens with its images, "
@@ -221,6 +221,7 @@ class _Reader:
         self.control = control_tokens(tokenizer)
         if processor is not None:
             self.control = sorted({*self.control, *processor.reserved})
+        self.videos = EqualVideos(processor)
         self.kinds: dict[type, str] = {}
         self.columns: dict[str, None] = {}
 
@@ -239,6 +240,7 @@ class _Reader:
         prompt = add_system_prompt(prompt, options.system_prompt)
         if images and self.processor is not None and not isinstance(prompt, str):
             text = render_prompt(self.tokenizer, prompt, where, options.chat_template_kwargs, self.control)
+            self.videos.check(images, where)
             ids, _ = self.processor.process(text, images, where)
             return Example(prompt, ids, columns, where, Shown(text, images, where))
         if self.processor is not None and isinstance(prompt, str):
@@ -251,6 +253,12 @@ class _Reader:
             control=self.control,
         )
         return Example(prompt, ids, columns, where)
+
+    def keep(self, example: Example) -> Example:
+        """The example, which later ones have to fit."""
+        if example.shown is not None:
+            self.videos.add(example.shown.visuals, example.where)
+        return example
 
     def check_whole(self) -> None:
         if len(self.kinds) > 1:

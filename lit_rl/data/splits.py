@@ -129,7 +129,7 @@ def count_overlap(train: Iterable[str], val: Iterable[str]) -> int:
 def prompt_key(prompt: Prompt, shown: Shown | None = None) -> str:
     """A text that is equal for equal prompts which show equal images."""
     text = prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str)
-    return text if shown is None else " ".join([text, *(image.digest for image in shown.images)])
+    return text if shown is None else " ".join([text, *(image.digest for image in shown.visuals)])
 
 
 def named_rows(key: str, rows: Any) -> Rows:

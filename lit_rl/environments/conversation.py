@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lit_rl.data.image_prompts import count_of_placeholders
 from lit_rl.environments.base import Environment, Opening, Reply, Turn
 from lit_rl.environments.factory import EnvironmentFactory
 from lit_rl.environments.frames import ChatFrames, Frames
@@ -311,7 +312,7 @@ class Conversations(Responder):
             ids, seen = row.frames.encode_seen(messages, closed=closed)
         except DataError as error:
             raise _TooMuch(str(error)) from error
-        count = sum(map(self._reading.placeholders.__contains__, ids))
+        count = count_of_placeholders(self._reading.placeholders, ids)
         most = self._factory.max_observation_tokens
         if count > most:
             raise _TooMuch(

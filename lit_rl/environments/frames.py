@@ -215,7 +215,8 @@ class ChatFrames(Frames):
         yield self._seen(rest, images)
 
     def _check_places(self, text: str, images: int) -> None:
-        if (places := self._places(text)) != images:
+        assert self._processor is not None
+        if (places := self._processor.places(text)) != images:
             raise ImageReturned(
                 f"A tool or an environment returned images, and the {self._name} shows {places} of the {images} of an "
                 "answer. Give one that writes a placeholder for each with model.chat_template=FILE."
@@ -225,14 +226,13 @@ class ChatFrames(Frames):
         """Whether an image has the tokens that it has beside another one, found out once."""
         if self._apart:
             return
+        assert self._processor is not None
         counts = []
         for number in (1, 2):
             asked: list[Message] = [{"role": "user", "content": [{"type": "image"}] * number}]
             text = str(self._tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
-            assert self._processor is not None
-            counts.append(
-                count_of_placeholders(self._processor, self._processor.process(text, [image] * number, _ANSWER)[0])
-            )
+            ids, _ = self._processor.process(text, [image] * number, _ANSWER)
+            counts.append(count_of_placeholders(self._processor.placeholders, ids))
         if counts[1] != 2 * counts[0]:
             raise ImageReturned(
                 f"A tool or an environment returned an image, and the processor of this policy gives one {counts[0]} "
@@ -241,14 +241,10 @@ class ChatFrames(Frames):
             )
         self._apart = True
 
-    def _places(self, text: str) -> int:
-        assert self._processor is not None
-        return max(text.count(marker) for marker in self._processor.reserved)
-
     def _seen(self, text: str, images: list[ImageRef]) -> tuple[list[int], PromptVision | None]:
         """Tokens of a text, and what is seen in it; its images are taken from those that are given."""
         assert self._processor is not None
-        count = self._places(text)
+        count = self._processor.places(text)
         if not count:
             return self._ids(text), None
         shown = tuple(images[:count])

@@ -138,15 +138,15 @@ class PromptOpener:
             )
         bare_prompt = [{**message, "content": bare(message["content"])} for message in prompt]
         text = render_prompt(self._tokenizer, bare_prompt, where, template_kwargs, self._control)
-        shown = Shown(text, (*source.images, *given), where)
+        shown = Shown(text, (*source.visuals, *given), where)
         try:
-            ids, found = self._processor.process(text, shown.images, where)
+            ids, found = self._processor.process(text, shown.visuals, where)
         except DataError as error:
             if not given:
                 raise
             raise CannotBegin(str(error)) from error
         if found is not None:
-            found = replace(found, row=-1 if seen is None else seen.row, source=shown, given=bool(given))
+            found = replace(found, row=-1 if seen is None else seen.row, source=shown, from_environment=bool(given))
         return OpenedPrompt(prompt, ids, found)
 
     def _ids_around(

@@ -134,7 +134,7 @@ def test_what_an_engine_reads_of_the_shipped_policy(tmp_path: Any) -> None:
     assert prompt is not None and model.processor is not None
     (vision,) = prompt.vision
     assert vision is not None and vision.source is not None
-    images = [[picture.open() for picture in vision.source.images]]
+    images = [[picture.open() for picture in vision.source.visuals]]
     made = AutoProcessor.from_pretrained(tmp_path)(text=[vision.source.text], images=images, return_tensors="pt")
     assert made["input_ids"].tolist() == [list(prompt.token_ids[0])]
     assert made["pixel_values"].equal(vision.inputs["pixel_values"])

@@ -28,6 +28,8 @@ from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.image_parts import PART, VIDEO_PART
 from lit_rl.data.image_prompts import count_of_placeholders
 from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.data.offline.options import ExampleOptions
+from lit_rl.data.offline.read import read_examples as read_texts
 from lit_rl.data.prompt_set import PromptOptions, PromptSet, read_examples
 from lit_rl.data.sources import Rows
 from lit_rl.data.templates import render_prompt
@@ -195,9 +197,13 @@ def test_what_a_family_cannot_be_shown_exactly(toy: Toy) -> None:
     tokenizer, processor = toy.model.tokenizer, toy.model.processor
     assert processor is not None
 
-    def read(*rows: dict[str, Any]) -> PromptSet:
-        prompts = [{"prompt": [{"role": "user", "content": "What?"}], **row} for row in rows]
-        return PromptSet.of(read_examples(Rows("rows", prompts), tokenizer, PromptOptions(), processor)[0], processor)
+    def asking(*rows: dict[str, Any], **columns: Any) -> Rows:
+        prompt = [{"role": "user", "content": "What?"}]
+        return Rows("rows", [{"prompt": prompt, **row, **columns} for row in rows])
+
+    def read(*rows: dict[str, Any], **options: Any) -> PromptSet:
+        examples, _ = read_examples(asking(*rows), tokenizer, PromptOptions(**options), processor)
+        return PromptSet.of(examples, processor)
 
     if toy.kind in STACKED:
         with pytest.raises(DataError, match=r"rows\[0\]: the row's videos have 2 and 4 frames"):
@@ -208,6 +214,15 @@ def test_what_a_family_cannot_be_shown_exactly(toy: Toy) -> None:
     if toy.kind == "llava_onevision":
         with pytest.raises(DataError, match=r"rows\[1\]: the video has 2 frames, one of rows\[0\] has 4"):
             read({"video": video(1)}, {"video": video(2, 2)})
+        some = read({"video": video(1)}, {"video": video(2, 2)}, {"video": video(3)}, {}, on_bad_row="skip")
+        assert [len(each.visuals[0].frames) if each else 0 for each in some.shown] == [4, 4, 0]  # pyright: ignore
+        answered = asking(
+            {"video": video(1)}, {"video": video(2, 2)}, completion=[{"role": "assistant", "content": "4"}]
+        )
+        with pytest.raises(DataError, match=r"rows\[1\]: the video has 2 frames, one of rows\[0\] has 4"):
+            read_texts(answered, tokenizer, "texts", ExampleOptions(), processor)
+        kept, counts, _ = read_texts(answered, tokenizer, "texts", ExampleOptions(on_bad_row="skip"), processor)
+        assert len(kept) == counts["bad"] == 1
     with pytest.raises(DataError, match="shows 0 of the prompt's 1 videos"):
         processor.process("nothing to see", [video(1)], "row")
     before = read({"video": video(1)}).fingerprint
@@ -253,7 +268,7 @@ def test_a_run_of_videos_its_records_and_what_is_learned_from_them(
     processor: Any = module.model.processor
     largest, shape = most_shown(data, processor), seeing_shape(module.model)
     assert largest is not None and shape is not None
-    assert largest.tokens == max(count_of_placeholders(processor, ids) for ids in data.peek(12).prompt_ids)
+    assert largest.tokens == max(count_of_placeholders(processor.placeholders, ids) for ids in data.peek(12).prompt_ids)
     pixels = sum(value.numel() for name, value in largest.vision.inputs.items() if name.startswith("pixel_values"))
     assert pixels == 4 * 3 * 32 * 32, "of all frames"
     assert sight_of(shape, largest, Numbers(4, 4, 0), ["vision"]).pixels >= 4 * pixels

@@ -131,7 +131,7 @@ def test_policies_that_see_no_video(toy_of: Any) -> None:
 
 def test_vllm_is_given_no_video_and_no_image_of_an_environment() -> None:
     seen = PromptVision({}, row=4, source=Shown("ab<video>", (video(1),), "rows[4]"))
-    begun = PromptVision({}, source=Shown("ab<image>", (image_of(picture(1), "row"),), "row 4"), given=True)
+    begun = PromptVision({}, source=Shown("ab<image>", (image_of(picture(1), "row"),), "row 4"), from_environment=True)
     refused = {"Prompt 1 of the batch, row 4 .*shows the video": seen, "An environment began an episode": begun}
     for words, vision in refused.items():
         prompts = Prompts([[3], [1, 9]], [5, 6], 2, (0,), 0, encode=lambda text: [1], vision=[None, vision])
@@ -173,7 +173,7 @@ def test_files_of_a_run_give_videos_back(tmp_path: Path) -> None:
 def test_a_checkpoint_keeps_a_video_beside_an_image_that_an_environment_gave(tmp_path: Path) -> None:
     """No row of the data has both: the encoded bytes come back, and the frames' rate."""
     visuals = (video(1, 3, fps=2.0), video(2), image_of(picture(5, 8, 8), "row"))
-    seen = PromptVision({}, source=Shown("a text", visuals, "row 1"), given=True)
+    seen = PromptVision({}, source=Shown("a text", visuals, "row 1"), from_environment=True)
     content = [{"type": "image", "image": visuals[2]}, WORDS]
     episode = Episode(asked(WORDS), [{"role": "user", "content": content}], "answered", 1)
     ids, mask = torch.ones(1, 2, dtype=torch.long), torch.ones(1, 2, dtype=torch.bool)
@@ -186,5 +186,5 @@ def test_a_checkpoint_keeps_a_video_beside_an_image_that_an_environment_gave(tmp
     loaded = torch.load(tmp_path / "drawn.pt", weights_only=True)
     again = state.completions_of(loaded, torch.device("cpu"))
     assert again.vision is not None and again.vision.prompts[0] is not None
-    assert again.vision.prompts[0].source == seen.source and again.vision.prompts[0].given
+    assert again.vision.prompts[0].source == seen.source and again.vision.prompts[0].from_environment
     assert again.episodes == (episode,), "with the image that its messages show"

@@ -293,7 +293,7 @@ def test_an_environment_begins_with_an_image(toy_of: Any, opens: str) -> None:
     if opens == "parts":  # neighbouring texts are two parts, and the same text
         assert opened.prompt[0]["content"][1:3] == [text("Which?"), text(" See:")]
     assert opened.ids == ids and all(torch.equal(opened.seen.inputs[name], seen.inputs[name]) for name in seen.inputs)
-    assert opened.seen.source.images == (pictured, given)
+    assert opened.seen.source.visuals == (pictured, given)
 
 
 def test_workers_and_the_journal_give_the_same_image(toy_of: Any, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_pairs_of_digits_are_data_of_dpo_again(tmp_path: Path) -> None:
     module = DPO(LanguageModel("digits", freeze=()))
     quiet_trainer(tmp_path, 1).fit(module, datamodule=data)
     assert module.global_step == 1
-    seen = {image.read() for example in data.corpus.train.examples if example.shown for image in example.shown.images}
+    seen = {image.read() for example in data.corpus.train.examples if example.shown for image in example.shown.visuals}
     assert len(seen) == data.report["train"]["kept"] and seen <= {row["image"] for row in Digits().train()}
 
 
@@ -71,7 +71,7 @@ def test_files_stay_where_they_are_and_rows_without_images_are_text(toy_folder: 
     assert all(Path(name).parent == photos.resolve() for names in named for name in names)
     again = PreferenceDataModule(path=str(path_of(tmp_path)), batch_size=1, val_fraction=0.0)
     again.prepare(model.tokenizer, "verdicts", processor=model.processor)
-    counts = [len(example.shown.images) for example in again.corpus.train.examples if example.shown]
+    counts = [len(example.shown.visuals) for example in again.corpus.train.examples if example.shown]
     assert counts == [len(names) for names in named] and again.report["train"]["kept"] == len(found)
 
 
@@ -109,6 +109,6 @@ def test_the_best_of_several_are_texts_again(tmp_path: Path) -> None:
     (path,) = (tmp_path / "run").glob("best_of_n_*/best_of_n.jsonl")
     model, data = LanguageModel("digits"), SupervisedDataModule(path=str(path), batch_size=2, val_fraction=0.0)
     data.prepare(model.tokenizer, processor=model.processor)
-    seen = [example.shown.images[0].read() for example in data.corpus.train.examples if example.shown]
+    seen = [example.shown.visuals[0].read() for example in data.corpus.train.examples if example.shown]
     assert seen and set(seen) <= {row["image"] for row in Digits(val_rows=8).val()}
     assert len(set(seen)) == data.report["train"]["kept"] == len(path.read_text().splitlines())

@@ -120,7 +120,7 @@ class LargestPrompt:
 def most_shown(data: Any, processor: Processor) -> LargestPrompt | None:
     """The training prompt with most image tokens, of a data module that was read; None where none shows anything."""
 
-    images = partial(count_of_placeholders, processor)
+    images = partial(count_of_placeholders, processor.placeholders)
     if hasattr(data, "peek"):
         counts = list(map(images, data.peek(data.report["train"]["kept"]).prompt_ids))
         vision_of = data.vision

@@ -27,7 +27,7 @@ def to_plain(item: Any) -> Any:
         return item.detach().cpu().clone()
     if isinstance(item, Vision):
         used = item.used()
-        given = [None if each is None or not each.given else _source(each) for each in used.prompts]
+        given = [None if each is None or not each.from_environment else _source(each) for each in used.prompts]
         world: dict[str, Any] = {"given": given} if any(given) else {}
         if used.later:
             world["later"] = [[_plain_later(each) for each in of] for of in used.later]
@@ -64,7 +64,7 @@ def _source(seen: PromptVision) -> dict[str, Any]:
     """The text and the encoded images of which pixels are made again: what an environment gave stands in no data."""
     source = seen.source
     assert isinstance(source, Shown)
-    return {"text": source.text, "where": source.where, "images": [_plain_visual(each) for each in source.images]}
+    return {"text": source.text, "where": source.where, "images": [_plain_visual(each) for each in source.visuals]}
 
 
 def _plain_visual(visual: Visual) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _unmade(plain: Mapping[str, Any]) -> Vision:
     prompts = []
     for row, of, source in zip(rows, per_token, given, strict=True):
         known = row >= 0 or source is not None
-        shown = {} if source is None else {"source": _shown(source), "given": True}
+        shown = {} if source is None else {"source": _shown(source), "from_environment": True}
         prompts.append(PromptVision({}, of, row=row, **shown) if known else None)
     later = [tuple(map(_unmade_later, of)) for of in plain.get("later") or ()]
     return Vision(prompts, plain["index"].cpu(), later)
@@ -176,7 +176,7 @@ def made(
         assert isinstance(source, Shown) and maker is not None
         found = source.vision(maker, kept.row)
         assert found is not None
-        return dataclasses.replace(found, per_token=kept.per_token, given=kept.given)
+        return dataclasses.replace(found, per_token=kept.per_token, from_environment=kept.from_environment)
 
     def later_again(each: Later) -> Later:
         found = again(each.seen)

@@ -49,7 +49,7 @@ class ExampleSet:
             digest.update(json.dumps([pieces, label]).encode())
             if self.packs is None and self.processor and (shown := self.examples[row].shown):
                 made_by = [self.processor.name, *shown.maker_of_videos(self.processor)]
-                digest.update(json.dumps([*made_by, *map(str, shown.images)]).encode())
+                digest.update(json.dumps([*made_by, *map(str, shown.visuals)]).encode())
         return digest.hexdigest()
 
     @functools.cached_property

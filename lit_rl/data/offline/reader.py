@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lit_rl.data.formats import rename_columns
 from lit_rl.data.image_parts import RowImages
-from lit_rl.data.image_prompts import Processor, Shown
+from lit_rl.data.image_prompts import EqualVideos, Processor, Shown
 from lit_rl.data.offline.conversations import Text, is_blank
 from lit_rl.data.offline.encode import Encoder
 from lit_rl.data.offline.example import Encoded, Example, Kind
@@ -42,6 +42,7 @@ class Reader:
         self.images = RowImages(processor is not None, folder, options.max_image_pixels)
         self.vocabulary = len(tokenizer)
         self.encoder = Encoder(tokenizer, options.chat_template_kwargs, options.learn, processor)
+        self.videos = EqualVideos(processor)
         self.formats: dict[str, str] = {}
         self.margins: dict[bool, str] = {}
         self.columns: dict[str, None] = {}
@@ -66,6 +67,7 @@ class Reader:
         self.margins.setdefault(record.margin is not None, where)
         if record.tokens is not None:
             return (self._tokenised(record.tokens[0], record.tokens[1], where),)
+        self.videos.check(record.images, where)
         prompt, parts, tools = record.prompt, record.completions, record.tools
         if self.kind == "stepwise":
             assert prompt is not None
@@ -107,6 +109,7 @@ class Reader:
         prompt = record.prompt if short[0].prompt_tokens and not is_blank(record.prompt or "") else None
         if self.kind == "stepwise":
             labels = cut_labels(texts[0], labels, kept[0])
+        self.videos.add(record.images, where)
         rendered = texts[0].shown
         shown = None if rendered is None else Shown(rendered, record.images, where)
         common = Example(short, where, prompt, record.columns, record.margin, record.desirable, shown, labels)

@@ -120,17 +120,17 @@ def _pictured(prompts: Prompts, number: int) -> Pictured | None:
             "(PromptVision.source) and a tokenizer for the text around them (Prompts.encode). Data modules and "
             "lit_rl.data.image_prompts.Shown give both."
         )
-    if vision.given:
+    if vision.from_environment:
         raise ConfigError(
             "An environment began an episode with an image, and generator=vllm and vllm_server show images of the data "
             "alone. Take generator=native, or hf."
         )
-    if video := next((each for each in vision.source.images if isinstance(each, VideoRef)), None):
+    if video := next((each for each in vision.source.visuals if isinstance(each, VideoRef)), None):
         raise ConfigError(
             f"Prompt {number} of the batch, row {vision.row} of its data, shows the video {video.name}, and the "
             "generators of vLLM are given images alone. Set generator=native or generator=hf."
         )
-    return Pictured(list(prompts.encode(vision.source.text)), vision.source.images, vision.row)
+    return Pictured(list(prompts.encode(vision.source.text)), vision.source.visuals, vision.row)
 
 
 def _seed(key: int) -> int:

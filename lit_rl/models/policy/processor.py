@@ -130,8 +130,8 @@ class VisionProcessor:
         videos.check_visuals(self._model_type, visuals, where)
         images = [each for each in visuals if isinstance(each, ImageRef)]
         moving = [each for each in visuals if isinstance(each, VideoRef)]
-        self._check_places(text, "images", len(images), self._markers(_NAMES), where)
-        self._check_places(text, "videos", len(moving), self._markers(_VIDEO_NAMES), where)
+        self._check_places("images", self._places(text, _NAMES), len(images), where)
+        self._check_places("videos", self._places(text, _VIDEO_NAMES), len(moving), where)
         pixels = {"images": [[image.open() for image in images]]} if images else {}
         pixels |= videos.arguments(moving, [video.open() for video in moving])
         try:
@@ -144,8 +144,14 @@ class VisionProcessor:
         vision = self._vision({name: torch.as_tensor(value) for name, value in made.items()}, ids)
         return ids[0].tolist(), vision
 
-    def _check_places(self, text: str, kind: str, count: int, markers: set[str], where: str) -> None:
-        places = max((text.count(marker) for marker in markers), default=0)
+    def places(self, text: str) -> int:
+        """How many images and videos a rendered text has a placeholder for."""
+        return self._places(text, _NAMES) + self._places(text, _VIDEO_NAMES)
+
+    def _places(self, text: str, names: Sequence[str]) -> int:
+        return max(map(text.count, self._markers(names)), default=0)
+
+    def _check_places(self, kind: str, places: int, count: int, where: str) -> None:
         if places != count:
             raise DataError(
                 f"{where}: the chat template shows {places} of the prompt's {count} {kind}. Give a template that "

@@ -8,30 +8,41 @@ SmolVLM write it out. Left to themselves, processors assume 24 frames a second.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.videos import VideoRef, Visual
 
-FAMILIES = ("internvl", "llava_onevision", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
-"""Model types whose videos were compared with what transformers makes of them."""
 
-_TIMED = ("qwen2_5_vl", "qwen3_vl", "smolvlm")
-"""Those that tell the model when a frame was."""
+@dataclass(frozen=True)
+class _Family:
+    """How the processor and the model of a family take videos."""
 
-_STACKED = ("internvl", "llava_onevision", "smolvlm")
-"""Those whose processors stack the videos of a prompt; SmolVLM's writes the longest one's number of frames for all."""
+    timed: bool = False
+    """The model is told when each frame was."""
+    stacked: bool = False
+    """The processor stacks the videos of a prompt; SmolVLM's writes the longest one's number of frames for all."""
+    unpadded: bool = False
+    """The model has no mark for frames that only pad a shorter video of a batch."""
+    apart: bool = False
+    """The processor makes one input of frames and images, of which the frames stay."""
 
-_UNPADDED = ("llava_onevision",)
-"""Those whose model has no mark for frames that only pad a shorter video of a batch."""
 
-_APART = ("smolvlm",)
-"""Those whose processor makes one input of frames and images, of which the frames stay."""
+FAMILIES = {
+    "internvl": _Family(stacked=True),
+    "llava_onevision": _Family(stacked=True, unpadded=True),
+    "qwen2_5_vl": _Family(timed=True),
+    "qwen2_vl": _Family(),
+    "qwen3_vl": _Family(timed=True),
+    "smolvlm": _Family(timed=True, stacked=True, apart=True),
+}
+"""By model type: those whose videos were compared with what transformers makes of them."""
 
 
 def need_equal_lengths(model_type: str) -> bool:
     """Whether videos of one pass have to have equally many frames."""
-    return model_type in _UNPADDED
+    return model_type in FAMILIES and FAMILIES[model_type].unpadded
 
 
 def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> None:
@@ -49,22 +60,23 @@ def check_visuals(model_type: str, visuals: Sequence[Visual], where: str) -> Non
     videos = [each for each in visuals if isinstance(each, VideoRef)]
     if not videos:
         return
-    if model_type not in FAMILIES:
+    family = FAMILIES.get(model_type)
+    if family is None:
         raise ConfigError(
             f"{where}: the row shows a video, and models of the type {model_type!r} are shown images alone. Set model= "
             f"to one of {', '.join(FAMILIES)}, or list the frames as images."
         )
-    if model_type in _TIMED and (untimed := next((video for video in videos if video.fps is None), None)):
+    if family.timed and (untimed := next((video for video in videos if video.fps is None), None)):
         raise DataError(
             f"{where}: the video {untimed.name} does not say how many frames a second has, and this model "
             f'({model_type}) is told when each was. Say it: {{"frames": [...], "fps": 2.0}}.'
         )
-    if model_type in _STACKED and len(counts := sorted({len(video.frames) for video in videos})) > 1:
+    if family.stacked and len(counts := sorted({len(video.frames) for video in videos})) > 1:
         raise DataError(
             f"{where}: the row's videos have {' and '.join(map(str, counts))} frames, and the processor of this model "
             f"({model_type}) takes videos of one prompt where all have equally many. Take as many frames of each."
         )
-    if model_type in _APART and len(videos) < len(visuals):
+    if family.apart and len(videos) < len(visuals):
         raise DataError(
             f"{where}: the row shows images and videos, and the processor of this model ({model_type}) takes one kind "
             "in a prompt. List the images as videos of one frame."
