@@ -20,18 +20,32 @@ from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.digits import Digits
 from lit_rl.data.offline.datamodule import PreferenceDataModule
+from lit_rl.environments import CustomEnvironment
 from lit_rl.models import LanguageModel, Lora
+from lit_rl.rewards import environment
 from lit_rl.rollout import Sampling
 
 STEPS = 3
 TOYS = ["qwen2_vl"] if torchvision_beside.FOLDER else ["gemma3"]
 """Families with inputs of their own: `token_type_ids`; patches of all images in a row, and positions of three axes."""
 
-SHAPES = TOYS if torchvision_beside.FOLDER else ["grpo", "ppo", "dpo", "lora", "reward", *TOYS]
+SHAPES = TOYS if torchvision_beside.FOLDER else ["returned", "ppo", "dpo", "lora", "reward", *TOYS]
 
 
 def by_letters(completions: list[Any], **_: Any) -> list[float]:
     return [float(sum(map(ord, message[0]["content"])) % 7) for message in completions]
+
+
+class Shows:
+    """Answers each turn with the row's digit again, beside the prompt's or in its place, but where the row has none."""
+
+    def reset(self, *, seed: int, image: Any = None, held: Any = None) -> None:
+        self.shown = image if held is None else held
+
+    def step(self, action: str) -> tuple[Any, ...]:
+        seen = {"type": "image", "image": self.shown}
+        said = "" if self.shown is None else [seen, {"type": "text", "text": "Again?"}]
+        return said or "Again?", float(sum(map(ord, action)) % 7), False, False, {}
 
 
 def sgd(lr: float) -> Any:
@@ -43,6 +57,11 @@ def rows() -> list[dict[str, Any]]:
     """In each step's eight, the first four rows show nothing: with two ranks, one of these sees for nobody."""
     digits = Digits(val_rows=0).train()[:24]
     return [row if i // 4 % 2 else {"prompt": row["prompt"], "answer": row["answer"]} for i, row in enumerate(digits)]
+
+
+def later_rows() -> list[dict[str, Any]]:
+    """Every third row's digit is shown in the episode alone."""
+    return [{"held" if i % 3 == 0 and key == "image" else key: row[key] for key in row} for i, row in enumerate(rows())]
 
 
 def pairs() -> list[dict[str, Any]]:
@@ -73,7 +92,11 @@ def parts(name: str, folder: Path) -> tuple[Any, Any]:
         if name == "reward":
             return RewardModeling(model, optimizer=sgd(0.05), scheduler=Constant()), told
         return DPO(model, optimizer=sgd(0.05), **settings), told
-    asked = RolloutDataModule(rows=rows(), prompts_per_rollout=8, val_fraction=0.0, shuffle=False)
+    data = later_rows() if name == "returned" else rows()
+    asked = RolloutDataModule(rows=data, prompts_per_rollout=8, val_fraction=0.0, shuffle=False)
+    if name == "returned":
+        settings["env"] = CustomEnvironment(Shows, max_turns=2, max_tokens=120, max_observation_tokens=80)
+        return GRPO(model, environment, group_size=2, beta=0.1, optimizer=sgd(0.05), **settings), asked
     if name == "ppo":
         return PPO(model, by_letters, optimizer=sgd(0.01), **settings), asked
     return GRPO(model, by_letters, group_size=2, beta=0.1, optimizer=sgd(0.05), **settings), asked

@@ -367,6 +367,10 @@ def test_sft(sides_of: Callable[[str], Sides], kind: str, learn: Any) -> None:
     assert_same_metrics(mine, theirs)
 
 
+MPO = {"loss_types": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
+"""2411.10442, as its models were trained."""
+
+
 @pytest.mark.parametrize("kind", HELD)
 def test_dpo(sides_of: Callable[[str], Sides], kind: str) -> None:
     from trl.trainer.dpo_config import DPOConfig
@@ -377,13 +381,14 @@ def test_dpo(sides_of: Callable[[str], Sides], kind: str) -> None:
     rows = rows_of("chosen", "rejected")
     trainer = sides.trainer(DPOTrainer, DPOConfig, rows, max_length=None)
     move(trainer.model, 0.03, seed=5)
-    theirs = oracle_dpo.theirs(trainer, {})
-
-    module = oracle_dpo.our_module({}, lora=False)
-    module.policy, module.reference_policy = trainer.model, trainer.ref_model
-    loss, metrics = module.loss(batch_of(sides, PreferenceDataModule(**settings(rows)), range(len(rows))))
-    mine = backward(trainer.model, [loss])
-    mine.metrics = {name: [(top / bottom).item()] for name, (top, bottom) in metrics.items()}
-    assert_same_step(mine, theirs)
-    size = max(abs(theirs.metrics[f"logps/{side}"][0]) for side in ("chosen", "rejected"))
-    assert_same_metrics(mine, theirs, size=3e-7 * module.beta * size)
+    batch = batch_of(sides, PreferenceDataModule(**settings(rows)), range(len(rows)))
+    for losses in ({}, MPO):
+        theirs = oracle_dpo.theirs(trainer, losses)
+        module = oracle_dpo.our_module(losses, lora=False)
+        module.policy, module.reference_policy = trainer.model, trainer.ref_model
+        loss, metrics = module.loss(batch)
+        mine = backward(trainer.model, [loss])
+        mine.metrics = {name: [(top / bottom).item()] for name, (top, bottom) in metrics.items()}
+        assert_same_step(mine, theirs)
+        size = max(abs(theirs.metrics[f"logps/{side}"][0]) for side in ("chosen", "rejected"))
+        assert_same_metrics(mine, theirs, size=3e-7 * module.beta * size)
