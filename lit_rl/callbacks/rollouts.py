@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.rollouts import state
+from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import StorageError, in_range
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions
@@ -45,6 +46,9 @@ class SavedRollout:
     """Float32 `(b, t)`: the reference. None where the run's loss had no KL."""
     greedy_rewards: Tensor | None = None
     """Float32 `(b,)`: reward of the greedy completion of each row's prompt. None where the run had no use for it."""
+    data: str | None = None
+    """Fingerprint of the data whose rows show images, from which pixels are made again. None: no completion sees any,
+    or the prompts came from elsewhere than a `RolloutDataModule`."""
 
     @classmethod
     def of(cls, module: Any) -> SavedRollout:
@@ -64,6 +68,7 @@ class SavedRollout:
             old_logprobs=known and known.old_logprobs,
             ref_logprobs=known and known.ref_logprobs,
             greedy_rewards=scored.greedy_rewards,
+            data=None if scored.completions.vision is None else _fingerprint_of(module.trainer),
         )
 
     @classmethod
@@ -122,6 +127,11 @@ class Rollouts(L.Callback):
         for path in saved_rollouts(folder):
             if path not in up_to_now[-self.keep :]:  # those of a later step are another run's
                 path.unlink(missing_ok=True)
+
+
+def _fingerprint_of(trainer: L.Trainer) -> str | None:
+    data = getattr(trainer, "datamodule", None)
+    return data.fingerprint if isinstance(data, RolloutDataModule) else None
 
 
 def saved_rollouts(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.optim.precision import BF16, FLOAT32
+from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
 from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
 from lit_rl.cli.precision import AUTO, automatic_on
 from lit_rl.commands.replay import Replay, replay
 from lit_rl.commands.run_dir import RunDir
+from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
 from lit_rl.models import LanguageModel
 from lit_rl.rewards.sums.weighted import Rewards
@@ -67,15 +70,12 @@ def run(config: DictConfig) -> int:
     tree = config_of(run_dir)
     path = _rollout(config, run_dir)
     rollout = SavedRollout.read(path)
-    if rollout.completions.vision is not None:
-        raise ConfigError(
-            f"{path} is a rollout over images or videos. It keeps no pixels, so lit-rl replay cannot score it: replay "
-            "a run of a policy over text."
-        )
     allow = list(config.allow_targets)
     presets = {name: tree["algo"] if name == RUN else _preset(name, tree, allow) for name in dict.fromkeys(names)}
     parts = _shared(tree["algo"], rollout, allow)
     parts["model"], fabric, notes = placed(parts["model"], config, tree["trainer"])
+    if rollout.completions.vision is not None:
+        rollout = _seeing(rollout, path, tree, parts["model"], allow)
     modules = [(name, _module(name, presets[name], parts, rollout)) for name in names]
     checkpoint = checkpoint_of(config, run_dir)
     return replay(Replay(modules, rollout, path, checkpoint, run_dir.path, fabric, notes))
@@ -177,6 +177,28 @@ def checkpoint_of(config: DictConfig, run_dir: RunDir) -> Path:
             "(DeepSpeed: zero_to_fp32), or take another checkpoint with ckpt_path."
         )
     return path
+
+
+def _seeing(
+    rollout: SavedRollout, path: Path, run: dict[str, Any], model: LanguageModel, allow: list[str]
+) -> SavedRollout:
+    """The rollout with the pixels that its completions see, made again of the run's data: the file keeps none."""
+    if rollout.data is None:
+        raise ConfigError(
+            f"{path} is a rollout over images, and does not say of which data: it was written by an earlier version, "
+            "or its prompts came from no RolloutDataModule. Replay a later rollout of a run of train.py."
+        )
+    for key, target in targets({"data": run["data"]}):
+        check_target(key, target, (*ALLOWED, *(f"{name}." for name in allow)))
+    data: RolloutDataModule = build(run["data"])
+    data.prepare(model.tokenizer, processor=model.processor, stage="predict")
+    if data.fingerprint != rollout.data:
+        raise ConfigError(
+            f"The data of {path} have changed since it was written, and its completions would see other images. Put "
+            "the rows, the images and the processor of the run back, or replay a run of the data as they are now."
+        )
+    completions = state.made(rollout.completions, data.vision, lambda: model.processor)
+    return replace(rollout, completions=completions)
 
 
 def _shared(algo: dict[str, Any], rollout: SavedRollout, allow: list[str]) -> dict[str, Any]:

@@ -169,6 +169,11 @@ class RolloutDataModule(SourcedDataModule):
         """Training prompts beyond those of the epochs, for what a rollout drops."""
         return SparePrompts(self._prepared().train, self._order(self.shuffle))
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the training rows, their tokens and images: equal for the same in the same order."""
+        return self._prepared().train.fingerprint
+
     def vision(self, row: int) -> PromptVision | None:
         """What the model sees of a training prompt beside its tokens."""
         return self._prepared().train.vision(row)

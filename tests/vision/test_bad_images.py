@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torchvision_beside
+from vision_kinds import kinds
 from vision_seen import Toy, image
 from vision_toys import picture
 
@@ -135,6 +137,18 @@ def test_a_processor_that_lacks_a_package_or_its_files(toy_folder: Any, tmp_path
     (folder / "video_preprocessor_config.json").unlink()
     with pytest.raises(LitRLError, match=r"model\.name=.*preprocessor_config\.json"):
         _ = LanguageModel(str(folder)).processor
+
+
+@pytest.mark.parametrize("kind", kinds("smolvlm"))
+def test_a_processor_that_lacks_what_spells_numbers(
+    toy_folder: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setitem(sys.modules, "num2words", None)
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)  # what its import gives where it is missing
+    with pytest.raises(BackendError, match=r"The processor of .* lacks a package: pip install num2words"):
+        _ = LanguageModel(str(toy_folder(kind))).processor
 
 
 def test_prompts_that_are_too_long_by_their_images_are_dropped_and_counted(toy_of: Any) -> None:

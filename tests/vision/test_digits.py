@@ -169,7 +169,7 @@ def test_pairs_that_it_wrote_itself_teach_it(fitted, trainer_of, tmp_path: Path)
 
 @pytest.mark.all
 def test_the_experiment_trains_exports_and_goes_on_from_its_export(root: Path, tmp_path: Path):
-    """And its rollout, which keeps no pixels, is not scored by `lit-rl replay` as if nothing were shown."""
+    """And its rollout is replayed over pixels that are made again; not over those of other data."""
 
     def said(*command: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -183,11 +183,21 @@ def test_the_experiment_trains_exports_and_goes_on_from_its_export(root: Path, t
         assert told.returncode == 0, told.stdout + told.stderr
         return json.loads((run_dir / "summary.json").read_text()) | {"folder": str(run_dir / "hf")}
 
-    first = train()
+    first = train("callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1")
     assert first["status"] == "finished" and set(first["before"][""]) == {"greedy", "sampled at 1"}
     assert (Path(first["folder"]) / "processor_config.json").is_file()
     second = train(f"model.name={first['folder']}", "seed=1")
     assert second["before"][""]["greedy"] == first["after"][""]["greedy"]
-    run = f"run_dir={Path(first['folder']).parent}"
-    refused = said(sys.executable, str(root / "train.py"), "replay", run, "losses=[gspo]")
-    assert refused.returncode == 2 and "keeps no pixels" in refused.stderr, refused.stderr
+    folder = Path(first["folder"]).parent
+    replay = [sys.executable, str(root / "train.py"), "replay", f"run_dir={folder}", "losses=[run,gspo]"]
+    told = said(*replay, f"ckpt_path={folder / 'checkpoints' / 'step_00000001.ckpt'}")
+    assert told.returncode == 0, told.stdout + told.stderr
+    (report,) = folder.glob("replay_*.json")
+    own = json.loads(report.read_text())["objectives"][0]
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (norm,) = [row["train/grad_norm"] for row in logged if row["step"] == 2 and "train/grad_norm" in row]
+    assert own["gradient_norm"] == pytest.approx(norm, rel=1e-4) and norm > 0
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("val_rows: 100", "val_rows: 99"))
+    refused = said(*replay)
+    assert refused.returncode == 2 and "would see other images" in refused.stderr, refused.stderr

@@ -55,12 +55,16 @@ def test_a_template_that_reads_texts_stays_as_it_is(toy_folder: Any) -> None:
 def test_other_settings_of_the_processor_are_other_data(toy_folder: Any) -> None:
     row = {"prompt": [{"role": "user", "content": "Which?"}], "image": picture(1)}
 
-    def fingerprint(mean: float) -> str:
+    def fingerprint(mean: float, backend: str = "") -> str:
         model = LanguageModel(str(toy_folder("idefics3")))
         assert model.processor is not None
-        model.processor.processor.image_processor.image_mean = [mean] * 3
+        made_by = model.processor.processor.image_processor
+        made_by.image_mean = [mean] * 3
+        if backend:
+            made_by.__class__ = type(backend, (type(made_by),), {})
         data = RolloutDataModule(rows=[row] * 4, prompts_per_rollout=4, val_fraction=0.0)
         data.prepare(model.tokenizer, processor=model.processor)
         return data._prepared().train.fingerprint
 
     assert fingerprint(0.5) == fingerprint(0.5) != fingerprint(0.1)
+    assert fingerprint(0.5) != fingerprint(0.5, backend="AnotherImageProcessor")
