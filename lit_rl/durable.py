@@ -3,11 +3,29 @@ before it gets its real one."""
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
 
 PARTIAL = ".partial-"
 """Between the name of a checkpoint and the number of the process that is writing it."""
+
+
+def check_room(folder: str | Path, size: int) -> None:
+    """Look for space before any of it is used.
+
+    Args:
+        folder: Where it will be written; it need not be there yet.
+        size: Bytes.
+
+    Raises:
+        OSError: ENOSPC, with both numbers.
+    """
+    there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if free < size:
+        raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free", str(folder))
 
 
 def flush(path: str | Path) -> None:

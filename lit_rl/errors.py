@@ -59,8 +59,10 @@ class BackendError(LitRLError):
     exit_code = 8
 
 
-INTERRUPTED = 130
-TERMINATED = 143
+SIGNALLED = 128
+"""What is added to the number of a signal that ended a run."""
+INTERRUPTED = SIGNALLED + 2
+TERMINATED = SIGNALLED + 15
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

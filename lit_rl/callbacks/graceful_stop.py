@@ -1,20 +1,23 @@
-"""Ctrl-C and SIGTERM: finish the optimizer step, save, stop. A second signal ends the process at once.
+"""Ctrl-C, SIGTERM, a terminal that is gone, Slurm's word: finish the optimizer step, save, stop. A second signal ends
+the process at once.
 
 A generator or an environment that fails ends the run too: what was learned until then is saved.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import threading
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.callbacks.checkpoint_io import is_whole
+from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.errors import GenerationError
 
 
@@ -32,11 +35,9 @@ class GracefulStop(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._place, self._failed = None, False
-        environment = getattr(trainer.strategy, "cluster_environment", None)
-        requeues = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        if threading.current_thread() is not threading.main_thread() or requeues:
+        if threading.current_thread() is not threading.main_thread():
             return
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in signals_of(trainer):
             self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
 
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
@@ -45,6 +46,8 @@ class GracefulStop(L.Callback):
             signal.raise_signal(number)  # for whoever was there before us
             return
         self.signum = number
+        if number == signal.SIGHUP:
+            let_go_of_the_terminal()
         launcher = trainer.strategy.launcher
         if launcher is not None:
             launcher.kill(number)  # to the processes that this one started; they set their own flag
@@ -66,6 +69,8 @@ class GracefulStop(L.Callback):
             if folder is not None:
                 trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt", weights_only=False)
             trainer.should_stop = True
+            if trainer.is_global_zero and self.signum is not None and self.signum == requeue_signal(trainer):
+                requeue()
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._place is not None:
@@ -107,6 +112,22 @@ class GracefulStop(L.Callback):
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
         self._before = {}
+
+
+def signals_of(trainer: L.Trainer) -> list[int]:
+    """Those that end a run, which is saved. `nohup` has the end of a terminal ignored: then it is none."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    asked = requeue_signal(trainer)
+    return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
+
+
+def let_go_of_the_terminal() -> None:
+    """What is written to a terminal that is gone would end the process before it has saved."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # `isatty` says no of one that is gone
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:

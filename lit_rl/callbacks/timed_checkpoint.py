@@ -13,7 +13,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lit_rl.errors import in_range
+from lit_rl.durable import check_room
+from lit_rl.errors import StorageError, in_range
 
 
 class TimedCheckpoint(ModelCheckpoint):
@@ -47,7 +48,20 @@ class TimedCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self._check_room(pl_module)
         self._due, self._steps = time.monotonic() + self.every_seconds, trainer.global_step
+
+    def _check_room(self, pl_module: L.LightningModule) -> None:
+        """Before the first step: what is trained is the least that a checkpoint holds."""
+        if not self.dirpath:
+            return
+        trained = [weight for weight in pl_module.parameters() if weight.requires_grad]
+        try:
+            check_room(self.dirpath, sum(weight.numel() * weight.element_size() for weight in trained))
+        except OSError as error:
+            raise StorageError(
+                f"There is no room for a checkpoint: {error}. Take a run_dir on another disk, or make room."
+            ) from error
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int

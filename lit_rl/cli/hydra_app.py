@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import sys
@@ -18,12 +19,12 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
+from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import chats, choices, data_choice, doctoring, ends, quiet, replays, schemas, serving, transcribing
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
-from lit_rl.cli.messages import reported
+from lit_rl.cli.messages import account, reported
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
@@ -95,6 +96,9 @@ def run(config: DictConfig) -> int:
         config.ckpt_path = os.environ[_CKPT] or None
     else:
         run_dir = RunDir(_resolve_run_dir(config))
+        if config.task == "fit" and config.ckpt_path is None and is_requeued():
+            sys.stdout.write(f"Slurm has started this job again: as ckpt_path=last, in {run_dir.path}.\n")
+            config.ckpt_path = "last"
         if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
             return 0
@@ -109,17 +113,16 @@ def run(config: DictConfig) -> int:
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
     config.run_dir = str(run_dir.path)
     missing = run_dir.missing()
-    job = assemble(config, run_dir, start if _is_main() else "resumed")
+    job = assemble(config, run_dir, start)
     try:
-        return TASKS[config.task](job)
-    except Exception:
+        with contextlib.closing(job):
+            return TASKS[config.task](job)
+    except Exception as error:
+        run_dir.write_error(account(error) | {"step": job.trainer.global_step, "command": job.command})
         if _is_main():
             # A first validation is made again by the next start: without a step it is no reason to keep a folder.
             run_dir.withdraw(missing, kept_for="train/" if config.task == "fit" else "")
         raise
-    finally:
-        if isinstance(job.module, GeneratingModule):
-            job.module.close()
 
 
 def _check(config: DictConfig) -> None:
@@ -139,7 +142,7 @@ def _check(config: DictConfig) -> None:
 
 def _is_main() -> bool:
     """Whether this process is rank 0, by what launchers set. (Before a strategy is there to ask.)"""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
 
 
 def _is_inside(path: str | None, folder: Path) -> bool:
@@ -171,17 +174,20 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
         settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
         if isinstance(data, ExampleDataModule):
             data.check_trainer(trainer)
-    if not dry:
-        run_dir.open(start)
-        if trainer.is_global_zero:
-            if start == "anew":
-                run_dir.clear_record()
-            if start != "new" and tree["task"] == "fit":
-                run_dir.remove_partial()
-            run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
+    lock = None
+    if not dry and not _is_main():
+        run_dir.make()
+    elif not dry:
+        lock = run_dir.open(start)
+        if start == "anew":
+            run_dir.clear_record()
+        if start != "new" and tree["task"] == "fit":
+            run_dir.remove_partial()
+        run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test", "plan")}
     options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
-    return Run(module, data, trainer, run_dir, config.ckpt_path, _command(run_dir), _dataset(tree["data"]), options)
+    what = _command(run_dir), _dataset(tree["data"])
+    return Run(module, data, trainer, run_dir, config.ckpt_path, *what, options, lock)
 
 
 def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
@@ -227,8 +233,14 @@ def _resolve_run_dir(config: DictConfig) -> Path:
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
-        path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
+        path = _unused(Path("runs") / f"{stamp}_{what}_{_label(config)}")
     return path
+
+
+def _unused(path: Path) -> Path:
+    """The path, with a number behind it where another run began in the same second."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}_{number}") for number in itertools.count(2)))
+    return next(name for name in names if not name.exists())
 
 
 def _label(config: DictConfig) -> str:

@@ -11,7 +11,6 @@ import argparse
 import importlib.resources
 import inspect
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +38,7 @@ from lit_rl.commands import evaluate
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
-from lit_rl.errors import INTERRUPTED, TERMINATED, ConfigError, did_you_mean
+from lit_rl.errors import SIGNALLED, ConfigError, did_you_mean
 from lit_rl.models.reference import base as reference
 from lit_rl.models.reference import moving as moving_reference
 from lit_rl.models.reference import other_model
@@ -66,7 +65,7 @@ def main(arguments: list[str]) -> int:
     sys.argv = [sys.argv[0], *arguments]  # Lightning starts the processes of other ranks with it
     cli = command_line(arguments)
     stops = [c.signum for c in cli.trainer.callbacks if isinstance(c, GracefulStop) and c.signum]  # pyright: ignore
-    return 0 if not stops else INTERRUPTED if stops[0] == signal.SIGINT else TERMINATED
+    return SIGNALLED + stops[0] if stops else 0
 
 
 def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:

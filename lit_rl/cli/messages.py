@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from lit_rl.errors import INTERRUPTED, BackendError, ConfigError, LitRLError, did_you_mean
@@ -44,11 +46,25 @@ def reported(function: Callable[[], int | None]) -> int:
         return ours.exit_code
 
 
+def account(error: BaseException) -> dict[str, Any]:
+    """What is written down of an error that ended a run: for people, and for what restarts jobs."""
+    ours = translated(error)
+    return {
+        "error": type(ours or error).__name__,
+        "message": str(ours or error),
+        "exit_code": ours.exit_code if ours else 1,
+        "rank": int(next(filter(None, map(os.environ.get, ("RANK", "SLURM_PROCID", "LOCAL_RANK"))), "0")),
+        "host": socket.gethostname(),
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
 def translated(error: BaseException) -> LitRLError | None:
     """The error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
-    for handler in (_hydra, _yaml, _lightning):
+    for handler in (_hydra, _yaml, _lightning, _memory):
         if (ours := handler(error)) is not None:
             return ours
     return None
@@ -128,6 +144,19 @@ def _elsewhere(link: Any) -> str:
             keys.setdefault(str(name), f"{group}.{name}")
     near = difflib.get_close_matches(str(link.full_key).rpartition(".")[2], keys, n=1, cutoff=0.6)
     return f" Did you mean {keys[near[0]]!r}?" if near else ""
+
+
+def _memory(error: BaseException) -> LitRLError | None:
+    """Outside of a training, which says more (`lit_rl.commands.step_memory`)."""
+    from lit_rl.commands.step_memory import ran_out
+
+    if not ran_out(error):
+        return None
+    return BackendError(
+        f"Memory ran out: {' '.join(str(error).split())[:200] or type(error).__name__}. Take a smaller model, shorter "
+        "texts (sampling.max_new_tokens, data.max_prompt_tokens), or fewer at once (generator.batch_size, "
+        "data.val_batch_size)."
+    )
 
 
 def _lightning(error: BaseException) -> LitRLError | None:

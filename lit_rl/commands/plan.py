@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lit_rl.algorithms.preflight.memory import MemoryPlan, in_words
 from lit_rl.callbacks.text import plan_table
+from lit_rl.commands.step_memory import planned
 from lit_rl.commands.train import Run
 from lit_rl.errors import BackendError, StorageError
 
@@ -48,13 +49,8 @@ def prepared(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:
     trainer.strategy.connect(module)
     data.setup("fit")
     module.setup("fit")
-    memory, room, step = module.memory(), module.room(), module.step
-    if memory is None or room is None or step is None:
-        return module.plan, None, None
-    count = trainer.accumulate_grad_batches
-    decoded = module.decoded_at_once(step)
-    sizes = memory.plan(step.units * step.rows // count, decoded, steps_in_parts=count > 1)
-    return module.plan, sizes, room
+    sizes, room = planned(module, trainer), module.room()
+    return (module.plan, None, None) if sizes is None or room is None else (module.plan, sizes, room)
 
 
 def memory_table(sizes: MemoryPlan, room: int) -> Table:

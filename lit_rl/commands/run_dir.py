@@ -17,6 +17,7 @@ import yaml
 
 from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.record import FILES, record_files
+from lit_rl.commands.run_lock import RunLock
 from lit_rl.durable import PARTIAL
 from lit_rl.errors import ConfigError, StorageError
 
@@ -24,7 +25,7 @@ Start = Literal["new", "anew", "resumed"]
 """How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
 checkpoint."""
 
-REPLACED = ("summary.json", "checkpoints/*.ckpt", "hf", "hf_ema", "bad_batch*.pt", *FILES)
+REPLACED = ("summary.json", "error.json", "checkpoints/*.ckpt", "hf", "hf_ema", "bad_batch*.pt", *FILES)
 """Names that a run writes, and would replace or add to, beside config.yaml."""
 
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
@@ -43,6 +44,10 @@ class RunDir:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def error(self) -> Path:
+        return self.path / "error.json"
 
     @property
     def metrics(self) -> Path:
@@ -83,22 +88,31 @@ class RunDir:
     def write_config(self, text: str) -> None:
         _replace(self.config, text)
 
+    def write_error(self, what: dict[str, Any]) -> None:
+        """Say what ended the run. Of several ranks the first one says it: the others fail of its failure."""
+        with contextlib.suppress(OSError), self.error.open("x") as file:  # nothing may hide the error itself
+            file.write(json.dumps(redact(what), indent=2) + "\n")
+
     @property
     def finished(self) -> bool:
         """Whether a run here has ended. (A summary without a run is the user's, and is not read.)"""
         ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
         return ours and self.read_summary().get("status") == "finished"
 
-    def open(self, start: Start) -> None:
+    def open(self, start: Start) -> RunLock:
         """Make the folder, or refuse it: another run's results, and the user's files, are never mixed with this run's.
 
+        Returns:
+            What keeps other runs out, until it is released.
+
         Raises:
-            StorageError: it is a file, or cannot be written.
+            StorageError: it is a file, cannot be written, or is in use.
             ConfigError: it holds a run and this is not its continuation; or files that no run wrote, under names that
                 this one would write.
         """
         if self.path.exists() and not self.path.is_dir():
             raise StorageError(f"run_dir={self.path} is a file; it must be a folder, or a name that is free.")
+        lock = RunLock(self.path) if self.holds_a_run else None  # before anything is said of a run that still goes on
         if theirs := next(self._of_the_user(start), None):
             raise ConfigError(
                 f"run_dir={self.path} holds {theirs.relative_to(self.path)}, which a run would replace and which no "
@@ -109,6 +123,18 @@ class RunDir:
             raise ConfigError(
                 f"run_dir={self.path} holds {state}. Continue it with ckpt_path=last, or take another run_dir."
             )
+        self.make()
+        lock = lock or RunLock(self.path)
+        if self.holds_a_run:
+            self.error.unlink(missing_ok=True)  # of the attempt before
+        return lock
+
+    def make(self) -> None:
+        """Make the folder where it is not there.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable-{os.getpid()}"
@@ -135,7 +161,7 @@ class RunDir:
         if self.path not in made or learned:
             return
         theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
-        for path in (self.config, self.summary, theirs, *record_files(self.path)):
+        for path in (self.config, self.summary, self.error, theirs, *record_files(self.path)):
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         for folder in (*inside, *made):

@@ -20,13 +20,14 @@ from rich.console import Console
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.checkpoint_io import is_whole
-from lit_rl.callbacks.graceful_stop import GracefulStop
+from lit_rl.callbacks.graceful_stop import GracefulStop, let_go_of_the_terminal, signals_of
+from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.errors import INTERRUPTED, TERMINATED, ConfigError, GenerationError
+from lit_rl.commands.run_lock import RunLock
+from lit_rl.commands.step_memory import out_of_memory, ran_out
+from lit_rl.errors import SIGNALLED, ConfigError, GenerationError
 from lit_rl.models.policy.sharding import full_state_dict
-
-_EXIT_CODES: dict[int, int] = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,20 @@ class Run:
     dataset: str
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of single commands, by the command's name."""
+    lock: RunLock | None = None
+    """What keeps other runs out of the folder. None: nothing is written, or another rank holds it."""
 
     @property
     def dry(self) -> bool:
         """`fast_dev_run`: nothing is written."""
         return bool(self.trainer.fast_dev_run)  # pyright: ignore
+
+    def close(self) -> None:
+        """Stop what was started, and let the next run into the folder."""
+        if isinstance(self.module, GeneratingModule):
+            self.module.close()
+        if self.lock is not None:
+            self.lock.release()
 
     @property
     def generating(self) -> GeneratingModule:
@@ -81,6 +91,10 @@ def train(run: Run) -> int:
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
         except GenerationError:
             _not_generated(run, summary)
+            raise
+        except Exception as error:
+            if ran_out(error):
+                raise out_of_memory(error, run.module, run.trainer) from error
             raise
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
         if stop.signum is not None:
@@ -221,7 +235,7 @@ def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
     if run.trainer.is_global_zero and not run.dry:
         _save(run, summary | {"status": "stopped"})
         Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
-    return _EXIT_CODES[signum]
+    return SIGNALLED + signum
 
 
 def _not_generated(run: Run, summary: dict[str, Any]) -> None:
@@ -245,12 +259,16 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     """
 
     def leave(number: int, frame: Any) -> None:
+        if number == signal.SIGHUP:
+            let_go_of_the_terminal()
         Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
-        raise SystemExit(_EXIT_CODES[number])
+        if number == requeue_signal(run.trainer) and run.trainer.is_global_zero:
+            requeue()
+        raise SystemExit(SIGNALLED + number)
 
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
     catches = bool(found) and threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, leave) for number in _EXIT_CODES} if catches else {}
+    before = {number: signal.signal(number, leave) for number in signals_of(run.trainer)} if catches else {}
     try:
         yield found[0] if found else GracefulStop()
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from no_room import no_file_above
 from peft import PeftModel
 from plain_scores import token_logits
 from safetensors.torch import load_file, save_file
@@ -296,6 +297,9 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(make_model, tmp_path,
             export_policy(model, state, policy, folder, card="new")
         assert {item.name: item.read_bytes() for item in folder.iterdir()} == content
         assert sorted(item.name for item in tmp_path.iterdir()) == ["hf", "qwen2"]
+    with no_file_above(10_000), pytest.raises(StorageError, match="File too large"):  # in the middle of the weights
+        export_policy(model, state, policy, folder, card="new")
+    assert {item.name: item.read_bytes() for item in folder.iterdir()} == content
 
 
 def broken_disk(where: str, folder: Path):

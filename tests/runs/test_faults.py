@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import os
+import pty
 import signal
+import subprocess
+import sys
+import termios
+import threading
 import time
 from pathlib import Path
 
@@ -90,6 +98,58 @@ def test_a_signal_outside_the_training_leaves_with_its_code_too(process, tmp_pat
     output, _ = child.communicate(timeout=60)
     assert child.returncode == code, output
     assert "ckpt_path=last" in output and rollouts(run_dir) == 0
+
+
+@pytest.mark.all
+def test_a_terminal_that_is_gone_ends_the_run_saved(root, tmp_path):
+    """The kernel's own SIGHUP: nothing can be written there any more."""
+    mine, its = pty.openpty()
+    run_dir = tmp_path / "run"
+    child = subprocess.Popen(
+        [sys.executable, str(root / "train.py"), *RUN, f"run_dir={run_dir}"],
+        stdin=its, stdout=its, stderr=its, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(its)
+    said: list[bytes] = []
+    threading.Thread(target=lambda: _read_all(mine, said), daemon=True).start()
+    wait_for(lambda: rollouts(run_dir) >= 3, child)
+    assert child.poll() is None, b"".join(said).decode()
+    os.close(mine)
+    assert child.wait(60) == 128 + signal.SIGHUP
+    assert list((run_dir / "checkpoints").glob("*.ckpt")) and not (run_dir / "error.json").exists()
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+
+
+@pytest.mark.all
+def test_slurm_takes_a_job_back_and_starts_it_again(process, tmp_path, whole, monkeypatch):
+    """Slurm itself is not here: its variables are, and a program of the name that it would be asked by."""
+    stands_in = tmp_path / "bin" / "scontrol"
+    stands_in.parent.mkdir()
+    stands_in.write_text(f"#!/bin/sh\necho $* > {tmp_path / 'asked'}\n")
+    stands_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
+    told = {"JOB_ID": 7, "NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "NODELIST": "localhost", "JOB_NAME": "a"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    run_dir = tmp_path / "run"
+    child = process(*RUN, f"run_dir={run_dir}")
+    wait_for(lambda: rollouts(run_dir) >= 3, child)
+    child.send_signal(signal.SIGUSR1)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 128 + signal.SIGUSR1, output
+    assert (tmp_path / "asked").read_text() == "requeue 7\n" and not list(tmp_path.rglob("hpc_ckpt*"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    again = process(*RUN, f"run_dir={run_dir}")
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0 and "Slurm has started this job again" in output, output
+    assert_same_run(whole, run_dir)
+
+
+def _read_all(terminal: int, said: list[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        while piece := os.read(terminal, 65536):
+            said.append(piece)
 
 
 @pytest.mark.all

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from lit_rl.durable import flush_tree
@@ -68,7 +69,7 @@ def write_checked(
         state = model.state_dict()
         difference = check(staged, state, description)
         _publish(staged, target)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(f"The export to {target} failed: {error}") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)

@@ -1,0 +1,99 @@
+"""One run a folder at a time: the file `.lock`, which the operating system holds for the process that writes there.
+
+It is `flock(2)`: a process that dies, however it dies, leaves none behind, and Linux passes it on to servers of NFS.
+What the file says is for people.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+from lit_rl.errors import StorageError
+
+NAME = ".lock"
+
+_HAS_NONE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+"""What file systems say that know no locks."""
+
+
+class RunLock:
+    """Held from its making until `release`, or until the process ends.
+
+    Args:
+        folder: Of a run; it is there.
+
+    Raises:
+        StorageError: another process holds it, or the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self._file = self._held()
+        self._file.truncate(0)
+        self._file.write(json.dumps(_about_this_process()))
+        self._file.flush()
+
+    def _held(self) -> TextIO:
+        while True:
+            file = self._opened()
+            if self._names(file):
+                return file
+            file.close()  # who held it before has removed the file in between
+
+    def _opened(self) -> TextIO:
+        folder = self.path.parent
+        try:
+            file = self.path.open("a+")
+        except OSError as error:
+            raise StorageError(
+                f"run_dir={folder} cannot be written ({error.strerror}). Take another run_dir."
+            ) from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HAS_NONE:
+                return file
+            with file:
+                raise StorageError(
+                    f"run_dir={folder} is in use{_said(file)}. Wait for that run or stop it, or take another run_dir."
+                ) from error
+        return file
+
+    def _names(self, file: TextIO) -> bool:
+        """Whether the path still leads to the file that is open."""
+        try:
+            named, held = self.path.stat(), os.fstat(file.fileno())
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
+
+    def release(self) -> None:
+        """Let the next run in. May be called again."""
+        if self._file.closed:
+            return
+        if self._names(self._file):
+            self.path.unlink()
+        self._file.close()
+
+
+def _about_this_process() -> dict[str, str | int]:
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": " ".join(sys.argv)[:500]}
+
+
+def _said(file: TextIO) -> str:
+    """What the one who holds it wrote; empty where that cannot be read."""
+    try:
+        file.seek(0)
+        about = json.loads(file.read())
+        return f" by process {about['pid']} on {about['host']} since {about['since']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return ""

@@ -1,0 +1,60 @@
+"""What an optimizer step needs as it is cut, and what is said where memory ran out all the same."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.preflight.cut import remedies
+from lit_rl.algorithms.preflight.memory import MemoryPlan, in_words
+from lit_rl.errors import BackendError
+
+_SAID = ("can't allocate memory", "out of memory", "std::bad_alloc")
+"""Of PyTorch's allocators, on the CPU and elsewhere, which raise a plain RuntimeError."""
+
+
+def planned(module: PolicyModule, trainer: Any) -> MemoryPlan | None:
+    """Bytes by part; None where model or rows are not known. Once the module is set up."""
+    memory, step = module.memory(), module.step
+    if memory is None or step is None:
+        return None
+    count = trainer.accumulate_grad_batches
+    return memory.plan(step.units * step.rows // count, module.decoded_at_once(step), steps_in_parts=count > 1)
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether memory could not be had, on any device."""
+    torch: Any = sys.modules.get("torch")  # an error of a process that never loaded it is none of its own
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
+
+
+def out_of_memory(error: BaseException, module: PolicyModule, trainer: Any) -> BackendError:
+    """The error with what was planned, and what to set.
+
+    Args:
+        error: Of which `ran_out` is true.
+        module: That was trained.
+        trainer: Of the run.
+    """
+    first = " ".join(str(error).split())[:200] or type(error).__name__
+    sizes, memory, step = planned(module, trainer), module.memory(), module.step
+    if sizes is None or memory is None or step is None:
+        return BackendError(
+            f"Memory ran out: {first}. Set algo.micro_batch_size lower, shorten the texts "
+            "(sampling.max_new_tokens, data.max_prompt_tokens, data.max_length), or take a smaller model."
+        )
+    worst = max((sizes.learning, sizes.generating), key=lambda parts: sum(parts.values()))
+    parts = ", ".join(f"{name} {in_words(size)}" for name, size in worst.items() if size)
+    rows = step.units * step.rows // trainer.accumulate_grad_batches
+    smaller = [below for below in sorted(step.cuts().values(), reverse=True) if below < rows]
+    ways = [f"algo.micro_batch_size={smaller[0]} (it was {rows})"] if smaller else []
+    room = module.room()
+    had = "" if room is None else f" of {in_words(room)}"
+    return BackendError(
+        f"Memory ran out: {first}. Planned were {in_words(sizes.total)}{had} ({parts}); other processes may have taken "
+        f"the rest. Set one of: {'; '.join([*ways, *remedies(worst, memory, step)])}; or plan for less with "
+        "plan.memory_gb."
+    )

@@ -1,0 +1,68 @@
+"""Checkpoints on a disk that has no room: the kernel's own refusals, and what is left afterwards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from no_room import no_file_above
+from runs_helpers import SMALL
+
+from lit_rl.callbacks import AtomicCheckpointIO, checkpoint_io
+from lit_rl.durable import PARTIAL, check_room
+from lit_rl.errors import StorageError
+
+STATE = {"state_dict": {"weight": torch.arange(100_000.0)}}
+
+
+@pytest.mark.parametrize("waits, saved", [((), False), ((0.0,), True)], ids=["full", "full for a moment"])
+def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
+    waits: tuple[float, ...], saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_io, "_WAITS", waits)
+    target, disk = tmp_path / "step.ckpt", AtomicCheckpointIO()
+    disk.save_checkpoint({"state_dict": {}}, target)
+    before = target.read_bytes()
+    (tmp_path / f"step.ckpt{PARTIAL}{os.getpid()}").symlink_to("/dev/full")  # which is removed with the partial file
+    if saved:
+        with pytest.warns(UserWarning, match=r"finds no room: \[Errno 28\].* It is tried again in 0 s"):
+            disk.save_checkpoint(STATE, target)
+        assert torch.equal(disk.load_checkpoint(target)["state_dict"]["weight"], STATE["state_dict"]["weight"])
+    else:
+        with pytest.raises(StorageError, match=r"\[Errno 28\].* go on from there with ckpt_path=last"):
+            disk.save_checkpoint(STATE, target)
+        assert target.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_io, "_WAITS", ())
+    huge = torch.empty(10**16, device="meta")
+    with pytest.raises(StorageError, match=r"it takes 40000000000\.0 MB, and \d+\.\d MB are free"):
+        AtomicCheckpointIO().save_checkpoint({"state_dict": {"a": [huge]}}, tmp_path / "a" / "step.ckpt")
+    assert not list(tmp_path.glob("a/*"))
+    check_room(tmp_path / "not" / "there", 1)
+    assert checkpoint_io.size_of({"a": [torch.zeros(3), {"b": torch.zeros(2, dtype=torch.int8)}], "c": 1}) == 14
+
+
+def test_a_run_without_room_ends_with_the_code_of_storage(
+    train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    every = ["trainer.max_steps=2", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={tmp_path / 'run'}"]
+    with no_file_above(200_000):
+        assert train(*SMALL, *every) == 7
+    said = capsys.readouterr().err
+    assert "step_00000001.ckpt could not be written: [Errno 27] File too large" in said and "Traceback" not in said
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    assert train(*SMALL, *every, "ckpt_path=last") == 0
+
+
+def test_a_run_that_could_never_save_does_not_begin(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usage = os.statvfs(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": usage.f_frsize})())
+    assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}") == 7
+    assert "There is no room for a checkpoint" in capsys.readouterr().err

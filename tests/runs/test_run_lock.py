@@ -1,0 +1,88 @@
+"""One run a folder at a time: real processes that hold it, die, and are followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs_helpers import SMALL
+
+from lit_rl.commands.run_lock import NAME, RunLock
+from lit_rl.errors import StorageError
+
+HOLDS = "import sys, pathlib, lit_rl.commands.run_lock as run_lock; held = run_lock.RunLock(pathlib.Path(sys.argv[1]))"
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the folder and waits; a process that it started lives on after it."""
+    waits = "import subprocess; subprocess.Popen(['sleep', '30']); print('held', flush=True); sys.stdin.read()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", f"{HOLDS}; {waits}", str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdout.readline() == "held\n"
+    yield child
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def test_who_holds_it_is_named_and_whoever_dies_holds_nothing(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=rf"is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\dT"):
+        RunLock(tmp_path)
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == holder.pid, "what the holder wrote stays"
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    lock = RunLock(tmp_path)
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    with pytest.raises(StorageError, match="in use by process"):
+        RunLock(tmp_path)
+    lock.release()
+    lock.release()
+    assert not list(tmp_path.iterdir())
+    RunLock(tmp_path).release()
+
+
+def test_a_folder_that_somebody_holds_is_let_alone(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    small = [*SMALL, "trainer.max_steps=1", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={folder}"]
+    assert train(*small) == 0
+    assert not (folder / NAME).exists()
+    lock = RunLock(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for more in (["trainer.max_steps=3", "ckpt_path=last"], []):
+        (folder / "summary.json").unlink(missing_ok=True)  # a run that goes on has none that says finished
+        before.pop(folder / "summary.json", None)
+        capsys.readouterr()
+        assert train(*small, *more) == 7
+        assert f"in use by process {os.getpid()}" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    lock.release()
+    assert train(*small, "trainer.max_steps=2", "ckpt_path=last") == 0
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Stopped:
+        @staticmethod
+        def now() -> Stopped:
+            return Stopped()
+
+        @staticmethod
+        def strftime(form: str) -> str:
+            return "2026-11-26_120000"
+
+    monkeypatch.setattr("lit_rl.cli.hydra_app.datetime", Stopped)
+    for _ in range(2):
+        assert train(*SMALL, "trainer.max_steps=1") == 0
+    first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert second == f"{first}_2"

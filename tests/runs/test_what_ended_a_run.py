@@ -1,0 +1,52 @@
+"""What is left of a run that failed: an exit code, one message, and error.json, which the next attempt removes."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from pathlib import Path
+
+import pytest
+from runs_helpers import SMALL
+
+REWARD = """
+def once(completions):
+    once.calls = getattr(once, "calls", 0) + 1
+    {}
+    return [1.0] * len(completions)
+"""
+
+
+def test_an_error_is_written_down_until_the_run_goes_on(train, tmp_path: Path) -> None:
+    folder, reward = tmp_path / "run", tmp_path / "mine.py"
+    reward.write_text(REWARD.format("assert once.calls < 4, 'sk-abcdefghijklmnopqrstuvwxyz'"))
+    every = ["reward=function", f"reward.fn={reward}:once", "callbacks.checkpoint.every_n_train_steps=1"]
+    run = [*SMALL, "trainer.max_steps=6", "trainer.limit_val_batches=0", *every, f"run_dir={folder}"]
+    assert train(*run) == 4
+    said = json.loads((folder / "error.json").read_text())
+    assert (said["error"], said["exit_code"], said["rank"]) == ("RewardError", 4, 0)
+    assert said["step"] > 0 and "Traceback" in said["traceback"] and "mine.py" in said["traceback"]
+    assert "sk-abc" not in (folder / "error.json").read_text(), "secrets are redacted"
+    reward.write_text(REWARD.format("pass"))
+    assert train(*run, "ckpt_path=last") == 0
+    assert not (folder / "error.json").exists()
+
+
+def test_memory_that_runs_out_is_told_with_what_was_planned(
+    train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel gives this process no more than so much."""
+    status = Path("/proc/self/status").read_text()
+    size = int(re.findall(r"VmSize:\s+(\d+) kB", status)[0]) * 1024
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
+    words = ["algo=sft", "data.batch_size=4096", "trainer.accumulate_grad_batches=1", "trainer.max_steps=1"]
+    resource.setrlimit(resource.RLIMIT_AS, (size + 400_000_000, most))
+    try:
+        code = train(*words, "logger=none", "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (before, most))
+    said = capsys.readouterr().err
+    assert code == 8 and "Traceback" not in said, said
+    assert re.search(r"Memory ran out: .*can't allocate memory.* Planned were 1\.\d+ GiB of .*activations", said)
+    assert "Set one of: algo.micro_batch_size=2048 (it was 4096); model.gradient_checkpointing=true" in said
