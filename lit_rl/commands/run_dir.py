@@ -20,6 +20,7 @@ from lit_rl.callbacks.record import FILES, record_files
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.durable import PARTIAL
 from lit_rl.errors import ConfigError, StorageError
+from lit_rl.models.export.checked_folder import unpublished
 
 Start = Literal["new", "anew", "resumed"]
 """How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
@@ -187,9 +188,13 @@ class RunDir:
         return isinstance(config, dict) and config.keys() >= _CONFIG_KEYS
 
     def remove_partial(self) -> None:
-        """Remove what a process that died left of the checkpoint it was writing. For one process, before it trains."""
+        """Remove what a process that died left of the checkpoint or the export that it was writing. For one process,
+        before it trains."""
         for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for name in ("hf", "hf_ema"):
+            for path in unpublished(self.path / name):
+                shutil.rmtree(path)
 
     def clear_record(self) -> None:
         """Remove what a run wrote that died before its first checkpoint: the next one starts from nothing."""

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
+from lit_rl.models.export.checked_folder import unpublished
 from lit_rl.models.export.policy import export_policy, verify
 from lit_rl.models.export.policy import model_card as make_card
 from lit_rl.models.policy.sharding import full_state_dict
@@ -314,6 +315,15 @@ def broken_disk(where: str, folder: Path):
         raise OSError(28, "No space left on disk")
 
     return fail
+
+
+def test_what_killed_exports_left_is_found_and_an_earlier_one_put_back(tmp_path):
+    left = [tmp_path / name for name in (".hf.old-12", ".hf.tmp-7", ".hf.old-3", ".hf.tmp-mine", ".other.tmp-7")]
+    for folder in left:
+        folder.mkdir()
+        (folder / "whose").write_text(folder.name)
+    assert set(unpublished(tmp_path / "hf")) == {tmp_path / ".hf.tmp-7", tmp_path / ".hf.old-3"}
+    assert (tmp_path / "hf" / "whose").read_text() == ".hf.old-12"
 
 
 def test_paths_with_spaces_and_unicode(make_model, tmp_path):

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_STAGED, _REPLACED = ".tmp-", ".old-"
+"""Between the name of a folder and the number of the process: what is not whole yet, and what makes room for it."""
+
+
 @dataclass(frozen=True)
 class ExportReport:
     """What was written, and the proof."""
@@ -61,7 +65,7 @@ def write_checked(
     target = Path(folder).expanduser().resolve()
     _check_target(target, description)
     rebuilt = rebuild()
-    staged = target.with_name(f".{target.name}.tmp-{os.getpid()}")
+    staged = target.with_name(f".{target.name}{_STAGED}{os.getpid()}")
     try:
         staged.mkdir(parents=True)
         model = _write(staged, rebuilt, description)
@@ -81,6 +85,18 @@ def write_checked(
         dtype=str(model.dtype).removeprefix("torch."),
         max_abs_diff=difference,
     )
+
+
+def unpublished(target: Path) -> list[Path]:
+    """What processes that died left beside a folder. An earlier export that had made room is put back.
+
+    Args:
+        target: The folder of the export; it need not be there.
+    """
+    for earlier in sorted(target.parent.glob(f".{target.name}{_REPLACED}[0-9]*")):
+        if not target.exists():
+            os.rename(earlier, target)
+    return [path for kind in (_STAGED, _REPLACED) for path in target.parent.glob(f".{target.name}{kind}[0-9]*")]
 
 
 def _check_target(target: Path, description: LanguageModel) -> None:
@@ -119,7 +135,7 @@ def _write(staged: Path, rebuilt: Any, description: LanguageModel) -> PreTrained
 def _publish(staged: Path, target: Path) -> None:
     """Make the staged folder durable, and put it in place of an earlier export."""
     flush_tree(staged)
-    earlier = staged.with_name(staged.name.replace(".tmp-", ".old-"))
+    earlier = staged.with_name(staged.name.replace(_STAGED, _REPLACED))
     replaces = target.exists()
     if replaces:
         os.rename(target, earlier)
