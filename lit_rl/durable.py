@@ -4,12 +4,17 @@ before it gets its real one."""
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import shutil
 from pathlib import Path
 
 PARTIAL = ".partial-"
 """Between the name of a checkpoint and the number of the process that is writing it."""
+
+MANIFEST = "manifest.json"
+"""Of a folder: every file in it, with its size and what it holds."""
 
 
 def check_room(folder: str | Path, size: int) -> None:
@@ -48,3 +53,24 @@ def flush_tree(folder: Path) -> None:
     """Likewise everything in a folder, and the folder last."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
+
+
+def write_manifest(folder: Path) -> None:
+    """Note what is in a folder, once all of it is written."""
+    files = {str(path.relative_to(folder)): _facts(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1) + "\n")
+
+
+def is_as_noted(folder: Path) -> bool:
+    """Whether every file of the manifest is there and holds what it held. Reads them all."""
+    try:
+        noted = json.loads((folder / MANIFEST).read_text())
+        return all(_facts(folder / name) == facts for name, facts in noted.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _facts(path: Path) -> dict[str, int | str]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return {"bytes": path.stat().st_size, "blake2b": digest.hexdigest()}

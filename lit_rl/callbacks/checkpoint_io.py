@@ -16,7 +16,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
-from lit_rl.durable import PARTIAL, check_room, flush
+from lit_rl.durable import MANIFEST, PARTIAL, check_room, flush, is_as_noted
 from lit_rl.errors import StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -96,10 +96,13 @@ def _unreadable(path: _PATH, reason: str) -> StorageError:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint file can be read to its end. For a sharded folder: whether its index is there."""
+    """Whether a checkpoint holds what was written: a file has a checksum of each part, and a folder of pieces, those of
+    earlier versions aside, a manifest."""
     if path.is_dir():
-        return (path / "meta.pt").exists() or (path / "latest").exists()
+        known = (path / "meta.pt").exists() or (path / "latest").exists()
+        return known and (not (path / MANIFEST).exists() or is_as_noted(path))
     try:
+        torch._C.PyTorchFileReader(os.fspath(path))  # it asks more of an archive's index than Python's own reader
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):

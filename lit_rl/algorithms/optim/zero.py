@@ -19,7 +19,7 @@ from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.optim import Optimizer
 
-from lit_rl.durable import PARTIAL, flush_tree
+from lit_rl.durable import PARTIAL, flush_tree, write_manifest
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy.partitions import give_back
 
@@ -192,8 +192,10 @@ class ZeROStrategy(DeepSpeedStrategy):
         partial = self.broadcast(f"{target}{PARTIAL}{os.getpid()}")
         with self._frozen_left_out():
             super().save_checkpoint(checkpoint, partial, storage_options)
+        self.barrier()
         if self.is_global_zero:
             (Path(partial) / FACTS).write_text(json.dumps(self._facts()))
+            write_manifest(Path(partial))
         if self.local_rank == 0:
             flush_tree(Path(partial))
         self.barrier()
