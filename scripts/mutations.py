@@ -221,6 +221,30 @@ MUTATIONS = [
         "or 0] :]",
         "tests/environments",
     ),
+    Mutation(
+        "lock",
+        "two runs write into one folder",
+        "lit_rl/commands/run_lock.py",
+        "fcntl.LOCK_EX",
+        "fcntl.LOCK_SH",
+        "tests/runs/test_run_lock.py",
+    ),
+    Mutation(
+        "half-folder",
+        "a checkpoint of pieces counts as whole where one is missing",
+        "lit_rl/callbacks/checkpoint_io.py",
+        " or is_as_noted(path))",
+        " or True)",
+        "tests/runs/test_damaged_checkpoints.py",
+    ),
+    Mutation(
+        "full-disk",
+        "what is half-written stays where the disk is full",
+        "lit_rl/callbacks/checkpoint_io.py",
+        "        Path(partial).unlink(missing_ok=True)\n",
+        "",
+        "tests/runs/test_full_disk.py",
+    ),
 ]
 
 

@@ -27,6 +27,7 @@ SHARED = {"dist": "ranks", "faults": "kills", "chain": "chain"}
 """Tests with these markers share what one of them started: of two workers (`--dist loadgroup`) one takes them all."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist writes the groups into the names by which it deals tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for marker, group in SHARED.items():

@@ -121,7 +121,7 @@ def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
     assert after > 0.55 and after > before + 0.08, (before, after)
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive
 def test_a_way_over_the_ice_is_learned(tmp_path: Path) -> None:
     """On a smaller lake, in few long steps: random play finds the other side in one of ten games."""
     ice = "options={is_slippery: false, desc: [SFF, FHF, FFG]}"

@@ -40,14 +40,14 @@ def test_a_step_of_ours_is_timed_beside_one_of_trl(tmp_path: Path) -> None:
     assert "### small" in (tmp_path / "docs" / "benchmarks.md").read_text()
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive
 def test_a_contender_with_another_temperature_gets_no_figure(tmp_path: Path) -> None:
     benchmark = small(WORK, [ours(OURS), ours("hot", "sampling.temperature=2")])
     with pytest.raises(GateError, match=r"small: hot computes something else .* log-probs differ"):
         list(measure.run([benchmark], place(tmp_path)))
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive
 def test_a_contender_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(ContenderFailed, match=r"algo\.group_sise"):
         list(measure.run([small(WORK, [ours("typo", "algo.group_sise=3")])], place(tmp_path)))

@@ -56,7 +56,7 @@ def test_no_prompt_stands_in_both_sets():
     assert not train & val and len(train) + len(val) == 10_000 and len(val) == 500
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive
 def test_the_script_is_deterministic(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "TARGET", 0.0)  # stop at the first look
     digests = []

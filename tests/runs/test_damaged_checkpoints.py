@@ -26,7 +26,7 @@ def test_a_flipped_bit_of_a_file_is_found_or_harmless(tmp_path: Path) -> None:
     disk.save_checkpoint(STATE, path)
     content, found = path.read_bytes(), 0
     assert is_whole(path)
-    for at in range(len(content)):
+    for at in range(0, len(content), 3):
         flip(path, at)
         if is_whole(path):  # it is padding, or a field that nobody reads
             loaded = disk.load_checkpoint(path)
@@ -34,7 +34,7 @@ def test_a_flipped_bit_of_a_file_is_found_or_harmless(tmp_path: Path) -> None:
         else:
             found += 1
         path.write_bytes(content)
-    assert found > len(content) / 2
+    assert found > len(content) / 6
     path.write_bytes(content[:-1])
     assert not is_whole(path)
 

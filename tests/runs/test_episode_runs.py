@@ -26,7 +26,9 @@ GAMES = 4 * 4
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("game", [GAME, FUNCTION], ids=["environment", "rollout_func"])
+@pytest.mark.parametrize(
+    "game", [GAME, pytest.param(FUNCTION, marks=pytest.mark.exhaustive)], ids=["environment", "rollout_func"]
+)
 def test_too_many_failures_save_the_run_and_it_goes_on_when_the_environment_is_repaired(
     game, train, process, tmp_path, monkeypatch
 ):

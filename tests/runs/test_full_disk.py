@@ -47,6 +47,7 @@ def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pyt
     assert checkpoint_io.size_of({"a": [torch.zeros(3), {"b": torch.zeros(2, dtype=torch.int8)}], "c": 1}) == 14
 
 
+@pytest.mark.all
 def test_a_run_without_room_ends_with_the_code_of_storage(
     train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_run_without_room_ends_with_the_code_of_storage(
     assert train(*SMALL, *every, "ckpt_path=last") == 0
 
 
+@pytest.mark.all
 def test_a_run_that_could_never_save_does_not_begin(
     train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,7 +27,7 @@ LEAST = "plan.memory_gb=0.00975"
 """Not enough for one completion whose activations are kept."""
 
 
-@pytest.mark.parametrize("memory", [LITTLE, SCARCE, LEAST])
+@pytest.mark.parametrize("memory", [LITTLE, pytest.param(SCARCE, marks=pytest.mark.exhaustive), LEAST])
 def test_a_resumed_run_keeps_its_cut_whatever_memory_is_free(train, tmp_path, memory):
     whole, again = tmp_path / "whole", tmp_path / "again"
     overrides = [*SMALL, *EVERY_STEP, *ROWS]

@@ -49,6 +49,7 @@ def test_who_holds_it_is_named_and_whoever_dies_holds_nothing(holder: subprocess
     RunLock(tmp_path).release()
 
 
+@pytest.mark.all
 def test_a_folder_that_somebody_holds_is_let_alone(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     small = [*SMALL, "trainer.max_steps=1", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={folder}"]
@@ -67,6 +68,7 @@ def test_a_folder_that_somebody_holds_is_let_alone(train, tmp_path: Path, capsys
     assert train(*small, "trainer.max_steps=2", "ckpt_path=last") == 0
 
 
+@pytest.mark.all
 def test_runs_that_begin_in_one_second_have_folders_of_their_own(
     train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from runs_helpers import SMALL
 
+pytestmark = pytest.mark.all
+
 REWARD = """
 def once(completions):
     once.calls = getattr(once, "calls", 0) + 1

@@ -144,7 +144,7 @@ def test_reinforcement_teaches_it(fitted):
     assert greedy > GREEDY + 0.2 and sampled > 0.75
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive
 def test_a_policy_and_a_critic_that_sees_learn_together(fitted):
     model = LanguageModel("digits", freeze=())
     how: Any = {"optimizer": AdamW(lr=1e-3), "scheduler": Constant(), "sampling": Sampling(max_new_tokens=2)}
@@ -154,7 +154,7 @@ def test_a_policy_and_a_critic_that_sees_learn_together(fitted):
     assert greedy > GREEDY + 0.1 and sampled > SAMPLED + 0.2
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive
 def test_pairs_that_it_wrote_itself_teach_it(fitted, trainer_of, tmp_path: Path):
     model = LanguageModel("digits", freeze=())
     still: Any = {"optimizer": AdamW(lr=1e-12), "scheduler": Constant(), "sampling": Sampling(max_new_tokens=2)}
