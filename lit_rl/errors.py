@@ -83,13 +83,22 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{key}={value!r} is unknown: allowed is {', '.join(choices)}.{near}")
 
 
-def in_range(key: str, value: float, *, low: float, high: float = float("inf"), open_low: bool = False) -> None:
-    """Refuse a value outside ``[low, high]`` (``(low, high]`` with ``open_low``), NaN included.
+def in_range(
+    key: str,
+    value: float,
+    *,
+    low: float,
+    high: float = float("inf"),
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    """Refuse a value outside ``[low, high]``, without an end that is open, and NaN.
 
     Raises:
         ConfigError: names the key, the value and the range.
     """
     above = value > low if open_low else value >= low
-    if not (above and value <= high):
-        left = "(" if open_low else "["
-        raise ConfigError(f"{key}={value} is out of range: allowed is {left}{low:g}, {high:g}].")
+    below = value < high if open_high else value <= high
+    if not (above and below):
+        left, right = "(" if open_low else "[", ")" if open_high else "]"
+        raise ConfigError(f"{key}={value} is out of range: allowed is {left}{low:g}, {high:g}{right}.")

@@ -91,7 +91,7 @@ class Sampling:
     structured: Structured | None = None
 
     def __post_init__(self) -> None:
-        in_range("sampling.temperature", self.temperature, low=0)
+        in_range("sampling.temperature", self.temperature, low=0, open_high=True)
         in_range("sampling.top_p", self.top_p, low=0, high=1, open_low=True)
         in_range("sampling.top_k", self.top_k, low=0)
         in_range("sampling.min_p", self.min_p, low=0, high=1)

@@ -40,6 +40,8 @@ class TimedCheckpoint(ModelCheckpoint):
     ) -> None:
         in_range("callbacks.checkpoint.max_share", max_share, low=0, high=1, open_low=True)
         in_range("callbacks.checkpoint.every_seconds", every_seconds, low=0)
+        if every_n_train_steps is not None:
+            in_range("callbacks.checkpoint.every_n_train_steps", every_n_train_steps, low=1)
         intervals = every_n_train_steps, settings.get("every_n_epochs"), settings.get("train_time_interval")
         self.by_clock = intervals == (None, None, None)
         super().__init__(every_n_train_steps=1 if self.by_clock else every_n_train_steps, **settings)

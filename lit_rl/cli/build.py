@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
-from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean
+from lit_rl.errors import BackendError, ConfigError, LitRLError, did_you_mean, in_range
 
 ALLOWED = ("lit_rl.", "lightning.", "torch.optim.")
 """Prefixes that `_target_` may have. `allow_targets=[my_package]` adds the user's own, by their own hand."""
@@ -210,6 +210,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         ConfigError: nothing would end the training.
         BackendError: the device cannot compute in this precision, or there is nothing to spread over.
     """
+    if trainer.gradient_clip_val is not None:
+        in_range("trainer.gradient_clip_val", trainer.gradient_clip_val, low=0)
     timed = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # pyright: ignore
     if trainer.max_steps == -1 and trainer.max_epochs == -1 and not timed:
         raise ConfigError("Nothing ends the run: set trainer.max_steps, trainer.max_epochs or trainer.max_time.")

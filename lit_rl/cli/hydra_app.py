@@ -22,7 +22,19 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
 from lit_rl.callbacks.slurm import is_requeued
-from lit_rl.cli import chats, choices, data_choice, doctoring, ends, quiet, replays, schemas, serving, transcribing
+from lit_rl.cli import (
+    chats,
+    choices,
+    data_choice,
+    doctoring,
+    ends,
+    own_keys,
+    quiet,
+    replays,
+    schemas,
+    serving,
+    transcribing,
+)
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
 from lit_rl.cli.messages import account, reported
 from lit_rl.cli.micro_batches import cut_by
@@ -128,6 +140,7 @@ def run(config: DictConfig) -> int:
 def _check(config: DictConfig) -> None:
     """What no command takes."""
     typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
+    own_keys.check_added(HydraConfig.get().overrides.task, HydraConfig.get().runtime.choices)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.task == "replay":
@@ -193,6 +206,10 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
 def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     """The Trainer with the run's own parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut."""
     settings = dict(tree["trainer"])
+    if settings["logger"] is not None:
+        raise ConfigError(
+            f"trainer.logger={settings['logger']} has no effect: choose with logger=csv, tensorboard, wandb or none."
+        )
     if (target := settings.pop("_target_")) != "lightning.Trainer":
         raise ConfigError(f"trainer._target_={target!r}: it is lightning.Trainer, and its arguments are the settings.")
     atomic = {"_target_": f"{AtomicCheckpointIO.__module__}.{AtomicCheckpointIO.__qualname__}"}
@@ -213,7 +230,10 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     settings["logger"] = loggers or False
     settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
     settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
-    trainer = L.Trainer(**settings)
+    try:
+        trainer = L.Trainer(**settings)
+    except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
+        raise ConfigError(f"trainer: {error}") from error
     check_trainer(trainer)
     return trainer
 
@@ -230,6 +250,10 @@ def _resolve_run_dir(config: DictConfig) -> Path:
         path = base / str(hydra_config.sweep.subdir)
     elif config.run_dir:
         path = Path(str(config.run_dir)).expanduser()
+        try:
+            path.exists()
+        except OSError as error:
+            raise StorageError(f"run_dir={path} cannot be a folder's name: {error.strerror}.") from error
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task

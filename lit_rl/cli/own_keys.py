@@ -1,9 +1,11 @@
-"""Commands that read some keys only refuse the others, which would have no effect."""
+"""Keys that nothing reads are refused: those that a command has no use for, and those that are no key at all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 
 from lit_rl.errors import ConfigError, did_you_mean
@@ -14,6 +16,23 @@ _EVERYWHERE = ("task", "allow_targets")
 def typed() -> list[str]:
     """The keys of the command line."""
     return [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
+
+
+def check_added(overrides: Sequence[str], groups: Iterable[str]) -> None:
+    """Refuse `+name=value` at the top, which Hydra adds and nothing reads.
+
+    Args:
+        overrides: As they were typed.
+        groups: Of the configuration.
+
+    Raises:
+        ConfigError: names the first such key, and the nearest that is read.
+    """
+    known = {*groups, "hydra", *yaml.safe_load((files("lit_rl.conf") / "config.yaml").read_text())}
+    for override in overrides:
+        name = override.lstrip("+").partition("=")[0]
+        if override.startswith("+") and not {".", "/", "@"} & set(name) and name not in known:
+            raise ConfigError(f"{name} is no key: nothing would read it.{did_you_mean(name, known)}")
 
 
 def check(command: str, typed: Sequence[str], keys: Sequence[str]) -> None:

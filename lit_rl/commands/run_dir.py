@@ -113,7 +113,19 @@ class RunDir:
         """
         if self.path.exists() and not self.path.is_dir():
             raise StorageError(f"run_dir={self.path} is a file; it must be a folder, or a name that is free.")
-        lock = RunLock(self.path) if self.holds_a_run else None  # before anything is said of a run that still goes on
+        with contextlib.ExitStack() as undo:
+            lock = None
+            if self.holds_a_run:  # before anything is said of a run that still goes on
+                lock = undo.enter_context(contextlib.closing(RunLock(self.path)))
+            self._check_free(start)
+            self.make()
+            lock = lock or RunLock(self.path)
+            undo.pop_all()
+        if self.holds_a_run:
+            self.error.unlink(missing_ok=True)  # of the attempt before
+        return lock
+
+    def _check_free(self, start: Start) -> None:
         if theirs := next(self._of_the_user(start), None):
             raise ConfigError(
                 f"run_dir={self.path} holds {theirs.relative_to(self.path)}, which a run would replace and which no "
@@ -124,11 +136,6 @@ class RunDir:
             raise ConfigError(
                 f"run_dir={self.path} holds {state}. Continue it with ckpt_path=last, or take another run_dir."
             )
-        self.make()
-        lock = lock or RunLock(self.path)
-        if self.holds_a_run:
-            self.error.unlink(missing_ok=True)  # of the attempt before
-        return lock
 
     def make(self) -> None:
         """Make the folder where it is not there.

@@ -25,7 +25,7 @@ _HAS_NONE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 class RunLock:
-    """Held from its making until `release`, or until the process ends.
+    """Held from its making until `close`, or until the process ends.
 
     Args:
         folder: Of a run; it is there.
@@ -75,7 +75,7 @@ class RunLock:
             return False
         return (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Let the next run in. May be called again."""
         if self._file.closed:
             return

@@ -58,7 +58,7 @@ class Run:
         if isinstance(self.module, GeneratingModule):
             self.module.close()
         if self.lock is not None:
-            self.lock.release()
+            self.lock.close()
 
     @property
     def generating(self) -> GeneratingModule:

@@ -43,10 +43,10 @@ def test_who_holds_it_is_named_and_whoever_dies_holds_nothing(holder: subprocess
     assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
     with pytest.raises(StorageError, match="in use by process"):
         RunLock(tmp_path)
-    lock.release()
-    lock.release()
+    lock.close()
+    lock.close()
     assert not list(tmp_path.iterdir())
-    RunLock(tmp_path).release()
+    RunLock(tmp_path).close()
 
 
 @pytest.mark.all
@@ -64,7 +64,7 @@ def test_a_folder_that_somebody_holds_is_let_alone(train, tmp_path: Path, capsys
         assert train(*small, *more) == 7
         assert f"in use by process {os.getpid()}" in capsys.readouterr().err
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    lock.release()
+    lock.close()
     assert train(*small, "trainer.max_steps=2", "ckpt_path=last") == 0
 
 

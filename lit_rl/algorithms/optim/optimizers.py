@@ -25,11 +25,12 @@ class OptimizerFactory(Protocol):
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer: ...
 
 
-def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0) -> None:
+def _check(lr: float, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, eps: float = 1e-8) -> None:
     in_range("optimizer.lr", lr, low=0, high=1, open_low=True)
     for i, beta in enumerate(betas):
         in_range(f"optimizer.betas[{i}]", beta, low=0, high=1)
-    in_range("optimizer.weight_decay", weight_decay, low=0)
+    in_range("optimizer.weight_decay", weight_decay, low=0, open_high=True)
+    in_range("optimizer.eps", eps, low=0, open_high=True)
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class AdamW:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        _check(self.lr, self.betas, self.weight_decay)
+        _check(self.lr, self.betas, self.weight_decay, self.eps)
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
@@ -110,7 +111,7 @@ class AdamWSplit:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", tuple(self.betas))
-        _check(self.lr, self.betas, self.weight_decay)
+        _check(self.lr, self.betas, self.weight_decay, self.eps)
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
         return SplitAdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
