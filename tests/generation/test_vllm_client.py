@@ -9,6 +9,7 @@ import pytest
 from standin_server import answers, breaks_off, drips, hangs, standing_in
 
 from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import calls
 from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
 from lit_rl.generation.vllm.client import Client
 
@@ -60,6 +61,12 @@ def test_an_engine_that_died_behind_its_server_is_dead():
 def test_a_server_that_is_stopping_is_dead(said):
     with standing_in(answers(said, 500)) as server, pytest.raises(ServerDead, match="shutting down"):
         Client(server.url).pause(1.0)
+
+
+def test_an_answer_without_end_is_not_read_to_it(monkeypatch):
+    monkeypatch.setattr(calls, "LARGEST_ANSWER", 2**20)
+    with standing_in(answers("x" * 2**22, 200)) as server, pytest.raises(ServerRefused, match="no answer of a vLLM"):
+        Client(server.url).complete({}, 5.0)
 
 
 @pytest.mark.parametrize(

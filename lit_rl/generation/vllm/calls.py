@@ -17,6 +17,8 @@ from lit_rl.errors import ConfigError, GenerationError
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _KEY = "VLLM_API_KEY"
 _LONGEST_MESSAGE = 600
+LARGEST_ANSWER = 2**28
+"""Bytes: a completion of a million tokens with its log-probs has less."""
 _DEAD = ("EngineDeadError", "EngineCore encountered")
 _ENDING = ("Server shutting down", "after shutdown")  # the second is Python's, of a pool that takes no more work
 
@@ -104,13 +106,7 @@ class JSONCalls:
         request = urllib.request.Request(address, data, headers, method=verb)
         try:
             with self._opener.open(request, timeout=deadline) as response:
-                answer = bytearray()
-                while piece := response.read1(2**20):
-                    answer += piece
-                    if time.monotonic() > until:
-                        raise TimeoutError
-                if response.length:  # `read1` takes the end of the connection for the end of the answer
-                    raise http.client.IncompleteRead(b"", response.length)
+                answer = self._whole(response, call, until)
         except HTTPError as error:
             with error:
                 raise self._refused(call, error) from error
@@ -127,7 +123,19 @@ class JSONCalls:
         except ValueError as error:
             if route.startswith("/v1/") and "lora_adapter" in route:  # these two answer in words
                 return None
-            raise self.nonsense(call, bytes(answer)) from error
+            raise self.nonsense(call, answer) from error
+
+    def _whole(self, response: http.client.HTTPResponse, call: str, until: float) -> bytes:
+        answer = bytearray()
+        while piece := response.read1(2**20):
+            answer += piece
+            if time.monotonic() > until:
+                raise TimeoutError
+            if len(answer) > LARGEST_ANSWER:
+                raise self.nonsense(call, bytes(answer[:200]))
+        if response.length:  # `read1` takes the end of the connection for the end of the answer
+            raise http.client.IncompleteRead(b"", response.length)
+        return bytes(answer)
 
     def _refused(self, call: str, error: HTTPError) -> ServerError:
         try:
