@@ -69,9 +69,10 @@ def page(title: str, rollouts: Sequence[RecordedRollout], most_tokens: int) -> s
     """
     scale = Scale.of(rollouts)
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    seen = "img-src data:; " if any(each.images for rollout in rollouts for each in rollout.shown) else ""
+    shown = [each for rollout in rollouts for each in rollout.shown]
+    seen = "img-src data:; " if any(each.images or each.returned for each in shown) else ""
     policy = f"default-src 'none'; {seen}style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
-    ends = sorted({each.end for rollout in rollouts for each in rollout.shown})
+    ends = sorted({each.end for each in shown})
     sections = "".join(_rollout(rollout, scale, most_tokens) for rollout in rollouts)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -139,12 +140,12 @@ def _rollout(rollout: RecordedRollout, scale: Scale, most_tokens: int) -> str:
 def _group(number: int, members: Sequence[Recorded], scale: Scale, most_tokens: int) -> str:
     prompts = _excerpt(_prompt_text(members[0]))
     episodes = "".join(_episode(each, scale, most_tokens) for each in members)
-    return f"<section><h3>group {number}: {prompts}</h3>\n{_pictures(members[0])}{episodes}</section>\n"
+    return f"<section><h3>group {number}: {prompts}</h3>\n{_pictures(members[0].images)}{episodes}</section>\n"
 
 
-def _pictures(each: Recorded) -> str:
-    """Thumbnails of what a prompt shows; the name of an image that is not there any more."""
-    shown = "".join(map(_picture, each.images))
+def _pictures(images: Sequence[dict[str, Any]]) -> str:
+    """Thumbnails; the name of an image that is not there any more."""
+    shown = "".join(map(_picture, images))
     return f'<p class="pictures">{shown}</p>\n' if shown else ""
 
 
@@ -187,7 +188,7 @@ def _episode(each: Recorded, scale: Scale, most_tokens: int) -> str:
     attributes = f'data-reward="{known}" data-end="{_safe(each.end)}" data-bad="{each.bad:d}"'
     return (
         f'<details class="{"bad" if each.bad else "good"}" {attributes}>{head}{prompt}'
-        f"{''.join(_turns(each, scale, most_tokens))}</details>\n"
+        f"{_pictures(each.returned)}{''.join(_turns(each, scale, most_tokens))}</details>\n"
     )
 
 

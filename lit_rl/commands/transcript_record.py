@@ -10,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lit_rl.algorithms.evaluation.tables import RETURNED_IMAGES
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.images import COLUMNS as IMAGE_COLUMNS
 from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
@@ -61,6 +62,8 @@ class Recorded:
     """None where the file has no tokens: of validations, and of completions of one turn."""
     images: list[dict[str, Any]] = field(default_factory=list)
     """Of the prompt, each with its `bytes` or its `path`."""
+    returned: list[dict[str, Any]] = field(default_factory=list)
+    """Likewise those that tools and environments showed, in their order."""
 
     @property
     def turns(self) -> int:
@@ -178,6 +181,7 @@ def _recorded(number: int, group: int, row: Mapping[str, Any]) -> Recorded:
             *(image for name in IMAGE_COLUMNS for image in _images(row.get(name))),
             *(image for name in VIDEO_COLUMNS for image in _first_frames(row.get(name))),
         ],
+        returned=_images(row.get(RETURNED_IMAGES)),
     )
 
 

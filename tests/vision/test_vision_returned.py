@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import torch
 import vision_worlds
@@ -37,6 +38,8 @@ from vision_toys import picture, shown
 
 from lit_rl.algorithms import PPO
 from lit_rl.algorithms.terms.replay import GroupReplay
+from lit_rl.callbacks import Samples
+from lit_rl.commands.transcripts import transcripts
 from lit_rl.data.images import image_of
 from lit_rl.environments import CustomEnvironment
 from lit_rl.environments.frames import ChatFrames
@@ -363,8 +366,9 @@ def test_a_critic_values_what_is_seen_later(toy_folder: Any, tmp_path: Path) -> 
     env = CustomEnvironment(vision_worlds.Paints, max_turns=3, max_tokens=160, max_observation_tokens=60)
     module = PPO(str(toy_folder("idefics3")), environment, env=env, sampling=Sampling(max_new_tokens=5), minibatches=2)
     watches = Watches()
-    quiet_trainer(tmp_path, 2, callbacks=[watches]).fit(module, datamodule=worldly())
+    quiet_trainer(tmp_path, 2, callbacks=[watches, Samples(print=0)]).fit(module, datamodule=worldly())
     drawn = next(rollout.completions for rollout in watches.rollouts if rollout.completions.vision.later)
+    assert_in_records(watches.rollouts[0].completions, tmp_path)
     assert all(bool(value.isfinite().all()) for value in module.state_dict().values() if value.is_floating_point())
     shown = drawn.vision
     darker = Vision(shown.prompts, shown.index, [tuple(map(dark, of)) for of in shown.later])
@@ -372,6 +376,20 @@ def test_a_critic_values_what_is_seen_later(toy_folder: Any, tmp_path: Path) -> 
         usual, others = (module.values(replace(drawn, vision=vision)) for vision in (shown, darker))
     moved = (usual - others).abs().amax(1) > 1e-6
     assert moved.tolist() == [bool(of) for of in shown.later]
+
+
+def assert_in_records(drawn: Completions, folder: Path) -> None:
+    """Each image that a row was answered with stands in its samples, and in the transcripts as a thumbnail."""
+    assert drawn.vision is not None
+    counts = [sum(len(each.seen.source.visuals) for each in of) for of in drawn.vision.later_of_rows]  # pyright: ignore
+    samples = pyarrow.parquet.read_table(folder / "samples" / "step_00000000.parquet")
+    stored = samples.column("returned_images").to_pylist()
+    unread = [len(images) - count for images, count in zip(stored, counts, strict=True)]
+    assert set(unread) <= {0, 1} and sum(counts) > 1, "of the answer to the last turn, which nobody reads"
+    assert all(Image.open(io.BytesIO(image["bytes"])).size[0] > 1 for images in stored for image in images)
+    transcripts(folder, files="step_00000000")
+    page = (folder / "transcripts.html").read_text()
+    assert page.count('<p class="pictures"><img') >= sum(map(bool, counts))
 
 
 def dark(later: Later) -> Later:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lit_rl.environments.observations import images_of_content
 from lit_rl.episodes import Episode
 from lit_rl.generation.collect import as_reward_input
 from lit_rl.rewards.sums.weighted import Scores
@@ -28,7 +29,7 @@ def sample_table(
 
     Where something answers the policy, a completion is the transcript of its episode, and there are the columns
     group, turns, end, turn_rewards, episode_reward, calls, failed_calls, unreadable_calls, observed_tokens,
-    episode_error, and messages, as JSON.
+    episode_error, messages, as JSON, and returned_images, where tools and environments showed any.
 
     `advantages`: `(b,)`; of pairs that a judge compared its verdicts, 1, -1 or 0. None leaves the column out.
     """
@@ -45,8 +46,17 @@ def sample_table(
     return table | {name: values for name, values in {**columns, **scores.extras}.items() if name not in table}
 
 
+RETURNED_IMAGES = "returned_images"
+"""The column of what tools and environments showed in an episode, where they showed anything."""
+
+
 def _of_episodes(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
-    return {
+    returned = [
+        [image for message in episode.messages for image in images_of_content(message.get("content"))]
+        for episode in episodes
+    ]
+    seen = {RETURNED_IMAGES: returned} if any(returned) else {}
+    return seen | {
         "completion": [episode.transcript() for episode in episodes],
         "turns": [episode.turns for episode in episodes],
         "end": [episode.end for episode in episodes],
