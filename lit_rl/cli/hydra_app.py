@@ -257,7 +257,8 @@ def _resolve_run_dir(config: DictConfig) -> Path:
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
-        path = _unused(Path("runs") / f"{stamp}_{what}_{_label(config)}")
+        path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
+        path = _unused(path) if _is_main() else path  # rank 0 may have made it already
     return path
 
 
