@@ -54,7 +54,7 @@ class StorageError(LitRLError):
 
 
 class BackendError(LitRLError):
-    """The environment lacks what was asked for: a package, a device, a model that cannot be reached."""
+    """The environment lacks what was asked for: a package, a device, memory, a model that cannot be reached."""
 
     exit_code = 8
 

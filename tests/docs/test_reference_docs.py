@@ -33,6 +33,12 @@ def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
     assert reference.DOCUMENT.read_text() == reference.document(), "run: python scripts/config_reference.py"
 
 
+def test_the_page_of_errors_is_up_to_date(root: Path) -> None:
+    reference = script(root, "errors_reference")
+    assert reference.DOCUMENT.read_text() == reference.page(), "run: python scripts/errors_reference.py"
+    assert {"ConfigError", "StorageError"} <= {kind.__name__ for kind in reference.classes()}
+
+
 @pytest.mark.all
 def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
     """The places of the classes are written by hand in the script: the composed configs must have these keys."""
