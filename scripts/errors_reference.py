@@ -20,7 +20,7 @@ HEAD = """# Errors
 <!-- `python scripts/errors_reference.py` writes this page. Do not edit by hand. -->
 
 A message on stderr names the key or the file, what came, what is allowed and the likely fix. The class of the error
-decides the exit code of `train.py` and `lit-rl`, and is what to catch in Python (`from lit_rl.errors import ConfigError`).
+decides the exit code of `train.py` and `lit-rl`; in Python, catch it (`from lit_rl.errors import ConfigError`).
 All of them are `LitRLError`. Anything else is a defect of lit_rl and keeps its traceback (exit code 1);
 `LIT_RL_TRACEBACK=1` shows the traceback of the others too. What a run leaves when one ends it:
 [when something goes wrong](reliability.md).

@@ -274,7 +274,7 @@ class PPO(PolicyGradient):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if self.ptx is not None and stage == "fit":
-            assert self.ptx.rows  # read now: a bad file ends the run before any weight is loaded
+            self.ptx.check(self.model.processor)  # now: a bad file ends the run before any weight is loaded
 
     def check_advantage(self) -> None:
         estimators.is_there(self.advantage, such_as="gae")

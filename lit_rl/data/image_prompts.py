@@ -39,6 +39,10 @@ class Processor(Protocol):
         """Tokens that stand for features of images and videos."""
         ...
 
+    def check_blind(self, where: str) -> None:
+        """Raises DataError, with the row, where the model takes no prompt that shows nothing."""
+        ...
+
     def places(self, text: str) -> int:
         """How many images and videos a rendered text has a placeholder for."""
         ...

@@ -22,6 +22,9 @@ from lit_rl.images import ImageRef, as_png, as_rgb, digest_of, is_pillow, pillow
 MAX_IMAGE_PIXELS = 40_000_000
 """Width times height of an image that a data set may hold, if nothing else is said: 120 MB as RGB."""
 
+MOST_IMAGE_PIXELS = 178_956_970
+"""What Pillow opens at most."""
+
 LONGEST_SIDE = 200
 """Times the shorter side: what processors of the Qwen family take."""
 

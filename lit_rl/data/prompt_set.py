@@ -15,7 +15,7 @@ from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
 from lit_rl.data.image_parts import RowImages
 from lit_rl.data.image_prompts import EqualVideos, Processor, Shown, refuse_reserved, refuse_unequal_videos
-from lit_rl.data.images import MAX_IMAGE_PIXELS
+from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
@@ -48,7 +48,7 @@ class PromptOptions:
 
     def __post_init__(self) -> None:
         in_range("data.max_prompt_tokens", self.max_prompt_tokens, low=1)
-        in_range("data.max_image_pixels", self.max_image_pixels, low=1)
+        in_range("data.max_image_pixels", self.max_image_pixels, low=1, high=MOST_IMAGE_PIXELS)
         one_of("data.overlong", self.overlong, OVERLONG)
         one_of("data.on_bad_row", self.on_bad_row, ON_BAD_ROW)
         check_template_kwargs(self.chat_template_kwargs)
@@ -245,6 +245,8 @@ class _Reader:
             return Example(prompt, ids, columns, where, Shown(text, images, where))
         if self.processor is not None and isinstance(prompt, str):
             refuse_reserved(self.processor, prompt, where)
+        if self.processor is not None:
+            self.processor.check_blind(where)
         ids = encode_prompt(
             self.tokenizer,
             prompt,

@@ -12,6 +12,7 @@ import torch
 from lit_rl.data.checks import excerpt
 from lit_rl.data.formats import split_prompt
 from lit_rl.data.image_parts import images_in
+from lit_rl.data.image_prompts import Processor, refuse_reserved
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
@@ -70,6 +71,19 @@ class SupervisedText:
             self._parts(rows, index)
         return rows
 
+    def check(self, processor: Processor | None) -> None:
+        """Read the rows, and look at what a policy that sees could take for an image.
+
+        Args:
+            processor: Of the policy; None: it reads text.
+
+        Raises:
+            DataError: as `rows`; or a text holds a placeholder of images.
+        """
+        for index in range(len(self.rows)) if processor is not None else ():
+            refuse_reserved(processor, self._parts(self.rows, index)[1], self.rows.where(index))
+        assert self.rows
+
     def batch(self, tokenizer: PreTrainedTokenizerBase, index: int, seed: int) -> TokenBatch:
         """The texts of one optimizer step, the same on every rank: each micro-batch of each rank takes its rows of it.
 
@@ -124,10 +138,10 @@ class SupervisedText:
         text = row[self.text_key]
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: {self.text_key} is {excerpt(repr(text))}; a text that is not empty is needed.")
+        if held := images_in(row, self.prompt_key or self.text_key):
+            raise DataError(f"{where}: the row has images ({held}), and algo.ptx reads text alone.")
         if self.prompt_key is None:
             return None, text
-        if held := images_in(row, self.prompt_key):
-            raise DataError(f"{where}: the row has images ({held}), and algo.ptx reads text alone.")
         try:
             return split_prompt(row, where, prompt_key=self.prompt_key)[0], text
         except DataError as error:

@@ -112,6 +112,11 @@ class TestBadRows:
         with pytest.raises(DataError, match=rf"bad\.jsonl:2: .*{words}"):
             _ = SupervisedText(path).rows
 
+    def test_images_are_refused_whatever_the_keys_are(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", [{"text": "fine", "image": "a.png"}])
+        with pytest.raises(DataError, match=r"a\.jsonl:1: the row has images \(column 'image'\)"):
+            _ = SupervisedText(path).rows
+
     def test_a_missing_file_or_prompt_says_that_it_is_of_ptx(self, tmp_path):
         with pytest.raises(DataError, match="no such file") as missing:
             _ = SupervisedText(str(tmp_path / "nothing.jsonl")).rows

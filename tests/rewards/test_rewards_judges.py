@@ -238,6 +238,12 @@ class TestLanguageModel:
         assert "system: Be brief.\n\nuser: cost of $first?" in content
         assert {texts(body) for body in server.asked} == {("$second and $prompt", "5"), ("5", "$second and $prompt")}
 
+    def test_prompts_with_images_are_not_judged_blind(self, server: Server) -> None:
+        prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which?"}]}]
+        with pytest.raises(RewardError, match="judge=llm reads text alone, and a prompt shows images"):
+            LLMJudge(server.url, "m")([prompt], ["7"], ["8"])
+        assert not server.asked
+
     def test_a_failed_request_is_sent_again(self, server: Server) -> None:
         bad: list[tuple[int, Any]] = [(500, b"busy"), (429, b""), (200, b"no json"), (200, b'{"choices": []}')]
         server.answer = lambda body, number: bad[number - 1] if number <= len(bad) else longer(body, number)

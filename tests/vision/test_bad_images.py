@@ -20,10 +20,11 @@ from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.read import read_examples as read_texts
 from lit_rl.data.prompt_set import PromptOptions, read_examples
 from lit_rl.data.sources import Rows
+from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import BackendError, ConfigError, DataError, LitRLError
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.rollout_function import RolloutFunction
-from lit_rl.models import LanguageModel
+from lit_rl.models import LanguageModel, Lora
 from lit_rl.rollout import Sampling
 
 ASKED = [{"role": "user", "content": "Which?"}]
@@ -62,8 +63,11 @@ def test_rows_without_images_count_as_text(toy_of: Any) -> None:
     for nothing in ({"image": ""}, {"images": []}, {"image": None}):
         (example,) = read(toy_of("idefics3"), {"prompt": ASKED, **nothing})
         assert example.shown is None
-    with pytest.raises(DataError, match="takes none without one"):
-        toy_of("paligemma").model.processor.process("text", [], "rows[0]")
+    sees = toy_of("paligemma")
+    for row in ({"prompt": ASKED, "completion": REPLY}, {"prompt": "Which?", "completion": "7"}):
+        for reader in (read, learned):
+            with pytest.raises(DataError, match=r"rows\[0\]: the prompt shows no image, and this model takes none"):
+                reader(sees, row)
 
 
 def test_images_in_what_is_answered(toy_of: Any) -> None:
@@ -137,6 +141,43 @@ def test_a_processor_that_lacks_a_package_or_its_files(toy_folder: Any, tmp_path
     (folder / "video_preprocessor_config.json").unlink()
     with pytest.raises(LitRLError, match=r"model\.name=.*preprocessor_config\.json"):
         _ = LanguageModel(str(folder)).processor
+
+
+def test_a_processor_of_another_model_is_known_by_its_counts(toy_folder: Any, tmp_path: Path) -> None:
+    """Idefics3 itself counts neither its placeholders nor its features."""
+    folder = tmp_path / "idefics3"
+    shutil.copytree(toy_folder("idefics3"), folder)
+    file = folder / "processor_config.json"
+    held = json.loads(file.read_text())
+    file.write_text(json.dumps(held | {"image_seq_len": held["image_seq_len"] - 1}))
+    with pytest.raises(BackendError, match=r"model\.name=.*placeholders for a tile .* of two models"):
+        _ = LanguageModel(str(folder)).processor
+
+
+def test_no_text_teaches_a_placeholder(toy: Toy, tmp_path: Path) -> None:
+    """Neither rows that come as tokens nor the texts of algo.ptx."""
+    assert toy.model.processor is not None
+    barred, other = toy.model.processor.placeholders[0], 70
+    (told,) = learned(toy, {"input_ids": [other, other, barred, other]})
+    assert told.texts[0].learned == [False, True, False, True]
+    with pytest.raises(DataError, match="hold nothing to learn from"):
+        learned(toy, {"input_ids": [other, barred]})
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": f"see {toy.model.processor.reserved[0]}"}) + "\n")
+    SupervisedText(str(texts)).check(None)
+    with pytest.raises(DataError, match=r"texts\.jsonl:1 holds the text .* stands for an image"):
+        SupervisedText(str(texts)).check(toy.model.processor)
+
+
+def test_new_tokens_of_a_template_and_adapters(toy_folder: Any, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder("idefics3"))
+    tokenizer.add_tokens(["<|new|>"], special_tokens=True)
+    tokenizer.chat_template = f"{tokenizer.chat_template}<|new|>"
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="cannot train their rows in the head of a policy over images"):
+        LanguageModel(str(toy_folder("idefics3")), lora=Lora(r=2), chat_template=str(tmp_path)).load()
 
 
 @pytest.mark.parametrize("kind", kinds("smolvlm"))

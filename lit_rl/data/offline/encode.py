@@ -168,6 +168,7 @@ class Encoder:
             )
         if self.processor is not None:
             refuse_reserved(self.processor, (prompt or "") + completion, where)
+            self.processor.check_blind(where)
         if prompt and prompt != self.latest[0]:
             self.latest = (prompt, self.prompt_ids(prompt, where))
         begin = self.latest[1] if prompt else []
@@ -201,6 +202,8 @@ class Encoder:
         check_prefix(begin, whole, where)
         if images and self.processor is not None:
             return self._shown(self.processor, begin, whole, images, where)
+        if self.processor is not None:
+            self.processor.check_blind(where)
         ids, count = self._split(whole, len(begin))
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(whole)}")

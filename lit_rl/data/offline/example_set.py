@@ -106,9 +106,11 @@ class ExampleSet:
             found.append(rows[next(others, i - 1)])
         return found
 
-    def _prompt(self, row: int) -> list[int]:
-        text = self.examples[row].texts[0]
-        return text.ids[: text.prompt_tokens]
+    def _prompt(self, row: int) -> tuple[list[int], list[str]]:
+        """What it says, and what it shows."""
+        example = self.examples[row]
+        text, shown = example.texts[0], example.shown
+        return text.ids[: text.prompt_tokens], [] if shown is None else list(map(str, shown.visuals))
 
     def batch(
         self, rows: Sequence[int], before: Sequence[int], totals: Totals, *, step: int, slot: int

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lit_rl.data.checks import one_of
-from lit_rl.data.images import MAX_IMAGE_PIXELS
+from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.offline.encode import LEARN, Learn
 from lit_rl.data.offline.example import Kind
@@ -64,7 +64,7 @@ class ExampleOptions:
         for key, low in (("max_length", 2), ("max_completion_tokens", 1)):
             if getattr(self, key) is not None:
                 in_range(f"data.{key}", getattr(self, key), low=low)
-        in_range("data.max_image_pixels", self.max_image_pixels, low=1)
+        in_range("data.max_image_pixels", self.max_image_pixels, low=1, high=MOST_IMAGE_PIXELS)
         in_range("data.max_dropped", self.max_dropped, low=0, high=1)
         one_of("data.keep", self.keep, KEEP)
         one_of("data.overlong", self.overlong, OVERLONG)

@@ -107,6 +107,12 @@ def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_re
     wanted, read = (dict(each.image_processor([image], return_tensors="pt")) for each in (original, found))
     if wanted.keys() != read.keys() or any(not _equal(wanted[name], read[name]) for name in wanted):
         raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    text = str(processor.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+    if processor.places(text) == 1:
+        ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
+        if list(map(list, ids)) != list(map(list, again)):
+            raise StorageError(f"{folder}: the processor that was written makes other tokens of an image.")
 
 
 def _equal(value: Any, other: Any) -> bool:

@@ -56,7 +56,13 @@ def refuse_foresight(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
     )
     with evaluation_mode(model):
         sampling = Sampling(max_new_tokens=_TOKENS)
-        first, second = score(model, completions, sampling, options=DEFAULT.in_one_call).logprobs[:, :-1]
+        try:
+            first, second = score(model, completions, sampling, options=DEFAULT.in_one_call).logprobs[:, :-1]
+        except ValueError as error:  # transformers counts placeholders and features, where it does
+            raise ConfigError(
+                f"{type(base_of(model)).__name__} cannot read the first prompt with images: {error}. Its processor's "
+                "files may be another model's."
+            ) from error
     moved = (first - second).abs().max().item()
     if not moved <= _MOST:
         raise ConfigError(

@@ -108,9 +108,16 @@ class Lora:
         """The rows to train, by module. Those of a module that is trained in full are among them anyway."""
         from torch import nn
 
+        from lit_rl.models.policy.loading import RulingHead
+
         if not tokens:
             return None
         head = model.get_output_embeddings()
+        if isinstance(head, RulingHead):
+            raise ConfigError(
+                "model.chat_template brings new tokens, and model.lora cannot train their rows in the head of a policy "
+                "over images. Name a template without new tokens, or train in full (model.lora=null)."
+            )
         if type(head) is not nn.Linear or head.bias is not None:
             raise ConfigError(
                 f"model.chat_template brings new tokens, and model.lora trains their rows of the head, which must be "

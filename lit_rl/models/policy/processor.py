@@ -32,6 +32,7 @@ _NAMES = ("image_token", "boi_token", "eoi_token", "full_image_sequence", "fake_
 _VIDEO_NAMES = ("video_token",)
 """Likewise, of videos."""
 
+_UNCOUNTED = ("idefics3", "smolvlm")
 _TOKENS = ("input_ids", "attention_mask", "labels")
 _PREFIX_FAMILIES = {"paligemma": 1}
 """Value of `token_type_ids` at tokens of a response, by model type: PaliGemma attends both ways where it is 0."""
@@ -123,9 +124,8 @@ class VisionProcessor:
             DataError: an image cannot be opened or used, the text does not show as many images as there are, or the
                 model cannot be shown these videos.
         """
-        if not visuals and self._needs_images:
-            raise DataError(f"{where}: the prompt shows no image, and this model takes none without one.")
         if not visuals:
+            self.check_blind(where)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), None
         videos.check_visuals(self._model_type, visuals, where)
         images = [each for each in visuals if isinstance(each, ImageRef)]
@@ -143,6 +143,14 @@ class VisionProcessor:
         ids = made["input_ids"]
         vision = self._vision({name: torch.as_tensor(value) for name, value in made.items()}, ids)
         return ids[0].tolist(), vision
+
+    def check_blind(self, where: str) -> None:
+        """Raises DataError, with the row, where the model takes no prompt that shows nothing."""
+        if self._needs_images:
+            raise DataError(
+                f"{where}: the prompt shows no image, and this model takes none without one. Leave such rows out with "
+                "data.on_bad_row=skip, or take another model."
+            )
 
     def places(self, text: str) -> int:
         """How many images and videos a rendered text has a placeholder for."""
@@ -206,7 +214,21 @@ def load_processor(
             f"{key}={name!r} is a model over images and comes without its processor (preprocessor_config.json or "
             "processor_config.json). Copy these files of its base model into the folder."
         )
+    _check_counts(processor, config, f"{key}={name!r}")
     return VisionProcessor(processor, tokenizer, config)
+
+
+def _check_counts(processor: Any, config: PreTrainedConfig, named: str) -> None:
+    """Idefics3 and SmolVLM put features where the placeholders are and count neither: more of one go unnoticed."""
+    if config.model_type not in _UNCOUNTED:
+        return
+    seen: Any = config.vision_config  # type: ignore[attr-defined]
+    features = (seen.image_size // seen.patch_size) ** 2 // config.scale_factor**2  # type: ignore[attr-defined]
+    if processor.image_seq_len != features:
+        raise BackendError(
+            f"{named}: the processor writes {processor.image_seq_len} placeholders for a tile (image_seq_len), and the "
+            f"model has {features} features of one: they are of two models. Copy the processor's files of this one."
+        )
 
 
 def _missing(error: ImportError) -> str:

@@ -18,7 +18,7 @@ from lit_rl.rewards.execution.event_loops import FUNCTION_LOOP
 from lit_rl.rewards.judges.base import LogMetric, Verdict, average_orders, check_columns
 from lit_rl.rewards.scorers.remote import Post, RemoteReward, RequestRefused, concurrent_posts
 from lit_rl.rewards.workers.job import TrainerState
-from lit_rl.rollout import Prompt
+from lit_rl.rollout import Message, Prompt
 
 TEMPLATE = """\
 Two assistants, A and B, answered the same request. Decide which answer serves the person who asked better. Weigh \
@@ -208,9 +208,23 @@ def verdict_of(answer: str) -> Verdict:
 
 
 def _prompt_text(prompt: Prompt) -> str:
+    """
+    Raises:
+        RewardError: the prompt shows images, which the judge would not see.
+    """
     if isinstance(prompt, str):
         return prompt
+    if any(part.get("type") != "text" for message in prompt for part in _parts(message)):
+        raise RewardError(
+            "judge=llm reads text alone, and a prompt shows images: it would judge answers to what it has not seen. "
+            "Take judge=reward, or a judge of your own (judge=function)."
+        )
     return "\n\n".join(f"{message.get('role', '')}: {content_of(message)}" for message in prompt)
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def _reply_text(answer: bytes) -> str:
