@@ -28,8 +28,11 @@ def check_room(folder: str | Path, size: int) -> None:
         OSError: ENOSPC, with both numbers.
     """
     there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if free < size:
+    try:
+        total, _, free = shutil.disk_usage(there)
+    except OSError:
+        return  # nobody knows
+    if total and free < size:
         raise OSError(errno.ENOSPC, f"it takes {size / 1e6:.1f} MB, and {free / 1e6:.1f} MB are free", str(folder))
 
 

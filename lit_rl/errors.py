@@ -6,6 +6,7 @@ A message names the key or the file, what came, what is allowed and the likely f
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -61,8 +62,19 @@ class BackendError(LitRLError):
 
 SIGNALLED = 128
 """What is added to the number of a signal that ended a run."""
+_NO_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Of PyTorch's allocators, on the CPU and elsewhere, which raise a plain RuntimeError."""
+
 INTERRUPTED = SIGNALLED + 2
 TERMINATED = SIGNALLED + 15
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be had, on any device."""
+    torch = sys.modules.get("torch")  # an error of a process that never loaded it is none of its own
+    if isinstance(error, (MemoryError, getattr(torch, "OutOfMemoryError", MemoryError))):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -42,16 +42,16 @@ RUN = [
 LONGEST = 4.0
 """Seconds from the start of a process: a random moment is before."""
 
-Place = Callable[[Path], bool]
-PLACES: dict[str, Place | None] = {
+Signs = Callable[[Path], set[str]]
+PLACES: dict[str, Signs | None] = {
     "any moment": None,
-    "rollout": lambda run: _lines(run / "metrics.jsonl") > random.randrange(1, 16),
-    "checkpoint": lambda run: any((run / "checkpoints").glob("*.partial-*")),
-    "new checkpoint": lambda run: any((run / "checkpoints").glob("*.ckpt")),
-    "export": lambda run: any(run.glob(".hf.tmp-*")),
-    "summary": lambda run: (run / ".summary.json.partial").exists() or (run / "hf").exists(),
+    "rollout": lambda run: {str(_lines(run / "metrics.jsonl") // 3)} - {"0"},
+    "checkpoint": lambda run: _names(run / "checkpoints", "*.partial-*"),
+    "new checkpoint": lambda run: _names(run / "checkpoints", "*.ckpt"),
+    "export": lambda run: _names(run, ".hf.tmp-*"),
+    "summary": lambda run: _names(run, ".summary.json.partial") | _names(run, "hf"),
 }
-"""Where a run is killed: at once when this is true of its folder, looked at as often as a core can."""
+"""Where a run is killed: at once when its folder shows a sign that it did not show at the start of the process."""
 
 
 def main() -> int:
@@ -90,9 +90,10 @@ def main() -> int:
 def _kill_once(command: list[str], folder: Path, killed: Counter[str]) -> str:
     """Start the run, or go on with it, and kill it; says where."""
     name = random.choice(list(PLACES))
-    place, deadline = PLACES[name], time.monotonic() + random.uniform(0, LONGEST)
+    signs, deadline = PLACES[name], time.monotonic() + random.uniform(0, LONGEST)
+    before = signs(folder) if signs else set()
     child = _start(command, folder)
-    while not (place(folder) if place else time.monotonic() > deadline):
+    while not (signs(folder) - before if signs else time.monotonic() > deadline):
         if os.waitpid(child, os.WNOHANG)[0]:
             return "nowhere: it had finished"
     os.killpg(child, signal.SIGKILL)
@@ -132,6 +133,10 @@ def _half_written(folder: Path) -> list[str]:
     """The lock of a process that was killed once all was done is let lie, and holds nobody."""
     names = sorted(path.name for path in folder.rglob("*"))
     return [name for name in names if (name.startswith(".") or "partial" in name) and name != ".lock"]
+
+
+def _names(folder: Path, pattern: str) -> set[str]:
+    return {path.name for path in folder.glob(pattern)}
 
 
 def _lines(path: Path) -> int:

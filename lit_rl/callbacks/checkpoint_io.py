@@ -84,8 +84,9 @@ def _write(checkpoint: dict[str, Any], target: str) -> None:
 
 
 def size_of(checkpoint: Any) -> int:
-    """Bytes of the tensors in it."""
-    return sum(each.nbytes for each in tree_leaves(checkpoint) if isinstance(each, torch.Tensor))
+    """Bytes of the tensors in it; what two of them share counts once."""
+    tensors = [each for each in tree_leaves(checkpoint) if isinstance(each, torch.Tensor)]
+    return sum({(each.data_ptr() or id(each), each.nbytes): each.nbytes for each in tensors}.values())
 
 
 def _unreadable(path: _PATH, reason: str) -> StorageError:

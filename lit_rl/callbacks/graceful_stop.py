@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.callbacks.checkpoint_io import is_whole
@@ -41,6 +42,8 @@ class GracefulStop(L.Callback):
             self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
 
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
+        if number == self.signum == signal.SIGHUP:
+            return  # a shell that ends and the kernel both send one
         if self.signum is not None:
             self._restore()
             signal.raise_signal(number)  # for whoever was there before us
@@ -63,14 +66,21 @@ class GracefulStop(L.Callback):
             self._place = None
             return
         self._take_down(trainer)
-        if trainer.strategy.reduce_boolean_decision(self.signum is not None, all=False):
+        signum = self._agreed(trainer)
+        if signum is not None:
+            self.signum = signum  # where another rank alone was told
             checkpoint = trainer.checkpoint_callback
             folder = getattr(checkpoint, "dirpath", None)
             if folder is not None:
                 trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt", weights_only=False)
             trainer.should_stop = True
-            if trainer.is_global_zero and self.signum is not None and self.signum == requeue_signal(trainer):
+            if trainer.is_global_zero and signum == requeue_signal(trainer):
                 requeue()
+
+    def _agreed(self, trainer: L.Trainer) -> int | None:
+        """The signal that ends the run, the same on every rank; None where no rank has one."""
+        mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._place is not None:
@@ -125,7 +135,8 @@ def let_go_of_the_terminal() -> None:
     """What is written to a terminal that is gone would end the process before it has saved."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode):  # `isatty` says no of one that is gone
+        mode = os.fstat(descriptor).st_mode  # `isatty` says no of a terminal that is gone; a pipe's reader goes with it
+        if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
             os.dup2(nowhere, descriptor)
     os.close(nowhere)
 

@@ -83,8 +83,10 @@ class Samples(L.Callback):
         if not outputs:
             return  # a loss was measured, nothing was written
         kept = self._evaluated.setdefault(dataloader_idx, {})
-        for name, values in outputs.items():
-            kept.setdefault(name, []).extend(values)
+        before = len(kept.get("prompt", ()))
+        for name in dict.fromkeys([*kept, *outputs]):  # what an episode shows is a column of the batches that show any
+            missing = [None] * len(outputs["prompt"])
+            kept.setdefault(name, [None] * before).extend(outputs.get(name, missing))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if not trainer.is_global_zero or trainer.sanity_checking or trainer.fast_dev_run:  # pyright: ignore

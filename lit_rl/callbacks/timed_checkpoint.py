@@ -50,7 +50,8 @@ class TimedCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._check_room(pl_module)
+        if trainer.is_global_zero and self.save_top_k:  # the only one that writes
+            self._check_room(pl_module)
         self._due, self._steps = time.monotonic() + self.every_seconds, trainer.global_step
 
     def _check_room(self, pl_module: L.LightningModule) -> None:

@@ -16,6 +16,7 @@ import hydra
 import lightning as L
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
@@ -41,6 +42,7 @@ from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
 from lit_rl.commands.run_dir import RunDir, Start, redact
+from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.errors import ConfigError, StorageError, did_you_mean
@@ -67,6 +69,9 @@ _WITHOUT_A_RUN = {
 _COMPUTE_NOTHING = ("reward_test", "env_check")
 """Tasks whose policy is never asked."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
+_RANKS = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
+)  # fmt: skip
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)
 
 
@@ -102,18 +107,21 @@ def run(config: DictConfig) -> int:
     config, note = with_groups(config)
     if note and _is_main():
         sys.stdout.write(f"{note}\n")
-    start: Start = "new"
     if not _is_main() and _RUN_DIR in os.environ:
-        run_dir, start = RunDir(Path(os.environ[_RUN_DIR])), "resumed"
         config.ckpt_path = os.environ[_CKPT] or None
-    else:
-        run_dir = RunDir(_resolve_run_dir(config))
-        if config.task == "fit" and config.ckpt_path is None and is_requeued():
-            sys.stdout.write(f"Slurm has started this job again: as ckpt_path=last, in {run_dir.path}.\n")
-            config.ckpt_path = "last"
+        run_dir = RunDir(Path(os.environ[_RUN_DIR]))
+        return _run(config, run_dir, "resumed", None, run_dir.missing())
+    run_dir = RunDir(_resolve_run_dir(config))
+    writes = _is_main() and not _is_dry(config)
+    # What a run that still goes on there has saved so far decides nothing.
+    lock = RunLock(run_dir.path) if writes and config.task == "fit" and run_dir.holds_a_run else None
+    with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
+        if config.task == "fit" and is_requeued():
+            _go_on_in_slurm(config, run_dir)
         if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
             return 0
+        start: Start = "new"
         asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
         if _is_inside(config.ckpt_path, run_dir.path):
             start = "resumed"
@@ -121,26 +129,55 @@ def run(config: DictConfig) -> int:
             start = "anew"
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
+        missing = run_dir.missing()
+        if writes and not config.run_dir and HydraConfig.get().mode != RunMode.MULTIRUN:
+            run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
+        return _run(config, run_dir, start, lock, missing)
+
+
+def _run(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None, missing: list[Path]) -> int:
     config.run_dir = str(run_dir.path)
-    missing = run_dir.missing()
-    job = assemble(config, run_dir, start)
+    # A first validation is made again by the next start: without a step it is no reason to keep a folder.
+    kept_for = "train/" if config.task == "fit" else ""
     try:
-        with contextlib.closing(job):
-            return TASKS[config.task](job)
-    except Exception as error:
-        run_dir.write_error(account(error) | {"step": job.trainer.global_step, "command": job.command})
+        with contextlib.closing(assemble(config, run_dir, start, lock)) as job:
+            try:
+                return TASKS[config.task](job)
+            except Exception as error:
+                if not job.dry:
+                    where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
+                    run_dir.write_error(account(error) | where | {"command": job.command})
+                raise
+    except Exception:
         if _is_main():
-            # A first validation is made again by the next start: without a step it is no reason to keep a folder.
-            run_dir.withdraw(missing, kept_for="train/" if config.task == "fit" else "")
+            run_dir.withdraw(missing, kept_for)
         raise
+
+
+def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
+    """A job that Slurm has started again goes on by the command that it had."""
+    if not config.run_dir:
+        raise ConfigError(
+            "Slurm has started this job again, and nobody knows in which folder it began: give jobs a run_dir, such as "
+            "run_dir=runs/$SLURM_JOB_ID."
+        )
+    if config.ckpt_path is None or run_dir.last_checkpoint() is not None:
+        config.ckpt_path = "last"
+        if _is_main():
+            sys.stdout.write(f"Slurm has started this job again: as ckpt_path=last, in {run_dir.path}.\n")
+
+
+def _is_dry(config: DictConfig) -> bool:
+    """Whether nothing is written."""
+    return bool(config.trainer.get("fast_dev_run")) or config.task in (*_COMPUTE_NOTHING, "plan")
 
 
 def _check(config: DictConfig) -> None:
     """What no command takes."""
     typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
-    own_keys.check_added(HydraConfig.get().overrides.task, HydraConfig.get().runtime.choices)
+    own_keys.check_added(HydraConfig.get().overrides.task, HydraConfig.get().runtime.choices, config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.task == "replay":
@@ -155,18 +192,24 @@ def _check(config: DictConfig) -> None:
 
 def _is_main() -> bool:
     """Whether this process is rank 0, by what launchers set. (Before a strategy is there to ask.)"""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID"))
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
 def _is_inside(path: str | None, folder: Path) -> bool:
     return path is not None and folder.resolve() in Path(path).resolve().parents
 
 
-def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
-    """Build everything and open the run directory; the disk is as it was until the settings are sound."""
-    tree = plain(config)
+def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None = None) -> Run:
+    """Build everything and open the run directory; what is there is as it was until the settings are sound.
+
+    Args:
+        config: As it was composed.
+        run_dir: Where it writes.
+        start: How it begins there.
+        lock: Of the folder, where it is held already.
+    """
+    tree, dry = plain(config), _is_dry(config)
     data_choice.check_pair(config)
-    dry = bool(tree["trainer"].get("fast_dev_run")) or tree["task"] in (*_COMPUTE_NOTHING, "plan")
     if tree["task"] == "plan":
         tree |= {"callbacks": {}}
         tree["trainer"] |= {"limit_val_batches": 0, "enable_progress_bar": False}
@@ -187,11 +230,10 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start) -> Run:
         settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
         if isinstance(data, ExampleDataModule):
             data.check_trainer(trainer)
-    lock = None
-    if not dry and not _is_main():
+    if not dry and not trainer.is_global_zero:
         run_dir.make()
     elif not dry:
-        lock = run_dir.open(start)
+        lock = run_dir.open(start, lock)
         if start == "anew":
             run_dir.clear_record()
         if start != "new" and tree["task"] == "fit":
@@ -258,14 +300,18 @@ def _resolve_run_dir(config: DictConfig) -> Path:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
         path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
-        path = _unused(path) if _is_main() else path  # rank 0 may have made it already
     return path
 
 
-def _unused(path: Path) -> Path:
-    """The path, with a number behind it where another run began in the same second."""
-    names = itertools.chain([path], (path.with_name(f"{path.name}_{number}") for number in itertools.count(2)))
-    return next(name for name in names if not name.exists())
+def _reserved(path: Path) -> tuple[RunDir, list[Path]]:
+    """The folder, made: with a number behind its name where another run began in the same second. And what was made."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    for number in itertools.count(1):
+        name = path if number == 1 else path.with_name(f"{path.name}_{number}")
+        with contextlib.suppress(FileExistsError):
+            name.mkdir(parents=True)
+            return RunDir(name), [name, *missing]
+    raise AssertionError("a counter does not end")
 
 
 def _label(config: DictConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import socket
@@ -12,7 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
-from lit_rl.errors import INTERRUPTED, BackendError, ConfigError, LitRLError, did_you_mean
+from lit_rl.errors import (
+    INTERRUPTED,
+    BackendError,
+    ConfigError,
+    LitRLError,
+    StorageError,
+    did_you_mean,
+    is_out_of_memory,
+)
 
 
 def usage(word: str, commands: Sequence[str]) -> int:
@@ -53,7 +62,6 @@ def account(error: BaseException) -> dict[str, Any]:
         "error": type(ours or error).__name__,
         "message": str(ours or error),
         "exit_code": ours.exit_code if ours else 1,
-        "rank": int(next(filter(None, map(os.environ.get, ("RANK", "SLURM_PROCID", "LOCAL_RANK"))), "0")),
         "host": socket.gethostname(),
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "traceback": "".join(traceback.format_exception(error)),
@@ -64,7 +72,7 @@ def translated(error: BaseException) -> LitRLError | None:
     """The error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
-    for handler in (_hydra, _yaml, _lightning, _memory):
+    for handler in (_hydra, _yaml, _lightning, _memory, _full_disk):
         if (ours := handler(error)) is not None:
             return ours
     return None
@@ -148,15 +156,19 @@ def _elsewhere(link: Any) -> str:
 
 def _memory(error: BaseException) -> LitRLError | None:
     """Outside of a training, which says more (`lit_rl.commands.step_memory`)."""
-    from lit_rl.commands.step_memory import ran_out
-
-    if not ran_out(error):
+    if not is_out_of_memory(error):
         return None
     return BackendError(
         f"Memory ran out: {' '.join(str(error).split())[:200] or type(error).__name__}. Take a smaller model, shorter "
         "texts (sampling.max_new_tokens, data.max_prompt_tokens), or fewer at once (generator.batch_size, "
         "data.val_batch_size)."
     )
+
+
+def _full_disk(error: BaseException) -> LitRLError | None:
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
 
 
 def _lightning(error: BaseException) -> LitRLError | None:

@@ -7,6 +7,7 @@ from importlib.resources import files
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.errors import ConfigError, did_you_mean
 
@@ -18,12 +19,13 @@ def typed() -> list[str]:
     return [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
 
 
-def check_added(overrides: Sequence[str], groups: Iterable[str]) -> None:
+def check_added(overrides: Sequence[str], groups: Iterable[str], config: DictConfig) -> None:
     """Refuse `+name=value` at the top, which Hydra adds and nothing reads.
 
     Args:
         overrides: As they were typed.
         groups: Of the configuration.
+        config: As it was composed: a name that it refers to, as `${name}`, is read.
 
     Raises:
         ConfigError: names the first such key, and the nearest that is read.
@@ -31,7 +33,9 @@ def check_added(overrides: Sequence[str], groups: Iterable[str]) -> None:
     known = {*groups, "hydra", *yaml.safe_load((files("lit_rl.conf") / "config.yaml").read_text())}
     for override in overrides:
         name = override.lstrip("+").partition("=")[0]
-        if override.startswith("+") and not {".", "/", "@"} & set(name) and name not in known:
+        if not override.startswith("+") or {".", "/", "@"} & set(name) or name in known:
+            continue
+        if f"${{{name}" not in OmegaConf.to_yaml(config, resolve=False):
             raise ConfigError(f"{name} is no key: nothing would read it.{did_you_mean(name, known)}")
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.record import FILES, record_files
-from lit_rl.commands.run_lock import RunLock
+from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.durable import PARTIAL
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.checked_folder import unpublished
@@ -32,7 +32,10 @@ REPLACED = ("summary.json", "error.json", "checkpoints/*.ckpt", "hf", "hf_ema", 
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
 _SECRET_KEY = re.compile(r"(^|_)(token|api_key|apikey|secret|password|passwd|credential)s?$", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[0-9a-f]{40})\b|(?<=://)[^/@\s]+@")
+_SECRET_VALUE = re.compile(
+    r"\b(hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[0-9a-f]{40})\b|(?<=://)[^/@\s]+@"
+    r"|(?<=token=)\S+|(?<=api_key=)\S+|(?<=secret=)\S+|(?<=password=)\S+"
+)
 _NOT_SECRET = {"eos_token", "pad_token", "revision"}
 
 
@@ -100,8 +103,12 @@ class RunDir:
         ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
         return ours and self.read_summary().get("status") == "finished"
 
-    def open(self, start: Start) -> RunLock:
+    def open(self, start: Start, lock: RunLock | None = None) -> RunLock:
         """Make the folder, or refuse it: another run's results, and the user's files, are never mixed with this run's.
+
+        Args:
+            start: How the run begins.
+            lock: Of the folder, where it is held already.
 
         Returns:
             What keeps other runs out, until it is released.
@@ -114,8 +121,7 @@ class RunDir:
         if self.path.exists() and not self.path.is_dir():
             raise StorageError(f"run_dir={self.path} is a file; it must be a folder, or a name that is free.")
         with contextlib.ExitStack() as undo:
-            lock = None
-            if self.holds_a_run:  # before anything is said of a run that still goes on
+            if lock is None and self.holds_a_run:  # before anything is said of a run that still goes on
                 lock = undo.enter_context(contextlib.closing(RunLock(self.path)))
             self._check_free(start)
             self.make()
@@ -164,12 +170,14 @@ class RunDir:
             made: What was `missing` before.
             kept_for: The folder stays if a metric was logged whose name begins so; "" is any.
         """
+        if not self.path.is_dir():
+            return
         logged = self.metrics.exists() and f'"{kept_for}' in self.metrics.read_text()
         learned = logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
         if self.path not in made or learned:
             return
         theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
-        for path in (self.config, self.summary, self.error, theirs, *record_files(self.path)):
+        for path in (self.path / NAME, self.config, self.summary, self.error, theirs, *record_files(self.path)):
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         for folder in (*inside, *made):

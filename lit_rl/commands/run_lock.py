@@ -6,12 +6,12 @@ What the file says is for people.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import socket
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
@@ -20,8 +20,8 @@ from lit_rl.errors import StorageError
 
 NAME = ".lock"
 
-_HAS_NONE = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-"""What file systems say that know no locks."""
+_TAKEN = (errno.EACCES, errno.EAGAIN)
+_MOST_TRIES = 100
 
 
 class RunLock:
@@ -37,16 +37,19 @@ class RunLock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
         self._file = self._held()
-        self._file.truncate(0)
-        self._file.write(json.dumps(_about_this_process()))
-        self._file.flush()
+        os.register_at_fork(after_in_child=self._file.close)  # a child that lives on must not hold it
+        with contextlib.suppress(OSError):  # of a full disk: what it says is for people
+            self._file.truncate(0)
+            self._file.write(json.dumps(_about_this_process()))
+            self._file.flush()
 
     def _held(self) -> TextIO:
-        while True:
+        for _ in range(_MOST_TRIES):
             file = self._opened()
             if self._names(file):
                 return file
             file.close()  # who held it before has removed the file in between
+        raise StorageError(f"{self.path} is another file each time that it is looked at. Take another run_dir.")
 
     def _opened(self) -> TextIO:
         folder = self.path.parent
@@ -59,7 +62,7 @@ class RunLock:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _HAS_NONE:
+            if error.errno not in _TAKEN:  # a file system that knows no locks
                 return file
             with file:
                 raise StorageError(
@@ -79,14 +82,14 @@ class RunLock:
         """Let the next run in. May be called again."""
         if self._file.closed:
             return
-        if self._names(self._file):
-            self.path.unlink()
-        self._file.close()
+        with self._file, contextlib.suppress(OSError):
+            if self._names(self._file):
+                self.path.unlink()
 
 
 def _about_this_process() -> dict[str, str | int]:
     since = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "command": " ".join(sys.argv)[:500]}
+    return {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
 def _said(file: TextIO) -> str:

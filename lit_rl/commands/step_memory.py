@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.cut import remedies
 from lit_rl.algorithms.preflight.memory import MemoryPlan, in_words
 from lit_rl.errors import BackendError
-
-_SAID = ("can't allocate memory", "out of memory", "std::bad_alloc")
-"""Of PyTorch's allocators, on the CPU and elsewhere, which raise a plain RuntimeError."""
 
 
 def planned(module: PolicyModule, trainer: Any) -> MemoryPlan | None:
@@ -23,19 +19,11 @@ def planned(module: PolicyModule, trainer: Any) -> MemoryPlan | None:
     return memory.plan(step.units * step.rows // count, module.decoded_at_once(step), steps_in_parts=count > 1)
 
 
-def ran_out(error: BaseException) -> bool:
-    """Whether memory could not be had, on any device."""
-    torch: Any = sys.modules.get("torch")  # an error of a process that never loaded it is none of its own
-    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
-
-
 def out_of_memory(error: BaseException, module: PolicyModule, trainer: Any) -> BackendError:
     """The error with what was planned, and what to set.
 
     Args:
-        error: Of which `ran_out` is true.
+        error: Of which `lit_rl.errors.is_out_of_memory` is true.
         module: That was trained.
         trainer: Of the run.
     """
@@ -51,6 +39,9 @@ def out_of_memory(error: BaseException, module: PolicyModule, trainer: Any) -> B
     rows = step.units * step.rows // trainer.accumulate_grad_batches
     smaller = [below for below in sorted(step.cuts().values(), reverse=True) if below < rows]
     ways = [f"algo.micro_batch_size={smaller[0]} (it was {rows})"] if smaller else []
+    if smaller and module.accumulation_by_hand > 1:
+        count = step.units * step.rows // smaller[0]
+        ways = [f"trainer.accumulate_grad_batches={count} (it was {trainer.accumulate_grad_batches})"]
     room = module.room()
     had = "" if room is None else f" of {in_words(room)}"
     return BackendError(

@@ -25,8 +25,8 @@ from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
-from lit_rl.commands.step_memory import out_of_memory, ran_out
-from lit_rl.errors import SIGNALLED, ConfigError, GenerationError
+from lit_rl.commands.step_memory import out_of_memory
+from lit_rl.errors import SIGNALLED, ConfigError, GenerationError, is_out_of_memory
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -55,10 +55,12 @@ class Run:
 
     def close(self) -> None:
         """Stop what was started, and let the next run into the folder."""
-        if isinstance(self.module, GeneratingModule):
-            self.module.close()
-        if self.lock is not None:
-            self.lock.close()
+        try:
+            if isinstance(self.module, GeneratingModule):
+                self.module.close()
+        finally:
+            if self.lock is not None:
+                self.lock.close()
 
     @property
     def generating(self) -> GeneratingModule:
@@ -93,7 +95,7 @@ def train(run: Run) -> int:
             _not_generated(run, summary)
             raise
         except Exception as error:
-            if ran_out(error):
+            if is_out_of_memory(error):
                 raise out_of_memory(error, run.module, run.trainer) from error
             raise
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
@@ -231,7 +233,9 @@ def _save(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
-    """A signal came while it trained: everything is saved, so say how to go on."""
+    """A signal came while it trained: what is not saved yet is saved, and then it says how to go on."""
+    if not run.dry and run.trainer.global_step:
+        _save_last_step(run)
     if run.trainer.is_global_zero and not run.dry:
         _save(run, summary | {"status": "stopped"})
         Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)

@@ -80,9 +80,11 @@ class SupervisedText:
         Raises:
             DataError: as `rows`; or a text holds a placeholder of images.
         """
-        for index in range(len(self.rows)) if processor is not None else ():
-            refuse_reserved(processor, self._parts(self.rows, index)[1], self.rows.where(index))
-        assert self.rows
+        rows = self.rows
+        if processor is None:
+            return
+        for index in range(len(rows)):
+            refuse_reserved(processor, self._parts(rows, index)[1], rows.where(index))
 
     def batch(self, tokenizer: PreTrainedTokenizerBase, index: int, seed: int) -> TokenBatch:
         """The texts of one optimizer step, the same on every rank: each micro-batch of each rank takes its rows of it.

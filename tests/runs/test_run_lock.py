@@ -49,6 +49,16 @@ def test_who_holds_it_is_named_and_whoever_dies_holds_nothing(holder: subprocess
     RunLock(tmp_path).close()
 
 
+def test_a_child_that_lives_on_holds_nothing(tmp_path: Path) -> None:
+    """Forked, not started anew: it has every file of its parent."""
+    forks = "import os, time; child = os.fork(); child or (os.close(1), time.sleep(30)); os.write(1, b'%d' % child)"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{HOLDS}; {forks}; os._exit(0)", str(tmp_path)], stdout=subprocess.PIPE
+    )
+    RunLock(tmp_path).close()
+    os.kill(int(done.stdout), signal.SIGKILL)
+
+
 @pytest.mark.all
 def test_a_folder_that_somebody_holds_is_let_alone(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"

@@ -39,6 +39,7 @@ from vision_toys import picture, shown
 from lit_rl.algorithms import PPO
 from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.callbacks import Samples
+from lit_rl.callbacks.samples import write_parquet
 from lit_rl.commands.transcripts import transcripts
 from lit_rl.data.images import image_of
 from lit_rl.environments import CustomEnvironment
@@ -376,6 +377,16 @@ def test_a_critic_values_what_is_seen_later(toy_folder: Any, tmp_path: Path) -> 
         usual, others = (module.values(replace(drawn, vision=vision)) for vision in (shown, darker))
     moved = (usual - others).abs().amax(1) > 1e-6
     assert moved.tolist() == [bool(of) for of in shown.later]
+
+
+def test_a_validation_in_which_some_batches_show_nothing(tmp_path: Path) -> None:
+    samples: Any = Samples(print=0)
+    image = image_of(picture(1), "row")
+    for more in ({}, {"returned_images": [[image], []]}, {}):
+        samples.on_validation_batch_end(None, None, {"prompt": ["a", "b"], **more}, None, 0)
+    write_parquet(samples._evaluated[0], tmp_path / "val.parquet")
+    stored = pyarrow.parquet.read_table(tmp_path / "val.parquet").column("returned_images").to_pylist()
+    assert [None if each is None else len(each) for each in stored] == [None, None, 1, 0, None, None]
 
 
 def assert_in_records(drawn: Completions, folder: Path) -> None:
