@@ -245,6 +245,30 @@ MUTATIONS = [
         "",
         "tests/runs/test_full_disk.py",
     ),
+    Mutation(
+        "other-image",
+        "where rows are joined, the later ones see the images of the earlier",
+        "lit_rl/vision.py",
+        "other.index + len(self.prompts)",
+        "other.index",
+        "tests/vision/test_vision_training.py",
+    ),
+    Mutation(
+        "placeholder",
+        "a policy may say the placeholder of an image",
+        "lit_rl/models/policy/loading.py",
+        "return logits.index_fill(-1, places, RULED_OUT)",
+        "return logits",
+        "tests/vision/test_vision_families.py",
+    ),
+    Mutation(
+        "later-image",
+        "what a tool shows stands one token too early",
+        "lit_rl/vision.py",
+        "at = prompt + each.column",
+        "at = prompt + each.column - 1",
+        "tests/vision/test_vision_returned.py",
+    ),
 ]
 
 
