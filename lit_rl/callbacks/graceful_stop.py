@@ -120,7 +120,8 @@ class GracefulStop(L.Callback):
 
     def _restore(self) -> None:
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+            again = signum == self.signum == signal.SIGHUP  # it may come once more, and nothing is to be said to it
+            signal.signal(signum, signal.SIG_IGN if again else handler)
         self._before = {}
 
 

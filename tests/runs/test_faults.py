@@ -91,7 +91,7 @@ def test_a_terminal_that_is_gone_ends_the_run_saved(root, tmp_path):
     mine, its = pty.openpty()
     run_dir = tmp_path / "run"
     child = subprocess.Popen(
-        [sys.executable, str(root / "train.py"), *RUN, f"run_dir={run_dir}"],
+        [sys.executable, str(root / "train.py"), *RUN, "trainer.max_steps=400", f"run_dir={run_dir}"],
         stdin=its, stdout=its, stderr=its, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
