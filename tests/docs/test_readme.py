@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -165,4 +166,5 @@ def test_the_exit_codes_are_those_of_the_errors(root: Path) -> None:
     rows = [row[0] for row in table_rows(root / "README.md") if re.fullmatch(r"[\d, ]+", row[0])]
     told = {int(code) for cell in rows for code in cell.split(",")}
     kinds = errors.LitRLError.__subclasses__()
-    assert told == {0, errors.INTERRUPTED, errors.TERMINATED, *(kind.exit_code for kind in kinds)}
+    signals = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1  # the last is Slurm's
+    assert told == {0, *(errors.SIGNALLED + number for number in signals), *(kind.exit_code for kind in kinds)}
