@@ -6,6 +6,7 @@ A generator or an environment that fails ends the run too: what was learned unti
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -130,6 +131,29 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     asked = requeue_signal(trainer)
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
+
+
+class Terminal:
+    """A stream of a terminal which may go while something is written: the signal that says so comes a moment later.
+
+    Args:
+        stream: `sys.stdout` or `sys.stderr`.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def let_go_of_the_terminal() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from rich.console import Console
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.checkpoint_io import is_whole
-from lit_rl.callbacks.graceful_stop import GracefulStop, let_go_of_the_terminal, signals_of
+from lit_rl.callbacks.graceful_stop import GracefulStop, Terminal, let_go_of_the_terminal, signals_of
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
@@ -273,8 +274,12 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     found = [callback for callback in run.trainer.callbacks if isinstance(callback, GracefulStop)]  # pyright: ignore
     catches = bool(found) and threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, leave) for number in signals_of(run.trainer)} if catches else {}
+    streams = sys.stdout, sys.stderr
+    if catches:
+        sys.stdout, sys.stderr = (Terminal(stream) if stream.isatty() else stream for stream in streams)
     try:
         yield found[0] if found else GracefulStop()
     finally:
+        sys.stdout, sys.stderr = streams
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -85,7 +85,7 @@ def test_a_signal_outside_the_training_leaves_with_its_code_too(process, tmp_pat
     assert "ckpt_path=last" in output and rollouts(run_dir) == 0
 
 
-@pytest.mark.all
+@pytest.mark.exhaustive  # where the machine is busy, what is being written when the terminal goes decides
 def test_a_terminal_that_is_gone_ends_the_run_saved(root, tmp_path):
     """The kernel's own SIGHUP: nothing can be written there any more."""
     mine, its = pty.openpty()
