@@ -6,10 +6,7 @@ A generator or an environment that fails ends the run too: what was learned unti
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.slurm import requeue, requeue_signal
+from lit_rl.callbacks.terminal import let_go_of_the_terminal
 from lit_rl.errors import GenerationError
 
 
@@ -121,8 +119,9 @@ class GracefulStop(L.Callback):
 
     def _restore(self) -> None:
         for signum, handler in self._before.items():
-            again = signum == self.signum == signal.SIGHUP  # it may come once more, and nothing is to be said to it
-            signal.signal(signum, signal.SIG_IGN if again else handler)
+            # A terminal that is gone may say so twice, and the run is about to end.
+            said = signum == self.signum == signal.SIGHUP
+            signal.signal(signum, signal.SIG_IGN if said else handler)
         self._before = {}
 
 
@@ -131,39 +130,6 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     asked = requeue_signal(trainer)
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
-
-
-class Terminal:
-    """A stream of a terminal which may go while something is written: the signal that says so comes a moment later.
-
-    Args:
-        stream: `sys.stdout` or `sys.stderr`.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError):
-            self._stream.flush()
-
-
-def let_go_of_the_terminal() -> None:
-    """What is written to a terminal that is gone would end the process before it has saved."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for descriptor in (1, 2):
-        mode = os.fstat(descriptor).st_mode  # `isatty` says no of a terminal that is gone; a pipe's reader goes with it
-        if stat.S_ISCHR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-            os.dup2(nowhere, descriptor)
-    os.close(nowhere)
 
 
 def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from lit_rl.cli import (
     transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
-from lit_rl.cli.messages import account, reported
+from lit_rl.cli.messages import described, reported
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
@@ -112,7 +112,7 @@ def run(config: DictConfig) -> int:
         run_dir = RunDir(Path(os.environ[_RUN_DIR]))
         return _run(config, run_dir, "resumed", None, run_dir.missing())
     run_dir = RunDir(_resolve_run_dir(config))
-    writes = _is_main() and not _is_dry(config)
+    writes = _is_main() and not _writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.
     lock = RunLock(run_dir.path) if writes and config.task == "fit" and run_dir.holds_a_run else None
     with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
@@ -121,16 +121,11 @@ def run(config: DictConfig) -> int:
         if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
             return 0
-        start: Start = "new"
-        asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
-        if _is_inside(config.ckpt_path, run_dir.path):
-            start = "resumed"
-        elif asked == "last":
-            start = "anew"
+        start = _start(config, run_dir)
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
         missing = run_dir.missing()
-        if writes and not config.run_dir and HydraConfig.get().mode != RunMode.MULTIRUN:
+        if writes and not config.run_dir and not _is_sweep():
             run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
@@ -148,12 +143,24 @@ def _run(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None
             except Exception as error:
                 if not job.dry:
                     where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
-                    run_dir.write_error(account(error) | where | {"command": job.command})
+                    run_dir.write_error(described(error) | where | {"command": job.command})
                 raise
     except Exception:
         if _is_main():
             run_dir.withdraw(missing, kept_for)
         raise
+
+
+def _start(config: DictConfig, run_dir: RunDir) -> Start:
+    """How the run begins; `ckpt_path` becomes the file that is meant."""
+    asked, config.ckpt_path = config.ckpt_path, _checkpoint(config, run_dir)
+    if _is_inside(config.ckpt_path, run_dir.path):
+        return "resumed"
+    return "anew" if asked == "last" else "new"
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
@@ -169,8 +176,7 @@ def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
             sys.stdout.write(f"Slurm has started this job again: as ckpt_path=last, in {run_dir.path}.\n")
 
 
-def _is_dry(config: DictConfig) -> bool:
-    """Whether nothing is written."""
+def _writes_nothing(config: DictConfig) -> bool:
     return bool(config.trainer.get("fast_dev_run")) or config.task in (*_COMPUTE_NOTHING, "plan")
 
 
@@ -208,7 +214,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
         start: How it begins there.
         lock: Of the folder, where it is held already.
     """
-    tree, dry = plain(config), _is_dry(config)
+    tree, dry = plain(config), _writes_nothing(config)
     data_choice.check_pair(config)
     if tree["task"] == "plan":
         tree |= {"callbacks": {}}
@@ -287,7 +293,7 @@ def _as_list(value: Any) -> list[Any]:
 def _resolve_run_dir(config: DictConfig) -> Path:
     """The run's folder: the user's, or one named by time, algorithm and model."""
     hydra_config = HydraConfig.get()
-    if str(hydra_config.mode) == "RunMode.MULTIRUN":
+    if _is_sweep():
         base = Path(config.run_dir) if config.run_dir else Path(hydra_config.sweep.dir)
         path = base / str(hydra_config.sweep.subdir)
     elif config.run_dir:
@@ -369,7 +375,7 @@ def _one_job() -> Iterator[None]:
     """
     config, argv = HydraConfig.get(), list(sys.argv)
     before = {name: os.environ.get(name) for name in _LAUNCH}
-    if str(config.mode) == "RunMode.MULTIRUN":
+    if _is_sweep():
         sys.argv = [argv[0], *config.overrides.task, "hydra.mode=RUN"]
         inner: Any = HydraConfig.instance().cfg
         with flag_override(inner.hydra, ["readonly", "struct"], [False, False]):

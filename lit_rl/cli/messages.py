@@ -55,7 +55,7 @@ def reported(function: Callable[[], int | None]) -> int:
         return ours.exit_code
 
 
-def account(error: BaseException) -> dict[str, Any]:
+def described(error: BaseException) -> dict[str, Any]:
     """What is written down of an error that ended a run: for people, and for what restarts jobs."""
     ours = translated(error)
     return {

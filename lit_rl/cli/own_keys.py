@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from importlib.resources import files
 
-import yaml
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from lit_rl.cli import listing
 from lit_rl.errors import ConfigError, did_you_mean
 
 _EVERYWHERE = ("task", "allow_targets")
@@ -30,12 +30,12 @@ def check_added(overrides: Sequence[str], groups: Iterable[str], config: DictCon
     Raises:
         ConfigError: names the first such key, and the nearest that is read.
     """
-    known = {*groups, "hydra", *yaml.safe_load((files("lit_rl.conf") / "config.yaml").read_text())}
+    known = {*groups, "hydra", *listing.keys()}
     for override in overrides:
         name = override.lstrip("+").partition("=")[0]
         if not override.startswith("+") or {".", "/", "@"} & set(name) or name in known:
             continue
-        if f"${{{name}" not in OmegaConf.to_yaml(config, resolve=False):
+        if not re.search(rf"\$\{{{name}[.}}]", OmegaConf.to_yaml(config, resolve=False)):
             raise ConfigError(f"{name} is no key: nothing would read it.{did_you_mean(name, known)}")
 
 

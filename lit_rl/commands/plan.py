@@ -49,7 +49,7 @@ def prepared(run: Run) -> tuple[Any, MemoryPlan | None, int | None]:
     trainer.strategy.connect(module)
     data.setup("fit")
     module.setup("fit")
-    sizes, room = planned(module, trainer), module.room()
+    sizes, room = planned(module), module.room()
     return (module.plan, None, None) if sizes is None or room is None else (module.plan, sizes, room)
 
 

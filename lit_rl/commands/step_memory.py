@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.cut import remedies
 from lit_rl.algorithms.preflight.memory import MemoryPlan, in_words
 from lit_rl.errors import BackendError
 
 
-def planned(module: PolicyModule, trainer: Any) -> MemoryPlan | None:
+def planned(module: PolicyModule) -> MemoryPlan | None:
     """Bytes by part; None where model or rows are not known. Once the module is set up."""
     memory, step = module.memory(), module.step
     if memory is None or step is None:
         return None
-    count = trainer.accumulate_grad_batches
+    count = module.trainer.accumulate_grad_batches
     return memory.plan(step.units * step.rows // count, module.decoded_at_once(step), steps_in_parts=count > 1)
 
 
-def out_of_memory(error: BaseException, module: PolicyModule, trainer: Any) -> BackendError:
+def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:
     """The error with what was planned, and what to set.
 
     Args:
         error: Of which `lit_rl.errors.is_out_of_memory` is true.
         module: That was trained.
-        trainer: Of the run.
     """
     first = " ".join(str(error).split())[:200] or type(error).__name__
-    sizes, memory, step = planned(module, trainer), module.memory(), module.step
+    sizes, memory, step = planned(module), module.memory(), module.step
     if sizes is None or memory is None or step is None:
         return BackendError(
             f"Memory ran out: {first}. Set algo.micro_batch_size lower, shorten the texts "
@@ -36,12 +33,13 @@ def out_of_memory(error: BaseException, module: PolicyModule, trainer: Any) -> B
         )
     worst = max((sizes.learning, sizes.generating), key=lambda parts: sum(parts.values()))
     parts = ", ".join(f"{name} {in_words(size)}" for name, size in worst.items() if size)
-    rows = step.units * step.rows // trainer.accumulate_grad_batches
+    micro_batches = module.trainer.accumulate_grad_batches
+    rows = step.units * step.rows // micro_batches
     smaller = [below for below in sorted(step.cuts().values(), reverse=True) if below < rows]
     ways = [f"algo.micro_batch_size={smaller[0]} (it was {rows})"] if smaller else []
     if smaller and module.accumulation_by_hand > 1:
         count = step.units * step.rows // smaller[0]
-        ways = [f"trainer.accumulate_grad_batches={count} (it was {trainer.accumulate_grad_batches})"]
+        ways = [f"trainer.accumulate_grad_batches={count} (it was {micro_batches})"]
     room = module.room()
     had = "" if room is None else f" of {in_words(room)}"
     return BackendError(

@@ -21,8 +21,9 @@ from rich.console import Console
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.checkpoint_io import is_whole
-from lit_rl.callbacks.graceful_stop import GracefulStop, Terminal, let_go_of_the_terminal, signals_of
+from lit_rl.callbacks.graceful_stop import GracefulStop, signals_of
 from lit_rl.callbacks.slurm import requeue, requeue_signal
+from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
 from lit_rl.commands import report
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
@@ -97,7 +98,7 @@ def train(run: Run) -> int:
             raise
         except Exception as error:
             if is_out_of_memory(error):
-                raise out_of_memory(error, run.module, run.trainer) from error
+                raise out_of_memory(error, run.module) from error
             raise
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
         if stop.signum is not None:

@@ -39,7 +39,7 @@ class Processor(Protocol):
         """Tokens that stand for features of images and videos."""
         ...
 
-    def check_blind(self, where: str) -> None:
+    def refuse_without_images(self, where: str) -> None:
         """Raises DataError, with the row, where the model takes no prompt that shows nothing."""
         ...
 

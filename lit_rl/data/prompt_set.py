@@ -243,10 +243,10 @@ class _Reader:
             self.videos.check(images, where)
             ids, _ = self.processor.process(text, images, where)
             return Example(prompt, ids, columns, where, Shown(text, images, where))
-        if self.processor is not None and isinstance(prompt, str):
-            refuse_reserved(self.processor, prompt, where)
         if self.processor is not None:
-            self.processor.check_blind(where)
+            if isinstance(prompt, str):
+                refuse_reserved(self.processor, prompt, where)
+            self.processor.refuse_without_images(where)
         ids = encode_prompt(
             self.tokenizer,
             prompt,

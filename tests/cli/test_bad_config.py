@@ -182,6 +182,12 @@ def test_a_setting_that_does_not_fit_the_others_is_refused(step: Command, cwd, a
 
 
 @pytest.mark.all
+def test_a_key_of_ones_own_that_another_refers_to_is_read(step: Command):
+    assert step("+my_rate=1e-3", "optimizer.lr=${my_rate}", "run_dir=run").code == 0
+    refused(step("+my_rate=1e-3", "+my_rate_too=1", "optimizer.lr=${my_rate}"), 2, "my_rate_too is no key")
+
+
+@pytest.mark.all
 def test_a_word_that_is_no_command(command: Command, cwd):
     refused(command("trian"), 2, "'trian'", "'train'", "key=value")
     refused(command("seed=1", "trian"), 2, "'trian'")

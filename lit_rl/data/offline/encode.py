@@ -168,7 +168,7 @@ class Encoder:
             )
         if self.processor is not None:
             refuse_reserved(self.processor, (prompt or "") + completion, where)
-            self.processor.check_blind(where)
+            self.processor.refuse_without_images(where)
         if prompt and prompt != self.latest[0]:
             self.latest = (prompt, self.prompt_ids(prompt, where))
         begin = self.latest[1] if prompt else []
@@ -200,10 +200,10 @@ class Encoder:
         whole = render(self.tokenizer, [*prompt, *completion], where, kwargs)
         begin = render(self.tokenizer, prompt, where, kwargs, add_generation_prompt=True) if prompt else ""
         check_prefix(begin, whole, where)
-        if images and self.processor is not None:
-            return self._shown(self.processor, begin, whole, images, where)
         if self.processor is not None:
-            self.processor.check_blind(where)
+            if images:
+                return self._shown(self.processor, begin, whole, images, where)
+            self.processor.refuse_without_images(where)
         ids, count = self._split(whole, len(begin))
         if not ids:
             raise DataError(f"{where}: the tokenizer makes no token of this conversation: {excerpt(whole)}")

@@ -125,7 +125,7 @@ class VisionProcessor:
                 model cannot be shown these videos.
         """
         if not visuals:
-            self.check_blind(where)
+            self.refuse_without_images(where)
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]), None
         videos.check_visuals(self._model_type, visuals, where)
         images = [each for each in visuals if isinstance(each, ImageRef)]
@@ -144,7 +144,7 @@ class VisionProcessor:
         vision = self._vision({name: torch.as_tensor(value) for name, value in made.items()}, ids)
         return ids[0].tolist(), vision
 
-    def check_blind(self, where: str) -> None:
+    def refuse_without_images(self, where: str) -> None:
         """Raises DataError, with the row, where the model takes no prompt that shows nothing."""
         if self._needs_images:
             raise DataError(
