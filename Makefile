@@ -8,7 +8,7 @@ BIN := .venv/bin
 STAMPS := .venv/.stamps
 ENGINES := .venv-engines
 AGENTS := .venv-agents
-DEEPSPEED := .venv-deepspeed
+DEEPSPEED := .venv/deepspeed
 PEER := .venv-peer
 TORCHVISION := .venv/torchvision
 NOTEBOOKS := tests/doors/test_notebook.py
@@ -24,20 +24,20 @@ ENGINES_SEEING := tests/engines/test_engine_vision.py
 ENGINES_FAMILIES := tests/engines/test_engine_families.py
 # Triton is there for Liger's kernels, which are interpreted on the CPU.
 AGENTS_PYTEST := TRITON_INTERPRET=1 $(AGENTS)/bin/python -m pytest -n 2 --dist loadfile
-# Its tests share two processes, so they stay in one.
+# Its tests share two processes, so they stay in one. PATH is for ninja, with which DeepSpeed compiles.
 # The folder is not named as the package: a folder of tests stands in for a package that is not installed.
-DEEPSPEED_PYTEST := $(DEEPSPEED)/bin/python -m pytest tests/zero
+DEEPSPEED_PYTEST := PATH="$(CURDIR)/$(DEEPSPEED)/bin:$$PATH" PYTHONPATH="$(CURDIR)/$(DEEPSPEED)" $(PYTEST) tests/zero
 IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-agents test-deepspeed test-slow engines agents deepspeed bench bench-full bench-gpu lint format clean
+.PHONY: help setup environments demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-agents test-deepspeed test-slow engines agents deepspeed bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
 
 # setuptools warns of every editable install that folders here may hide the package.
-$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp $(DEEPSPEED)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
+$(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
 
 $(STAMPS)/run: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -71,12 +71,11 @@ $(AGENTS)/.stamp: pyproject.toml constraints.txt tests/agents/requirements.txt
 	@$(AGENTS)/bin/python -m pip install -q $(PIP_ARGS) -c $(AGENTS)/constraints.txt -r tests/agents/requirements.txt -e .
 	@touch $@
 
-# On a CPU DeepSpeed compiles what its processes talk with when it first runs: a C++ compiler has to be there.
-$(DEEPSPEED)/.stamp: pyproject.toml constraints.txt tests/zero/requirements.txt
-	@test -x $(DEEPSPEED)/bin/python || $(PYTHON) -m venv $(DEEPSPEED)
-	@echo "Installing DeepSpeed, lit_rl and the test dependencies into $(DEEPSPEED) (a minute or two, once) ..."
-	@$(DEEPSPEED)/bin/python -m pip install -q $(PIP_ARGS) -U pip
-	@DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip install -q $(PIP_ARGS) -c constraints.txt -r tests/zero/requirements.txt -e .
+# DeepSpeed in a folder of its own, as torchvision is: transformers behaves differently wherever it can be imported.
+# On a CPU it compiles what its processes talk with when it first runs: a C++ compiler has to be there.
+$(STAMPS)/deepspeed: $(STAMPS)/dev tests/zero/requirements.txt
+	@echo "Installing DeepSpeed, for its tests alone, into $(DEEPSPEED) ..."
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --no-build-isolation --upgrade --target $(DEEPSPEED) -r tests/zero/requirements.txt
 	@touch $@
 
 $(STAMPS)/dev: $(STAMPS)/run
@@ -103,7 +102,10 @@ engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 
 agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers, OpenEnv, Liger
 
-deepspeed: $(DEEPSPEED)/.stamp  ## set up .venv-deepspeed: DeepSpeed on processes of the CPU
+# `make -j3 environments`, on a bare machine, waits for the slowest and not for all of them.
+environments: $(STAMPS)/torchvision $(STAMPS)/deepspeed $(ENGINES)/.stamp $(AGENTS)/.stamp  ## set up what test-all runs in
+
+deepspeed: $(STAMPS)/deepspeed  ## set up DeepSpeed, for its tests alone
 
 # TRL by itself, beside the torch and transformers that ours is measured with.
 $(PEER)/.stamp: constraints.txt
@@ -127,9 +129,10 @@ bench-gpu: $(STAMPS)/dev $(PEER)/.stamp  ## a training step on one GPU: some 10 
 test: lint  ## what a newcomer needs to trust the install (args='-n 0' for one)
 	$(PYTEST) $(TWO) -m 'not all and $(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
 
-test-all: lint $(STAMPS)/torchvision $(ENGINES)/.stamp $(AGENTS)/.stamp  ## everything that a change has to pass
+test-all: lint environments  ## everything that a change has to pass
 	$(PYTEST) $(TWO) -m '$(ALL)' --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
+	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) --ignore $(ENGINES_FAMILIES) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
@@ -170,7 +173,7 @@ test-engines: $(STAMPS)/torchvision $(ENGINES)/.stamp  ## of test-all, the real 
 test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, Liger's kernels interpreted
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 
-test-deepspeed: $(DEEPSPEED)/.stamp  ## the real DeepSpeed, two processes of the CPU: three minutes, not yet in test-all
+test-deepspeed: $(STAMPS)/deepspeed  ## of test-all, the real DeepSpeed over two processes of the CPU
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
 
 test-slow: $(STAMPS)/dev  ## the half-billion-parameter runs (10 GB of memory, several minutes)
@@ -187,4 +190,4 @@ format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
 	$(BIN)/ruff check -q --fix .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .venv-engines .venv-agents .venv-deepspeed .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-engines .venv-agents .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
