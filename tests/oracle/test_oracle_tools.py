@@ -18,6 +18,7 @@ from oracle_ours import our_grpo, ours
 from oracle_trl import Oracle
 from oracle_turns import LONGEST, call, chat_tokenizer, plain, their_rollout, tokens
 from said_turns import drawn, ids_of
+from tiers import all_but_exhaustive
 from torch import Tensor
 
 from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs
@@ -172,9 +173,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 """What TRL computes over tokens, and would compute otherwise if it took what tools said for the policy's."""
+PATHS = ["dapo", "luspo", "sequence", "top_entropy", "off_policy", "token_truncate", "sequence_mask"]
+"""One for each way in which a mask is used; tests/oracle/test_oracle_grpo.py holds the arithmetic of the others."""
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", all_but_exhaustive(OPTIONS, PATHS))
 def test_loss_and_gradient(oracle: Oracle, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.trainer.utils import split_tensor_dict
 
