@@ -25,6 +25,13 @@ SHAPES: dict[str, list[str]] = {
     "reward-model": ["algo=reward_model"],
     "process-reward-model": ["algo=process_reward_model", "data.task.max_operand=30"],  # of one step or two
 }
+OF_SHARDS: dict[str, list[str]] = {
+    "dpo-recomputed": ["algo=dpo", "model.gradient_checkpointing=true"],
+    "sft-lora": ["algo=sft", "model.lora.r=4"],
+}
+"""What is new where weights are spread: layers gathered once more in the backward pass, and those that nothing trains."""
+SHARDED = ["dpo", "aot", "kto", "orpo", "sft-packed", "reward-model", "process-reward-model", *OF_SHARDS]
+"""Run under FSDP2 too: the others differ from one of these in the formula alone."""
 CUT = {"kto": ["val/kl", "val/loss"], "aot": ["val/loss"], "aot-unpaired": ["val/loss"]}
 """Validation metrics that belong to a batch: KTO's baseline is that of the batch at hand, AOT sorts over it."""
 STEPS = 3
@@ -43,7 +50,7 @@ COMMON = [
 
 def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any) -> None:
     """Train, validate, and leave `name.pt` there."""
-    module, data = dist_equal.parts(*COMMON, *SHAPES[name])
+    module, data = dist_equal.parts(*COMMON, *(SHAPES | OF_SHARDS)[name])
     if isinstance(module, GeneratingModule):
         module.sampling = type(module.sampling)(max_new_tokens=2)
     trainer = dist_equal.trainer(folder, devices, max_steps=STEPS, accumulate_grad_batches=accumulate, **more)
@@ -54,5 +61,5 @@ def main(folder: Path) -> None:
     for name in SHAPES:
         run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
-    for name in ("dpo", "aot"):
+    for name in SHARDED:
         run(name, folder / "fsdp", 2, accumulate=2, strategy=FSDP2Strategy())

@@ -32,7 +32,7 @@ def test_two_processes_equal_one(name, two, one):
     assert_equal_runs(one(name), left(two, name))
 
 
-@pytest.mark.parametrize("name", ["dpo", "aot"])
+@pytest.mark.parametrize("name", dist_offline.SHARDED)
 def test_sharded_processes_with_micro_batches_equal_one(name, two, one):
     assert_equal_runs(one(name), left(two / "fsdp", name))
 
