@@ -1,8 +1,8 @@
 """Losses that couple rows: what all rows of an optimizer step are like, before the first of them is learned from.
 
-Dropout draws what a row is like. So the look has the policy in the mode that it learns in, and every micro-batch draws
-again what it drew in the look: a row is one and the same in the columns of all others and in its own loss, and a step
-that is cut has the distribution of one that is not.
+With dropout the score of a row is drawn. So the first look at a step has the policy in training mode, and every
+micro-batch uses the dropout masks of that look again: a row has one score, in its own loss and in the losses of others,
+and a step that is cut has the distribution of one that is not.
 """
 
 from __future__ import annotations
