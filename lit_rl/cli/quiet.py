@@ -19,7 +19,7 @@ _NOT_OURS = (
     r".*all_gather is deprecated.*",
     r"The dirpath has changed.*",
     r".*The total number of parameters detected may be inaccurate.*",
-    r".*FSDP2-wrapped module .* returned a view tensor.*",  # a classifier's logits, which nothing of ours changes in place
+    r".*FSDP2-wrapped module .* returned a view tensor.*",  # logits, never changed in place
 )
 
 

@@ -29,7 +29,7 @@ OF_SHARDS: dict[str, list[str]] = {
     "dpo-recomputed": ["algo=dpo", "model.gradient_checkpointing=true"],
     "sft-lora": ["algo=sft", "model.lora.r=4"],
 }
-"""What is new where weights are spread: layers gathered once more in the backward pass, and those that nothing trains."""
+"""What is new where weights are spread: layers gathered again in the backward pass, and frozen ones."""
 SHARDED = ["dpo", "aot", "kto", "orpo", "sft-packed", "reward-model", "process-reward-model", *OF_SHARDS]
 """Run under FSDP2 too: the others differ from one of these in the formula alone."""
 CUT = {"kto": ["val/kl", "val/loss"], "aot": ["val/loss"], "aot-unpaired": ["val/loss"]}
