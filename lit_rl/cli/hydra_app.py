@@ -188,6 +188,10 @@ def _check(config: DictConfig) -> None:
     own_keys.check_added(HydraConfig.get().overrides.task, HydraConfig.get().runtime.choices, config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
+    if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
+        raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
+    if config.trust_run and config.task not in ("replay", "chat"):
+        raise ConfigError("trust_run is a key of lit-rl replay and lit-rl chat: no other command reads a run's config.")
     if config.task == "replay":
         return
     if config.losses or config.rollout:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_rewards_code import RIGHT, TESTS, running, verdict
@@ -17,7 +18,7 @@ from lit_rl.rewards.builtin import bubblewrap
 pytestmark = [pytest.mark.skipif(os.name != "posix", reason="the limits are those of Linux")]
 
 
-def allowed(runner: str, **settings) -> CodeExecution:
+def allowed(runner: Any, **settings: Any) -> CodeExecution:
     """The reward with this runner; where that cannot run, the test is skipped in words."""
     if runner == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed (apt-get install bubblewrap)")
