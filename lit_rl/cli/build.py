@@ -25,6 +25,8 @@ _CLASSES_ONLY = ("lightning.", "torch.", "lit_rl.")
 _FUNCTIONS = ("lit_rl.ops.", "lit_rl.rewards.", "lit_rl.data.recipes.", "lit_rl.algorithms.terms.groups.")
 """Where a config may name functions too."""
 
+_BUILD_THEMSELVES = ("lightning.pytorch.cli.", "lit_rl.cli.")
+
 OPTIONAL = {"lit_rl.models.policy.lora.Lora", "lit_rl.data.supervised.SupervisedText", "lit_rl.constraints.Structured"}
 """Objects that are there only if one of their settings is."""
 
@@ -95,8 +97,11 @@ def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from targets(value, f"{key}.{name}" if key else str(name))
 
 
-def check_target(key: str, target: str, allowed: Sequence[str]) -> None:
-    """Refuse a path outside the list: a config is read from files, and a path can be any function of any package."""
+def check_target(key: str, target: str, allowed: Sequence[str]) -> str:
+    """Refuse a path outside the list: a config is read from files, and a path can be any function of any package.
+
+    Returns: the path of what it names, by the module that defines it.
+    """
     if not target.startswith(tuple(allowed)):
         raise ConfigError(
             f"{key}={target!r} is not on the list of what a config may build ({', '.join(f'{a}*' for a in allowed)}). "
@@ -109,6 +114,9 @@ def check_target(key: str, target: str, allowed: Sequence[str]) -> None:
         raise ConfigError(f"{key}={target!r} leads into {home}, which is not on the list of what a config may build.")
     if target.startswith(_CLASSES_ONLY) and not target.startswith(_FUNCTIONS) and not isinstance(found, type):
         raise ConfigError(f"{key}={target!r} is no class; of {target.split('.')[0]} a config may build classes only.")
+    if f"{home}.".startswith(_BUILD_THEMSELVES):
+        raise ConfigError(f"{key}={target!r} builds whatever its own arguments name, and no list would hold that.")
+    return f"{home}.{getattr(found, '__qualname__', '')}"
 
 
 def _find(key: str, target: str) -> tuple[Any, str]:

@@ -8,7 +8,8 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
+from lit_rl.cli import run_trust
+from lit_rl.cli.build import build, plain
 from lit_rl.cli.replays import checkpoint_of, config_of, placed
 from lit_rl.commands.chat import Chat, chat
 from lit_rl.commands.run_dir import RunDir
@@ -31,7 +32,7 @@ def run(config: DictConfig) -> int:
         model, checkpoint, sampling, of_run = build(tree["model"]), None, tree["sampling"], tree
     else:
         run_dir = RunDir(Path(str(config.run_dir)).expanduser())
-        of_run = _tree(run_dir, tree, list(config.allow_targets))
+        of_run = _tree(run_dir, tree, config)
         model, checkpoint = _model(config, run_dir, of_run)
         named = {key.split(".")[1] for key in typed if key.startswith("sampling.")}
         sampling = of_run["sampling"] | {key: tree["sampling"][key] for key in named}
@@ -56,7 +57,7 @@ def _recorded(config: DictConfig) -> PromptForm | None:
 def _check_keys(typed: list[str], with_run: bool) -> None:
     keys = KEYS if with_run else (*KEYS, "model")
     for key in typed:
-        if key.startswith(tuple(f"{name}." for name in keys)) or key in (*keys, "task", "allow_targets"):
+        if key.startswith(tuple(f"{name}." for name in keys)) or key in (*keys, "task", "allow_targets", "trust_run"):
             continue
         why = " The model is that of run_dir." if with_run and key.partition(".")[0] == "model" else ""
         raise ConfigError(
@@ -64,7 +65,7 @@ def _check_keys(typed: list[str], with_run: bool) -> None:
         )
 
 
-def _tree(run_dir: RunDir, own: dict[str, Any], allow: list[str]) -> dict[str, Any]:
+def _tree(run_dir: RunDir, own: dict[str, Any], config: DictConfig) -> dict[str, Any]:
     """The run's settings; this command's where an export stands alone."""
     if not (run_dir.path / "config.yaml").exists() and run_dir.hf.is_dir():
         return own
@@ -74,9 +75,7 @@ def _tree(run_dir: RunDir, own: dict[str, Any], allow: list[str]) -> dict[str, A
             f"run_dir={run_dir.path} holds a {str(tree['algo'].get('_target_')).rpartition('.')[2]} run: what it "
             "trained gives scores and writes no text. Give the folder of a policy's run."
         )
-    allowed = (*ALLOWED, *(f"{name}." for name in allow))
-    for key, target in targets({name: tree["algo"][name] for name in ("model", "sampling")}):
-        check_target(key, target, allowed)  # the run's own file is a file like any other
+    run_trust.check({name: tree["algo"][name] for name in ("model", "sampling")}, config)
     return tree
 
 

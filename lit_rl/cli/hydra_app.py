@@ -29,6 +29,7 @@ from lit_rl.cli import (
     data_choice,
     doctoring,
     ends,
+    hydra_node,
     own_keys,
     quiet,
     replays,
@@ -78,6 +79,7 @@ _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 def main() -> int:
     """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
     schemas.register()
+    hydra_node.install()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
     sys.argv, note = data_choice.chosen_before(sys.argv)
@@ -182,10 +184,14 @@ def _writes_nothing(config: DictConfig) -> bool:
 
 def _check(config: DictConfig) -> None:
     """What no command takes."""
-    typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
+    typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
     own_keys.check_added(HydraConfig.get().overrides.task, HydraConfig.get().runtime.choices, config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
+    if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
+        raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
+    if config.trust_run and config.task not in ("replay", "chat"):
+        raise ConfigError("trust_run is a key of lit-rl replay and lit-rl chat: no other command reads a run's config.")
     if config.task == "replay":
         return
     if config.losses or config.rollout:

@@ -19,7 +19,8 @@ from lit_rl.algorithms.optim.precision import BF16, FLOAT32
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks.rollouts import SavedRollout, saved_rollouts
-from lit_rl.cli.build import ALLOWED, build, check_target, plain, targets
+from lit_rl.cli import run_trust
+from lit_rl.cli.build import build, plain
 from lit_rl.cli.precision import AUTO, automatic_on
 from lit_rl.commands.replay import Replay, replay
 from lit_rl.commands.run_dir import RunDir
@@ -36,6 +37,7 @@ KEYS = (
     "trainer.accelerator",
     "trainer.precision",
     "allow_targets",
+    "trust_run",
     "task",
 )
 """What may be set on the command line; everything else is the run's."""
@@ -72,10 +74,10 @@ def run(config: DictConfig) -> int:
     rollout = SavedRollout.read(path)
     allow = list(config.allow_targets)
     presets = {name: tree["algo"] if name == RUN else _preset(name, tree, allow) for name in dict.fromkeys(names)}
-    parts = _shared(tree["algo"], rollout, allow)
+    parts = _shared(tree["algo"], rollout, config)
     parts["model"], fabric, notes = placed(parts["model"], config, tree["trainer"])
     if rollout.completions.vision is not None:
-        rollout = _seeing(rollout, path, tree, parts["model"], allow)
+        rollout = _seeing(rollout, path, tree, parts["model"], config)
     modules = [(name, _module(name, presets[name], parts, rollout)) for name in names]
     checkpoint = checkpoint_of(config, run_dir)
     return replay(Replay(modules, rollout, path, checkpoint, run_dir.path, fabric, notes))
@@ -180,7 +182,7 @@ def checkpoint_of(config: DictConfig, run_dir: RunDir) -> Path:
 
 
 def _seeing(
-    rollout: SavedRollout, path: Path, run: dict[str, Any], model: LanguageModel, allow: list[str]
+    rollout: SavedRollout, path: Path, run: dict[str, Any], model: LanguageModel, config: DictConfig
 ) -> SavedRollout:
     """The rollout with the pixels that its completions see, made again of the run's data: the file keeps none."""
     if rollout.data is None:
@@ -188,8 +190,7 @@ def _seeing(
             f"{path} is a rollout over images, and does not say of which data: it was written by an earlier version, "
             "or its prompts came from no RolloutDataModule. Replay a later rollout of a run of train.py."
         )
-    for key, target in targets({"data": run["data"]}):
-        check_target(key, target, (*ALLOWED, *(f"{name}." for name in allow)))
+    run_trust.check({"data": run["data"]}, config)
     data: RolloutDataModule = build(run["data"])
     data.prepare(model.tokenizer, processor=model.processor, stage="predict")
     if data.fingerprint != rollout.data:
@@ -201,12 +202,11 @@ def _seeing(
     return replace(rollout, completions=completions)
 
 
-def _shared(algo: dict[str, Any], rollout: SavedRollout, allow: list[str]) -> dict[str, Any]:
+def _shared(algo: dict[str, Any], rollout: SavedRollout, config: DictConfig) -> dict[str, Any]:
     """What all objectives have in common, built once. The rewards are those that were saved: nothing is called."""
     tree = {name: algo[name] for name in _OF_THE_RUN if name in algo and name != "reward"}
-    allowed = (*ALLOWED, *(f"{name}." for name in allow))
-    for key, target in targets({"algo": algo | {"reward": None}}):  # the run's own file is a file like any other
-        check_target(key, target, allowed)
+    built = {name: node for name, node in algo.items() if name not in ("reward", *_OF_NO_USE)}
+    run_trust.check({"algo": built}, config)
     parts = {name: build(node) if isinstance(node, dict) else node for name, node in tree.items()}
     parts["reward"] = Rewards(dict.fromkeys(rollout.scores.names, _not_called))
     return parts

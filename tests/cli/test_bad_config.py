@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from cli_helpers import QUICK, Command, contents, refused
+from omegaconf import DictConfig, OmegaConf
 from tiers import quick
 
-from lit_rl.cli import build
+from lit_rl.cli import build, hydra_node
 from lit_rl.errors import ConfigError
 
 ROWS: list[tuple[str, list[str], int, list[str]]] = [
@@ -377,15 +378,51 @@ def test_a_package_is_no_prefix_of_a_name():
         build.check_target("x", "my_package_too.run", ("my_package.",))
 
 
+COPY = "{_target_: shutil.copyfile, src: ../mine/canary, dst: canary}"
 HYDRA_NODES = {
-    "callback": ("callbacks: {evil: {_target_: os.system, command: touch canary}}", "os.system"),
-    "launcher": ("launcher: {_target_: os.system, command: touch canary}", "hydra.launcher"),
-    "logging": ("job_logging: {handlers: {evil: {(): os.system, command: touch canary}}}", "os.system"),
+    # os.system is on a list of Hydra's own; any other function is not
+    "callback": ("hydra: {callbacks: {evil: {_target_: os.system, command: touch canary}}}", "callbacks.evil"),
+    "callback-function": (f"hydra: {{callbacks: {{evil: {COPY}}}}}", "hydra.callbacks.evil"),
+    "callback-inside": (
+        f"hydra: {{callbacks: {{e: {{_target_: lit_rl.callbacks.Samples, every: {COPY}}}}}}}",
+        "e.every",
+    ),
+    "reference": (f"evil: {{e: {COPY}}}\nhydra: {{callbacks: '${{evil}}'}}", "hydra.callbacks.e"),
+    "resolver": (f"hydra: {{callbacks: {{e: \"${{oc.decode:'{COPY}'}}\"}}}}", "hydra.callbacks.e"),
+    "launcher": ("hydra: {launcher: {_target_: os.system, command: touch canary}}", "hydra.launcher"),
+    "logging": ("hydra: {job_logging: {handlers: {evil: {(): os.system, command: touch canary}}}}", "job_logging"),
+    "logging-class": (
+        "hydra: {hydra_logging: {handlers: {evil: {class: shutil.copyfile, src: ../mine/canary, dst: canary}}}}",
+        "hydra_logging.handlers.evil.class",
+    ),
+    "logging-file": (
+        "hydra: {job_logging: {handlers: {evil: {class: logging.FileHandler, filename: canary}}}}",
+        "job_logging.handlers.evil.class",
+    ),
+    "logging-import": ("hydra: {job_logging: {handlers: {evil: {x: 'ext://antigravity'}}}}", "handlers.evil.x"),
+    "variables": ("hydra: {job: {env_set: {PYTHONPATH: .}}}", "hydra.job.env_set"),
 }
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("node, word", HYDRA_NODES.values(), ids=HYDRA_NODES)
-def test_hydras_own_node_builds_nothing_of_a_users_file(experiment, cwd, node, word):
-    refused(experiment(f"hydra:\n  {node}\n"), 2, word)
+def test_what_hydra_would_build_of_its_own_node_is_refused(node, word):
+    nodes = dict.fromkeys(("callbacks", "launcher", "sweeper", "job_logging", "hydra_logging"))
+    config = OmegaConf.merge({"hydra": {**nodes, "job": {"env_set": {}}}}, OmegaConf.create(node))
+    assert isinstance(config, DictConfig)
+    with pytest.raises(ConfigError, match=word):
+        hydra_node.check(config, ["seed=1"])
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", ["callback-function", "launcher", "logging-class"])
+def test_hydras_own_node_builds_nothing_of_a_users_file(experiment, cwd, tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "canary").touch()
+    node, word = HYDRA_NODES[name]
+    refused(experiment(f"{node}\n"), 2, word)
+    assert contents(cwd) == []
+
+
+def test_hydras_own_node_builds_nothing_unlisted_from_the_command_line(step: Command, cwd):
+    refused(step("+hydra.callbacks.evil={_target_: os.mkdir, path: canary}"), 2, "hydra.callbacks.evil", "os.mkdir")
     assert contents(cwd) == []

@@ -16,6 +16,7 @@ import pytest
 
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.rewards import RemoteReward, Rewards
+from lit_rl.rewards.scorers import remote
 
 Reply = tuple[int, Any]
 
@@ -159,6 +160,13 @@ def test_the_last_fault_is_told(serve, fault, told):
     server = serve(lambda body, number: FAULTS[fault])
     with pytest.raises(RewardError, match=told):
         ask(quick(server.url, attempts=1), ["a", "bb"])
+
+
+def test_an_answer_without_end_is_left(serve, monkeypatch):
+    monkeypatch.setattr(remote, "_LARGEST_ANSWER", 2**20)
+    server = serve(lambda body, number: (200, b"[" * 2**21))
+    with pytest.raises(RewardError, match="the answer is larger than 1 MiB"):
+        ask(quick(server.url, attempts=1), ["a"])
 
 
 def test_a_slow_server_is_left(serve):

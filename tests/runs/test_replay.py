@@ -16,6 +16,8 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import yaml
+from omegaconf import OmegaConf
 from runs_helpers import SMALL, rows
 
 from lit_rl.algorithms import GRPO, RLOO, Reinforce
@@ -23,6 +25,7 @@ from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, shortest
 from lit_rl.callbacks import Rollouts, SavedRollout
 from lit_rl.callbacks.rollouts import saved_rollouts
+from lit_rl.cli import run_trust
 from lit_rl.commands.replay import Replay, replay
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.ops.kl import k1, k3
@@ -368,6 +371,26 @@ def test_the_runs_config_builds_only_what_is_allowed(finished, train, capsys, tm
     (folder / "config.yaml").write_text(text.replace("lit_rl.ops.advantages.group_normalized", "os.system"))
     assert train("replay", f"run_dir={folder}", "losses=[run]") == 2
     assert "not on the list of what a config may build" in capsys.readouterr().err
+    (tmp_path / "theirs.py").write_text("open(__file__ + '.canary', 'w').close()\ndef f(completions): return []\n")
+    tree = yaml.safe_load(text)
+    tree["algo"]["loss"] = {"_target_": "lit_rl.rewards.FunctionFromPath", "path": f"{tmp_path}/theirs.py:f"}
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert train("replay", f"run_dir={folder}", "losses=[run]") == 2
+    told = capsys.readouterr().err
+    assert "algo.loss._target_=lit_rl.rewards.functions.by_path.FunctionFromPath" in told and "trust_run=true" in told
+    assert not list(tmp_path.rglob("*.canary"))
+
+
+def test_a_run_that_is_trusted_may_name_code():
+    asked = OmegaConf.create({"allow_targets": [], "trust_run": False})
+    for parts, word in (
+        ({"model": {"name": "a/b", "trust_remote_code": True}}, "model.trust_remote_code"),
+        ({"data": {"map_row": {"_target_": "hydra.utils.get_method", "path": "lit_rl.rewards.from_paths"}}}, "map_row"),
+        ({"optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.ByPath", "path": "x.Y"}}, "optimizer"),
+    ):
+        with pytest.raises(ConfigError, match=f"{word}.*trust_run=true"):
+            run_trust.check(parts, asked)
+        run_trust.check(parts, OmegaConf.create({"allow_targets": [], "trust_run": True}))
 
 
 # ---------------------------------------------------------------------- the callback

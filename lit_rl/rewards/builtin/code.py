@@ -16,9 +16,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-from lit_rl.errors import BackendError, ConfigError, RewardError, in_range
+from lit_rl.errors import BackendError, ConfigError, RewardError, did_you_mean, in_range
+from lit_rl.rewards.builtin.bubblewrap import Bubblewrap
 from lit_rl.rewards.completion import Completion, text_of
 
 _RUNNER = str(Path(__file__).with_name("code_runner.py"))
@@ -26,21 +27,39 @@ _LANGUAGES = ("", "python", "python3", "py")
 _GRACE = 15.0
 _FIRST_UID, _UIDS = 20_000, 40_000
 NO_CODE = "no code block"
+Runner = Literal["process", "bubblewrap"]
 
 
 class CodeExecution:
     """1 where the completion's last Python code block runs and passes the row's tests; else 0.
 
-    The block and then the tests (Python text: assert statements, or whatever raises on failure) run in one fresh
-    interpreter with the packages of this environment. It has an empty folder as its current one, a bare environment
-    without your variables, no output, and limits on time, memory, processes, open files (64) and the size of a file
-    (16 MiB); then it and all that it started is killed. Where the system allows namespaces (``unshare``) it has no
-    network; a warning says where not. Started by root it becomes a user without a name (``setpriv``), since the
-    processes of root cannot be limited.
+    The block and the tests (Python text: assert statements, or whatever raises on failure) run in fresh
+    interpreters with the packages of this environment. They have an empty folder as their current one, a bare
+    environment without your variables, no output, and limits on time, memory, processes, open files (64) and the
+    size of a file (16 MiB); then they and all that they started are killed. Two runners:
 
-    **This is no sandbox**: the code can read all files that you can, and write them too unless you are root; code that
-    sets out to cheat can pretend to have passed. It keeps accidents away from the training, not attacks: run in a
-    container or a virtual machine that holds nothing of value.
+    ``process``: block and tests in one interpreter. Where the system allows namespaces (``unshare``) it has no
+    network; a warning says where not. Started by root it becomes a user without a name (``setpriv``), since the
+    processes of root cannot be limited. **It is no sandbox**: the code can read all files that you can, and write
+    them too unless you are root; it can fill /tmp and /dev/shm; its memory is limited for each process, not for all
+    together; and code that sets out to cheat can pretend to have passed, by the frames of the interpreter that it
+    shares with its judge. It keeps accidents away from the training, not attacks.
+
+    ``bubblewrap``: block and tests in two sandboxes of ``bwrap``, each with files, processes, shared memory and
+    network of its own. They see the system's programs (/usr), the interpreter and its packages, and can write none
+    of them; its folder is the memory of /tmp, of 64 MiB; processes together may hold ``memory_mb``, looked at every
+    20 ms; system calls that make namespaces, or hold memory out of sight, are refused. The tests get copies of
+    plain values (None, numbers, texts, bytes, lists, tuples, dicts, sets), changed arguments included; an object of
+    the program's own class stays with it, can be used, and can be compared with another of its objects, not with a
+    plain value. Built-in names and modules in tests are never the program's. Tests that need more (the program's
+    source, its global variables as they change, sub-classes of its classes, ``await``) fail.
+
+    What it does not stop: holes of the kernel; reading what lies under /usr and beside the packages; a
+    right-looking answer by an object's own ``==``, where tests compare two objects of the program; guessing, where
+    tests take any of few answers; memory that grows between two looks (at most ``memory_mb`` for each process), and
+    the kernel's own, such as a million empty files. No cgroup is used: most systems let a user make none.
+
+    Run either in a container or a virtual machine that holds nothing of value.
 
     A completion without a closed code block is worth 0; a row whose tests are None gives None. What happened to each
     completion is logged as the column ``code_execution`` of the samples.
@@ -53,10 +72,12 @@ class CodeExecution:
         max_processes: Processes and threads at a time, the first one included. Without namespaces, those of an ordinary
             user that run anyway count too, so that the code may start none.
         workers: Completions that run at the same time.
+        runner: ``process``, or ``bubblewrap`` where that is installed.
 
     Raises:
         ConfigError: ``allow_execution`` is not true, or a setting is out of range.
-        BackendError: this is not Linux, or the processes that root starts cannot be limited.
+        BackendError: this is not Linux, the processes that root starts cannot be limited, or ``bwrap`` is not
+            installed or cannot make its namespaces here.
     """
 
     def __init__(
@@ -67,6 +88,7 @@ class CodeExecution:
         memory_mb: int = 1024,
         max_processes: int = 8,
         workers: int = 4,
+        runner: Runner = "process",
     ) -> None:
         if allow_execution is not True:
             raise ConfigError(
@@ -79,27 +101,20 @@ class CodeExecution:
         in_range("memory_mb", memory_mb, low=64)
         if not sys.platform.startswith("linux"):
             raise BackendError("CodeExecution needs Linux, for its limits on processes and memory.")
-        if os.geteuid() == 0 and not _runs(_other_user(_FIRST_UID)):
-            raise BackendError(
-                "CodeExecution: root may start any number of processes, and setpriv (util-linux) does not work here, "
-                "by which the code would become another user. Run as an ordinary user."
-            )
-        if not namespaces():
-            warnings.warn(
-                "CodeExecution: this system gives no namespaces to users (unshare), so the code has your network.",
-                stacklevel=2,
-            )
+        if runner not in get_args(Runner):
+            names = get_args(Runner)
+            raise ConfigError(f"runner={runner!r}: allowed are {', '.join(names)}.{did_you_mean(str(runner), names)}")
         self.column = column
         self.workers = workers
-        # Those that watch are counted too: the runner, and the `unshare` of an ordinary user.
-        watching = 2 if namespaces() and os.geteuid() != 0 else 1
-        self.limits = {"seconds": timeout, "memory_mb": memory_mb, "processes": max_processes + watching}
         self.timeout = timeout
-        if not namespaces():
-            warnings.warn(
-                "CodeExecution: this system gives no namespaces to users (unshare), so the code has your network.",
-                stacklevel=2,
-            )
+        self.runner = Bubblewrap(timeout, memory_mb, max_processes) if runner == "bubblewrap" else None
+        if self.runner is not None:
+            self.runner.check()
+        else:
+            _check_limits()
+            # Those that watch are counted too: the script, and the `unshare` of an ordinary user.
+            watching = 2 if namespaces() and os.geteuid() != 0 else 1
+            self.limits = {"seconds": timeout, "memory_mb": memory_mb, "processes": max_processes + watching}
 
     independent_rows = True
     """It runs completions that are over while others are still written."""
@@ -127,6 +142,8 @@ class CodeExecution:
             return None
         if code is None:
             return NO_CODE
+        if self.runner is not None:
+            return self.runner.verdict(code, tests)
         with tempfile.TemporaryDirectory(prefix="lit_rl_code_", ignore_cleanup_errors=True) as folder:
             return self._run(json.dumps({"code": code, "tests": tests, **self.limits}), folder)
 
@@ -159,6 +176,20 @@ class CodeExecution:
                 os.killpg(group, signal.SIGKILL)
         process.communicate()
         return json.loads(verdict) if verdict else "ended the process that watched it"
+
+
+def _check_limits() -> None:
+    """Refuse, or warn of, a system that cannot limit what `runner=process` starts."""
+    if os.geteuid() == 0 and not _runs(_other_user(_FIRST_UID)):
+        raise BackendError(
+            "CodeExecution: root may start any number of processes, and setpriv (util-linux) does not work here, "
+            "by which the code would become another user. Run as an ordinary user."
+        )
+    if not namespaces():
+        warnings.warn(
+            "CodeExecution: this system gives no namespaces to users (unshare), so the code has your network.",
+            stacklevel=3,
+        )
 
 
 def _tests(column: str, row: int, value: Any) -> list[str] | None:

@@ -121,7 +121,7 @@ def _end_all(child: int) -> None:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        below = _descendants()
+        below = descendants(os.getpid())
         if not below:
             return
         for pid in below:
@@ -129,9 +129,9 @@ def _end_all(child: int) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _descendants() -> list[int]:
-    """Every process below this one. Those whose parent ended are children of this one (see the subreaper)."""
-    found, new = [], [os.getpid()]
+def descendants(root: int) -> list[int]:
+    """Every process below this one. Those whose parent ended are children of a subreaper, or of a namespace's first."""
+    found, new = list[int](), [root]
     while new:
         pid = new.pop()
         with contextlib.suppress(OSError):  # it ended meanwhile, or the system has no such files

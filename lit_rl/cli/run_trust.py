@@ -1,0 +1,53 @@
+"""The run folder of somebody else is data: what its config would run is refused, until the command line trusts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lit_rl.cli.build import ALLOWED, check_target, targets
+from lit_rl.errors import ConfigError
+
+_NAMES_CODE = (
+    "lit_rl.rewards.",
+    "lit_rl.environments.",
+    "lit_rl.generation.rollout_function.",
+    "lit_rl.algorithms.optim.optimizers.ByPath",
+)
+"""Objects of ours that import a module or a Python file by its path, or start a program."""
+
+
+def check(parts: dict[str, Any], config: DictConfig) -> None:
+    """Refuse parts of a run's config that may not be built, or whose building runs code of the run's author.
+
+    Args:
+        parts: What is about to be built, by its key.
+        config: Of the command line.
+
+    Raises:
+        ConfigError: names the key, and how to trust the run.
+    """
+    allowed = (*ALLOWED, *(f"{name}." for name in config.allow_targets))
+    found = {key: check_target(key, target, allowed) for key, target in targets(parts)}
+    if config.trust_run:
+        return
+    code = [(key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE)]
+    for key, what in (*code, *((key, "true") for key in _remote_code(parts))):
+        raise ConfigError(
+            f"{key}={what} of the run's config.yaml runs code that the run's author chose. Where you trust the run, "
+            "say trust_run=true."
+        )
+
+
+def _remote_code(node: Any, key: str = "") -> Iterator[str]:
+    if isinstance(node, list):
+        for i, item in enumerate(node):
+            yield from _remote_code(item, f"{key}[{i}]")
+    elif isinstance(node, dict):
+        for name, item in node.items():
+            inner = f"{key}.{name}" if key else str(name)
+            if name == "trust_remote_code" and item:
+                yield inner
+            yield from _remote_code(item, inner)

@@ -1,0 +1,72 @@
+"""What comes from elsewhere carries a canary, which leaves a trace where it is run; and secrets stay outside."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from runs_helpers import SMALL
+
+from lit_rl.callbacks import SavedRollout
+from lit_rl.data.templates import render_prompt
+from lit_rl.errors import DataError, StorageError
+from lit_rl.models import LanguageModel
+
+
+class Canary:
+    """Pickled, it is code: whoever unpickles it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_pickled_code_in_a_checkpoint_or_a_saved_rollout_is_not_run(train, tmp_path: Path, capsys):
+    canary, file = tmp_path / "canary", tmp_path / "theirs.ckpt"
+    torch.save({"state_dict": {"weight": Canary(canary)}, "epoch": 0, "global_step": 1}, file)
+    with pytest.raises(StorageError, match="is no rollout"):
+        SavedRollout.read(file)
+    assert train(*SMALL, f"run_dir={tmp_path / 'run'}", f"ckpt_path={file}") == 7
+    assert str(file) in capsys.readouterr().err and not canary.exists()
+    torch.load(file, weights_only=False)
+    assert canary.exists(), "the canary must be able to sing"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ lipsum.__globals__['os'].mkdir('CANARY') }}",
+        "{{ cycler.__init__.__globals__.os.mkdir('CANARY') }}",
+        "{% for i in range(10 ** 9) %}{% endfor %}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_a_chat_template_reaches_nothing_beyond_its_messages(template, tmp_path: Path):
+    tokenizer = copy.deepcopy(LanguageModel("tiny").tokenizer)
+    tokenizer.chat_template = template.replace("CANARY", str(tmp_path / "canary"))
+    with pytest.raises(DataError, match="refuses the messages"):
+        render_prompt(tokenizer, [{"role": "user", "content": "1+1"}], "row 0", {})
+    assert not (tmp_path / "canary").exists()
+
+
+def test_no_secret_stands_in_any_file_of_a_run(train, tmp_path: Path, monkeypatch):
+    held = {name: f"sk-{name}abcdefghijklmnopqrstuvwxyz" for name in ("HF_TOKEN", "WANDB_API_KEY", "VLLM_API_KEY")}
+    for name, value in held.items():
+        monkeypatch.setenv(name, value)
+    typed = "sk-typedabcdefghijklmnopqrstuvwxyz"
+    words = [*SMALL, "trainer.max_steps=1", "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}"]
+    assert train(*words, "logger=[csv,tensorboard]", f"sampling.stop=[{typed}]") == 0
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    found = [
+        (path.name, secret)
+        for path in files
+        for secret in (*held.values(), typed)
+        if secret.encode() in path.read_bytes()
+    ]
+    assert len(files) > 5 and found == []
