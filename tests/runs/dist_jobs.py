@@ -20,6 +20,7 @@ import dist_shipping
 import dist_terms
 import dist_verdicts
 import dist_vision
+import dist_worlds
 import dist_written
 import torch
 
@@ -33,6 +34,7 @@ LISTS = {
     "terms": dist_terms.main,
     "verdicts": dist_verdicts.main,
     "vision": dist_vision.main,
+    "worlds": dist_worlds.main,
     "written": dist_written.main,
 }
 """By the name of the test file: `test_dist_NAME.py` reads what the list leaves."""
