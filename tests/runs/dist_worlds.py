@@ -20,11 +20,11 @@ MOMENTUM = [
 """No Adam: it makes steps of one size of gradients that are rounding errors."""
 
 GRPO = [
-    *("data.task.max_operand=5", "data.task.val_rows=4", "data.prompts_per_rollout=8", "algo.group_size=4"),
+    *("data.task.max_operand=5", "data.task.val_rows=4", "data.prompts_per_rollout=16", "algo.group_size=4"),
     *("algo.iterations=2", "algo.beta=0.1", "reference=ema", "algo/reward_norm=running", "algo/entropy=adaptive"),
     *("algo/kl_control=adaptive", "algo.kl_control.target=1e-3", "algo.kl_control.horizon=64"),
 ]
-"""Two optimizer steps a rollout."""
+"""Two optimizer steps a rollout, two rollouts an epoch."""
 
 SHAPES = {
     "grpo": [*MOMENTUM, *GRPO],
@@ -32,7 +32,8 @@ SHAPES = {
     "sft": [*MOMENTUM, "algo=sft", "data.task.max_operand=9", "data.task.val_rows=6", "data.batch_size=8"],
 }
 STEPS, WHOLE, HALF = 6, 2, 3
-"""Optimizer steps of a run; a step with which a rollout of `GRPO` ends, and one in its middle."""
+"""Optimizer steps of a run; a step with which a rollout of `GRPO` ends, and one in the middle of the
+epoch's last."""
 
 
 class Seen(L.Callback):
@@ -72,7 +73,7 @@ def run(
     )  # fmt: skip
     trainer.fit(module, datamodule=data, ckpt_path=start, weights_only=True)
     left = {"metrics": dist_equal.logged(trainer), "begun": seen.begun, "rows": seen.rows}
-    left |= {"weights": full_state_dict(module.policy), "steps": trainer.global_step}
+    left |= {"weights": full_state_dict(module.policy), "steps": trainer.global_step, "epoch": trainer.current_epoch}
     if trainer.is_global_zero:
         torch.save(left, folder / f"{label}.pt")
     trainer.strategy.barrier()
@@ -92,3 +93,10 @@ def main(folder: Path) -> None:
     for step in (WHOLE, HALF):
         run("grpo", folder / "two", 2, start=folder / "one" / "grpo" / f"step={step}.ckpt", label=f"grpo-from-{step}")
     run("sft", folder / "two", 2, start=folder / "one" / "sft" / f"step={HALF}.ckpt", label="sft-from-one")
+    start = folder / "one" / "grpo" / f"step={WHOLE}.ckpt"
+    run("grpo", folder / "two", 2, start=start, label="grpo-sharded", sharded=True)
+
+
+def four(folder: Path) -> None:
+    """Four processes go on where `start.ckpt` beside the folder stands."""
+    run("grpo", folder, 4, start=folder.parent / "start.ckpt")

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dist_equal
+import dist_jobs
 import dist_worlds
 import pytest
 import torch
 from dist_equal import left
 from dist_worlds import HALF, STEPS, WHOLE
 from runs_helpers import assert_same
+from torch import nn
+
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
+from lit_rl.algorithms.rollouts import worlds
+from lit_rl.errors import StorageError
+from lit_rl.models.policy.sharding import full_state_dict
 
 pytestmark = [pytest.mark.dist, pytest.mark.all]
 
@@ -65,6 +73,53 @@ def test_two_processes_go_on_where_one_ended_a_rollout(two: Path, one: Path) -> 
     assert_equal_runs(whole, again)
 
 
+def test_two_processes_that_hold_parts_go_on_where_one_ended_a_rollout(two: Path, one: Path) -> None:
+    again = left(two, "grpo-sharded")
+    assert_began_with(again, saved(one, "grpo", WHOLE))
+    assert_equal_runs(left(one, "grpo"), again)
+
+
+def test_numbers_of_an_optimizer_that_would_mean_other_weights_are_refused(tmp_path: Path) -> None:
+    """Of two weights the second one is trained: FSDP2 has it as number 1, and others as 0."""
+    strategy, model = FSDP2Strategy(), nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    strategy.model, strategy.optimizers = model, [torch.optim.SGD(model[1].parameters(), momentum=0.9)]
+    path, state = tmp_path / "a.ckpt", strategy.optimizers[0].state_dict()
+    torch.save({"optimizer_states": [state]}, path)
+    with pytest.raises(StorageError, match="without FSDP2 .* model.name=<run_dir>/hf"):
+        strategy._check_numbers(path)
+    state["param_groups"][0]["params"] = [1]
+    torch.save({"optimizer_states": [state]}, path)
+    strategy._check_numbers(path)
+
+
+def test_a_checkpoint_of_before_is_refused() -> None:
+    """Its loader did not say how many batches a rollout has."""
+    loops = {"fit_loop": {"state_dict": {"combined_loader": [{"position": 3, "epoch": 0, "fingerprint": ""}]}}}
+    with pytest.raises(StorageError, match="written by 2 processes and this run has 1.*trainer.devices=2"):
+        worlds.slots_before(loops, 2, 1)
+
+
+def test_validation_reads_the_weights_of_any_number_of_processes(two: Path, tmp_path: Path) -> None:
+    module, data = dist_equal.parts(*dist_worlds.SHAPES["grpo"])
+    runner = dist_equal.trainer(tmp_path, 1, limit_val_batches=1)
+    start = two / "grpo" / f"step={HALF}.ckpt"
+    runner.validate(module, datamodule=data, ckpt_path=start, weights_only=True, verbose=False)
+    weights = saved(two, "grpo", HALF)["state_dict"]
+    assert all(
+        torch.equal(tensor, weights[f"policy.{name}"]) for name, tensor in full_state_dict(module.policy).items()
+    )
+
+
+@pytest.mark.exhaustive
+def test_four_processes_go_on_where_two_ended_a_rollout(two: Path, tmp_path: Path) -> None:
+    shutil.copy(two / "grpo" / f"step={WHOLE}.ckpt", tmp_path / "start.ckpt")
+    folder = dist_equal.in_processes(dist_jobs.__file__, tmp_path, "worlds_of_four") / "worlds_of_four"
+    whole, again = left(two, "grpo"), left(folder, "grpo")
+    assert_began_with(again, saved(two, "grpo", WHOLE))
+    assert again["steps"] == STEPS and again["rows"] == whole["rows"][1:]
+    assert_equal_runs(whole, again)
+
+
 def test_a_rollout_in_use_is_dropped_and_the_next_one_taken(
     two: Path, one: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,7 +134,7 @@ def test_a_rollout_in_use_is_dropped_and_the_next_one_taken(
     assert_equal_runs(of_one, of_two)
     whole = left(two, "grpo")
     for again in (of_one, of_two):
-        assert again["steps"] == STEPS
+        assert again["steps"] == STEPS and again["epoch"] == whole["epoch"] == 1
         assert [number for number, _ in again["rows"]] == [2, 3]  # steps 3 and 4; step 5
         assert again["rows"][0] == whole["rows"][2], "the prompts of the dropped rollout do not come again"
 

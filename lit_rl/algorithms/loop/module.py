@@ -648,7 +648,7 @@ class PolicyModule(L.LightningModule):
         self.load_rank_state(self.of_other_ranks(saved))
         self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
         rank_zero_info(
-            f"The checkpoint was written by {len(ranks)} processes, and this run has {self.world_size}. "
+            f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.world_size}. "
             f"{self.dropped(saved, before)} Steps have as many rows as before, a process "
             f"{len(ranks) / self.world_size:g} times as many."
         )

@@ -15,12 +15,17 @@ from lit_rl.errors import StorageError
 _PROGRESS = "epoch_loop.batch_progress"
 
 
-def slots_before(loops: Mapping[str, Any], processes: int, world_size: int) -> int:
+def processes(count: int) -> str:
+    """Their number in words."""
+    return "1 process" if count == 1 else f"{count} processes"
+
+
+def slots_before(loops: Mapping[str, Any], wrote: int, world_size: int) -> int:
     """Batches of a rollout, or of a step of a data set, in the run that wrote the checkpoint.
 
     Args:
         loops: Of the checkpoint, as Lightning keeps them.
-        processes: That wrote it.
+        wrote: Processes that wrote it.
         world_size: Of this run.
 
     Raises:
@@ -29,9 +34,9 @@ def slots_before(loops: Mapping[str, Any], processes: int, world_size: int) -> i
     loaders = loops["fit_loop"]["state_dict"].get("combined_loader") or [{}]
     if "slots" not in loaders[0]:
         raise StorageError(
-            f"The checkpoint was written by {processes} processes and this run has {world_size}; the version of lit_rl "
+            f"The checkpoint was written by {processes(wrote)} and this run has {world_size}; the version of lit_rl "
             "that wrote it did not note what another number needs. Go on with as many processes "
-            f"(trainer.devices={processes}, times trainer.num_nodes), or start a new run from the exported model: "
+            f"(trainer.devices={wrote}, times trainer.num_nodes), or start a new run from the exported model: "
             "model.name=<run_dir>/hf."
         )
     return loaders[0]["slots"]
