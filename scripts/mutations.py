@@ -137,8 +137,16 @@ MUTATIONS = [
         "resume",
         "a resumed run begins its epoch anew",
         "lit_rl/data",
-        'self._position, self._epoch, self._continues = state["position"], state["epoch"], True',
-        'self._position, self._epoch, self._continues = 0, state["epoch"], True',
+        "self._position = whole_steps(position, slots) * self.slots if other else position",
+        "self._position = whole_steps(position, slots) * self.slots if other else 0",
+        "tests/data/test_data_loader.py",
+    ),
+    Mutation(
+        "worlds",
+        "another number of processes goes on with the rollout that is half used",
+        "lit_rl/data",
+        "return -(-batches // slots)",
+        "return batches // slots",
         "tests/data/test_data_loader.py",
     ),
     Mutation(

@@ -103,6 +103,10 @@ class BCO(VerdictModule):
         if self.prompt_weights:
             self.prompt_weights.ratio.load_state(saved["prompt_weights"])
 
+    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Shift and weights are of all ranks."""
+        return dict(saved[0]) | super().of_other_ranks(saved)
+
     # ------------------------------------------------------------------ the weights of prompts
 
     def _weights(self, batch: VerdictBatch) -> Tensor | None:

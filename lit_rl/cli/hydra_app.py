@@ -38,10 +38,11 @@ from lit_rl.cli import (
     transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
-from lit_rl.cli.messages import described, reported
+from lit_rl.cli.messages import described, has_lost_another, reported
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
+from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
@@ -139,13 +140,17 @@ def _run(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None
     # A first validation is made again by the next start: without a step it is no reason to keep a folder.
     kept_for = "train/" if config.task == "fit" else ""
     try:
-        with contextlib.closing(assemble(config, run_dir, start, lock)) as job:
+        with contextlib.ExitStack() as around:
+            job = around.enter_context(contextlib.closing(assemble(config, run_dir, start, lock)))
             try:
                 return TASKS[config.task](job)
             except Exception as error:
+                around.callback(end_those_started, job.trainer.strategy.launcher)
                 if not job.dry:
                     where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
-                    run_dir.write_error(described(error) | where | {"command": job.command})
+                    first = run_dir.write_error(described(error) | where | {"command": job.command})
+                    if first is not None and has_lost_another(error):
+                        raise OtherRankFailed(first) from error
                 raise
     except Exception:
         if _is_main():

@@ -92,10 +92,19 @@ class RunDir:
     def write_config(self, text: str) -> None:
         _replace(self.config, text)
 
-    def write_error(self, what: dict[str, Any]) -> None:
-        """Say what ended the run. Of several ranks the first one says it: the others fail of its failure."""
-        with contextlib.suppress(OSError), self.error.open("x") as file:  # nothing may hide the error itself
-            file.write(json.dumps(redact(what), indent=2) + "\n")
+    def write_error(self, what: dict[str, Any]) -> dict[str, Any] | None:
+        """Say what ended the run. Of several ranks the first one says it: the others fail of its failure.
+
+        Returns:
+            What another rank has said before; None where this is the first.
+        """
+        with contextlib.suppress(OSError, ValueError):  # nothing may hide the error itself
+            try:
+                with self.error.open("x") as file:
+                    file.write(json.dumps(redact(what), indent=2) + "\n")
+            except FileExistsError:
+                return json.loads(self.error.read_text())
+        return None
 
     @property
     def finished(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from lit_rl.data.order import RolloutOrder, count_occurrences
@@ -22,7 +22,8 @@ class SlottedLoader(ABC, Generic[Batch]):
     Every rank takes an equal part of a step's rows, so the steps do not depend on how many there are. An iteration is
     one epoch; the next one goes on with the next epoch. `state_dict` is the same on every rank. A state taken at any
     batch resumes with the batch that would have come next; one taken at an epoch's last batch, with the next epoch,
-    because Lightning then starts a new epoch.
+    because Lightning then starts a new epoch. With another number of ranks it resumes with the next whole step: a step
+    may then have another number of batches.
 
     Args:
         fingerprint: Of the rows.
@@ -79,6 +80,10 @@ class SlottedLoader(ABC, Generic[Batch]):
             number: Of the step, over all epochs.
         """
 
+    def dealt(self, slots: int) -> str:
+        """How the rows of a step are dealt out to so many slots, where that is not in their order."""
+        return ""
+
     @property
     def share(self) -> int:
         """Rows of a step on each rank."""
@@ -109,7 +114,8 @@ class SlottedLoader(ABC, Generic[Batch]):
             first_slot = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self._position, "epoch": self._epoch, "fingerprint": self.fingerprint}
+        cut = {"slots": self.slots, "world_size": self.world_size}
+        return {"position": self._position, "epoch": self._epoch, "fingerprint": self.fingerprint, **cut}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where the saved loader was.
@@ -122,21 +128,39 @@ class SlottedLoader(ABC, Generic[Batch]):
                 "The checkpoint's run read its rows as it needed them, and this one has them all: set "
                 "data.stream_buffer as it was."
             )
-        if state["fingerprint"] != self.fingerprint and not self.allow_changed:
+        other = other_world(state, self.world_size)
+        slots = state["slots"] if other else self.slots
+        if state["fingerprint"] != self.fingerprint_of(slots) and not self.allow_changed:
             raise DataError(
                 "The data is not the checkpoint's: the rows, their order (data.seed, data.shuffle, weights, "
                 f"{self.size_key}) or the micro-batches of a step ({self.cut_keys}) changed, so the run cannot go on "
                 "exactly. Restore them, or accept it with data.allow_changed=true."
             )
-        self._position, self._epoch, self._continues = state["position"], state["epoch"], True
+        position = state["position"]
+        self._position = whole_steps(position, slots) * self.slots if other else position
+        self._epoch, self._continues = state["epoch"], True
         if self._position >= self._last:
             self._position, self._epoch = 0, self._epoch + 1
 
     @property
     def fingerprint(self) -> str:
         """Equal where the same position means the same batch: it covers the rows, their order and the slots."""
-        text = f"{self._data} {self.order} {self.slots}"
+        return self.fingerprint_of(self.slots)
+
+    def fingerprint_of(self, slots: int) -> str:
+        """What it would be with this number of slots."""
+        text = f"{self._data}{self.dealt(slots)} {self.order} {slots}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def other_world(state: Mapping[str, Any], world_size: int) -> bool:
+    """Whether a loader's state was taken with another number of ranks. Earlier versions did not write theirs down."""
+    return state.get("world_size", world_size) != world_size
+
+
+def whole_steps(batches: int, slots: int) -> int:
+    """Steps of `slots` batches that were begun."""
+    return -(-batches // slots)
 
 
 class RolloutLoader(SlottedLoader[PromptBatch]):

@@ -131,6 +131,21 @@ def test_a_restored_buffer_goes_on_bit_for_bit(runs, cut):
     assert [s for s, _ in second._groups] == [s for s, _ in (whole if cut < len(runs) else first)._groups]
 
 
+def test_another_number_of_ranks_shares_the_groups_out_by_their_scores():
+    """Two ranks' buffers to three and to one: no group twice, none lost that there is room for."""
+    first, second = GroupReplay(3), GroupReplay(3)
+    learned(first, rollout_of([1.0, 3.0, 0.5], 0))
+    learned(second, rollout_of([2.0, 0.0], 1))
+    saved = [buffer.state() for buffer in (first, second)]
+    best = [score_of(group) for group in groups(rollout_of([3.0, 2.0, 1.0, 0.5], 0))]
+    for world_size, expected in ((3, [[best[0], best[3]], [best[1]], [best[2]]]), (1, [best[:3]])):
+        for rank, scores in enumerate(expected):
+            again = GroupReplay(3)
+            again.load_state(again.dealt_out(saved, rank, world_size))
+            assert [score for score, _ in again._groups] == pytest.approx(scores)
+            assert again._rollouts == 1
+
+
 def test_a_size_below_one_is_refused():
     with pytest.raises(ConfigError, match=r"algo\.replay\.size=0"):
         GroupReplay(0)

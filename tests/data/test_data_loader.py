@@ -110,10 +110,25 @@ def test_a_state_is_the_same_on_every_rank_and_loads_into_another_number_of_rank
             pass
     states = [loader.state_dict() for loader in loaders]
     assert states[0] == states[1]
-    assert set(states[0]) == {"position", "epoch", "fingerprint"}
+    assert set(states[0]) == {"position", "epoch", "fingerprint", "slots", "world_size"}
     alone, fresh = make(24, 4, repeat=2), make(24, 4, repeat=2)
     alone.load_state_dict(states[0])
     assert list(alone) == list(fresh)[states[0]["position"] :]
+
+
+@pytest.mark.parametrize("done", range(1, 13))
+def test_another_number_of_ranks_goes_on_with_the_next_whole_rollout(done):
+    """Three batches a rollout there and two here; an epoch has four rollouts."""
+    theirs, ours = make(24, 6, repeat=3, world_size=2), make(24, 6, repeat=2)
+    for _, _ in zip(range(done), theirs):
+        pass
+    ours.load_state_dict(theirs.state_dict())
+    begun, all_of_two_epochs = -(-done // 3), epochs(make(24, 6, repeat=2), 2)
+    rest = all_of_two_epochs[2 * begun :][: (8 - 2 * begun) or 8]
+    assert list(ours) == rest and (rest[0].rollout, rest[0].slot) == (begun, 0)
+    other = make(24, 6, repeat=2, seed=1)
+    with pytest.raises(DataError, match=r"data\.allow_changed=true"):
+        other.load_state_dict(theirs.state_dict())
 
 
 def test_a_changed_order_or_data_is_refused_unless_allowed():

@@ -194,6 +194,18 @@ def test_a_state_goes_on_with_the_batches_that_would_have_come(
     assert [told(batch) for batch in again] == (seen[stop + 1 : 12] if stop < 11 else seen[12:])
 
 
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_another_number_of_ranks_goes_on_with_the_next_whole_step(folder, stop):
+    """One batch a step there, which two ranks share, and four here."""
+    path = str(folder / "23.jsonl")
+    theirs = loader(windows_of(texts(path=path)), 12, accumulate=1, world_size=2)
+    for _, _ in zip(range(stop), theirs):
+        pass
+    ours, whole = (loader(windows_of(texts(path=path)), 48, accumulate=4) for _ in range(2))
+    ours.load_state_dict(json.loads(json.dumps(theirs.state_dict())))
+    assert [told(batch) for batch in ours] == [told(batch) for batch in whole][4 * stop :]
+
+
 def test_the_run_can_be_made_longer_and_an_epoch_goes_on_where_the_last_one_stopped(folder):
     def fresh(length: int, **limit: Any) -> StreamLoader:
         return loader(windows_of(texts(path=str(folder / "23.jsonl"))), length, accumulate=2, **limit)

@@ -67,7 +67,10 @@ def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
     files = {item.path.stem for item in request.session.items}
     wanted = [name for name in dist_jobs.LISTS if f"test_dist_{name}" in files]
-    return in_processes(dist_jobs.__file__, tmp_path_factory.mktemp("two_ranks"), *wanted)
+    folder = tmp_path_factory.mktemp("two_ranks")
+    if "worlds" in wanted:
+        dist_jobs.dist_worlds.alone(folder / "worlds")
+    return in_processes(dist_jobs.__file__, folder, *wanted)
 
 
 @pytest.fixture

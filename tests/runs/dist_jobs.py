@@ -20,6 +20,7 @@ import dist_shipping
 import dist_terms
 import dist_verdicts
 import dist_vision
+import dist_worlds
 import dist_written
 import torch
 
@@ -33,9 +34,11 @@ LISTS = {
     "terms": dist_terms.main,
     "verdicts": dist_verdicts.main,
     "vision": dist_vision.main,
+    "worlds": dist_worlds.main,
+    "worlds_of_four": dist_worlds.four,
     "written": dist_written.main,
 }
-"""By the name of the test file: `test_dist_NAME.py` reads what the list leaves."""
+"""By the name of the test file: `test_dist_NAME.py` reads what the list leaves, or a test that starts four."""
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

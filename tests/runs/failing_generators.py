@@ -1,8 +1,11 @@
-"""A generator that fails once, where a test says."""
+"""Generators that fail once, where a test says."""
 
 from __future__ import annotations
 
 import os
+import signal
+import time
+from pathlib import Path
 
 from lit_rl.errors import GenerationError
 from lit_rl.generation.native import NativeGenerator
@@ -24,4 +27,25 @@ class FailsAt(NativeGenerator):
             if self.asked == self.call:
                 raise GenerationError("the engine died: its last words")
             self.asked += 1
+        return super().generate(prompts, sampling)
+
+
+class Faulty(NativeGenerator):
+    """At its third request, what `FAULT_<rank>` says: it raises what is no error of ours, dies, or hangs. It leaves
+    `met_<rank>` in the folder `MET` before."""
+
+    asked = 0
+
+    def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+        self.asked += 1
+        rank = os.environ.get("LOCAL_RANK", "0")
+        fault = os.environ.get(f"FAULT_{rank}") if self.asked == 3 else None
+        if fault is not None:
+            Path(os.environ["MET"], f"met_{rank}").touch()
+        if fault == "raises":
+            raise LookupError("the first words")
+        if fault == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "hangs":
+            time.sleep(600)
         return super().generate(prompts, sampling)

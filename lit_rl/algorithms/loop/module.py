@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +49,7 @@ from lit_rl.algorithms.preflight.memory import Beside, Buckets, Head, Lengths, M
 from lit_rl.algorithms.preflight.precision import optimizer_fits, weights_can_be_trained
 from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_device
 from lit_rl.algorithms.ranks import Ranks
-from lit_rl.algorithms.rollouts import state
+from lit_rl.algorithms.rollouts import state, worlds
 from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
@@ -107,6 +107,7 @@ class PolicyModule(L.LightningModule):
         self.grad_norm = torch.zeros(())
         self.broken_steps = BrokenSteps()
         self._resumed_rng: dict[str, Any] | None = None
+        self._other_world = False
         self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
 
     takes_images = True
@@ -443,9 +444,13 @@ class PolicyModule(L.LightningModule):
         steps = math.inf if trainer.max_steps in (None, -1) else trainer.max_steps
         if trainer.max_epochs in (None, -1):
             return steps
+        return min(steps, math.ceil(self._epoch_batches() / trainer.accumulate_grad_batches) * trainer.max_epochs)
+
+    def _epoch_batches(self) -> int:
+        """Batches that Lightning's loop takes in an epoch, on this rank."""
+        trainer: Any = self.trainer
         batches, limit = len(trainer.datamodule.train_dataloader()), trainer.limit_train_batches
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-        return min(steps, math.ceil(batches / trainer.accumulate_grad_batches) * trainer.max_epochs)
+        return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
     def configure_gradient_clipping(
         self,
@@ -555,6 +560,28 @@ class PolicyModule(L.LightningModule):
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         """The counterpart of `rank_state`."""
 
+    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What `load_rank_state` is given where another number of ranks wrote the checkpoint.
+
+        Args:
+            saved: The `rank_state` of each of them.
+        """
+        return {}
+
+    @property
+    def slots(self) -> int:
+        """Batches of Lightning's loop that are one step of the data's order, on this rank."""
+        return self.trainer.accumulate_grad_batches  # pyright: ignore
+
+    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+        """What does not go over to another number of ranks, and where the run goes on, in sentences.
+
+        Args:
+            saved: The `rank_state` of each of them.
+            slots: What `slots` was.
+        """
+        return "Nothing is dropped."
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep trained tensors only (no reference, no frozen base), every rank's own state, and the precision."""
         if checkpoint.get("state_dict"):
@@ -597,13 +624,34 @@ class PolicyModule(L.LightningModule):
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
+        ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
+        if ranks and len(ranks) != self.world_size:
+            if self._fitting:
+                self._load_other_world(ranks, checkpoint["loops"])
+            return
         if "cut" in checkpoint and self.micro_batch_size == "auto" and self._fitting:
             self.resume_cut(Cut(**checkpoint["cut"]))
-        if "lit_rl" in checkpoint and self.trainer_or_none is not None:
-            saved = state.of_rank(checkpoint["lit_rl"], self.global_rank, self.world_size)
+        if ranks:
+            saved = ranks[self.global_rank]
             state.check_format(saved)
             self.load_rank_state(saved["module"])
             self._resumed_rng, self.broken_steps.in_a_row = saved["rng"], saved["broken_steps"]
+
+    def _load_other_world(self, ranks: Sequence[dict[str, Any]], loops: dict[str, Any]) -> None:
+        """Go on at the rollout or step after the last one, where another number of ranks wrote the checkpoint.
+
+        How steps are cut is planned anew: a process has another share of them.
+        """
+        before = worlds.slots_before(loops, len(ranks), self.world_size)
+        worlds.move_on(loops, before, self.slots, self._epoch_batches())
+        saved = [each["module"] for each in ranks]
+        self.load_rank_state(self.of_other_ranks(saved))
+        self.broken_steps.in_a_row, self._other_world = ranks[0]["broken_steps"], True
+        rank_zero_info(
+            f"The checkpoint was written by {worlds.processes(len(ranks))}, and this run has {self.world_size}. "
+            f"{self.dropped(saved, before)} Steps have as many rows as before, a process "
+            f"{len(ranks) / self.world_size:g} times as many."
+        )
 
     @property
     def _fitting(self) -> bool:
@@ -638,6 +686,8 @@ class PolicyModule(L.LightningModule):
         if self._resumed_rng is not None:
             state.set_rng_state(self._resumed_rng)
             self._resumed_rng = None
+        elif self._other_world:
+            torch.manual_seed(mix(self.seed, self.global_rank, self.global_step))
         else:  # dropout and Clip-Cov draw from torch's own generator: the same in every run, another on every rank
             torch.manual_seed(mix(self.seed, self.global_rank))
 

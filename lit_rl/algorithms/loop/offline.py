@@ -8,7 +8,7 @@ generated: `offline_policy.py` adds that for policies, and reward models go with
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -220,6 +220,17 @@ class OfflineModule(PolicyModule, ABC):
 
     def load_rank_state(self, saved: dict[str, Any]) -> None:
         self._records.load_state(saved, self.trainer.strategy.root_device)
+
+    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Without averages: what every rank counts alike, such as a step's norm, would weigh otherwise than here."""
+        kept = {"tokens_seen": saved[0]["tokens_seen"], "averages": Averages().state()}
+        return super().of_other_ranks(saved) | kept
+
+    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+        return (
+            "Averages since the last line of the log are dropped, and nothing else. The run goes on with the rows of "
+            "the next step."
+        )
 
     # ------------------------------------------------------------------ validate, test
 

@@ -542,6 +542,24 @@ class OnPolicyModule(GeneratingModule, ABC):
         mine |= {"rollout": state.to_plain(self.rollout), "totals": state.to_plain(self._counts)}
         return counts | self._records.half_used() | mine
 
+    def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        counts = {name: saved[0][name] for name in self._records.counts()}  # they are of all ranks
+        return super().of_other_ranks(saved) | counts
+
+    @property
+    def slots(self) -> int:
+        return self.slots_per_rollout
+
+    def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
+        first, said = saved[0], []
+        if "rollout" in first:
+            steps = len(first["totals"])
+            used = (first["slot"] + 1) * steps // slots
+            said.append(f"The rollout in use is dropped after {used} of its {steps} optimizer steps, with its metrics.")
+        if any("ahead" in each for each in saved):
+            said.append("What was drawn ahead is dropped, and is drawn with the weights of now.")
+        return " ".join([*(said or ["Nothing is dropped."]), "The run goes on with the next rollout."])
+
     def seen_rows(self) -> Callable[[int], PromptVision | None]:
         """Makes what the model sees of a training row beside its tokens."""
         data: Any = self.trainer.datamodule  # pyright: ignore

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from lit_rl.algorithms.optim.zero import ZeROStrategy
+from lit_rl.errors import StorageError
 from lit_rl.models.policy.sharding import unsharded
 
 
@@ -31,6 +35,34 @@ class FSDP2Strategy(ModelParallelStrategy):
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's: whole tensors, dealt out to any number of processes.
+
+        Raises:
+            StorageError: the file was written without FSDP2, and the weights of its optimizer cannot be told apart.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if self.optimizers and path.is_file():
+            self._check_numbers(path)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _check_numbers(self, path: Path) -> None:
+        """Lightning takes an optimizer's numbers for those of all parameters; others number what is trained."""
+        assert self.model is not None
+        numbers = {weight: number for number, weight in enumerate(self.model.parameters())}
+        ours = [
+            [numbers[weight] for weight in group["params"]] for each in self.optimizers for group in each.param_groups
+        ]
+        saved = torch.load(path, mmap=True, map_location="cpu", weights_only=True).get("optimizer_states", ())
+        theirs = [group["params"] for each in saved for group in each["param_groups"]]
+        if list(map(sorted, ours)) != list(map(sorted, theirs)):
+            raise StorageError(
+                f"{path} was written without FSDP2 by a run that trains a part of its parameters, or trains other ones "
+                "than this run: which of them its optimizer means cannot be told. Go on with the strategy and the "
+                "model settings of the run's config.yaml, or start a new run from the exported model: "
+                "model.name=<run_dir>/hf."
+            )
 
 
 def shards(strategy: Any) -> bool:

@@ -217,21 +217,6 @@ def check_format(saved: Mapping[str, Any]) -> None:
         )
 
 
-def of_rank(parts: list[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """This rank's entry.
-
-    Raises:
-        StorageError: the checkpoint was written by another number of processes.
-    """
-    if len(parts) != world_size:
-        raise StorageError(
-            f"The checkpoint was written by {len(parts)} processes and this run has {world_size}: the rollouts of the "
-            "ranks do not map. Resume with the same trainer.devices and trainer.num_nodes, or start a new run from "
-            "the exported model: model.name=<run_dir>/hf."
-        )
-    return parts[rank]
-
-
 def rng_state() -> dict[str, Any]:
     """The global generators' states: only dropout draws from them, samples never do."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}

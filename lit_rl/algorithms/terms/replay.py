@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,16 @@ class GroupReplay:
             "groups": [{"score": score, "rollout": state.to_plain(group)} for score, group in self._groups],
             "rollouts": self._rollouts,
         }
+
+    def dealt_out(self, saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+        """What rank `rank` of `world_size` keeps of the buffers of another number of ranks: each the next best group in
+        turn, up to its size.
+
+        Args:
+            saved: The `state` of each of them.
+        """
+        groups = sorted((group for kept in saved for group in kept["groups"]), key=lambda group: -group["score"])
+        return {"groups": groups[rank::world_size][: self.size], "rollouts": saved[0]["rollouts"]}
 
     def see(self, see: Callable[[int], PromptVision | None], processor: Callable[[], Processor | None]) -> None:
         """Make what the groups of a checkpoint saw: it names rows of the data, or holds encoded images, and no pixels.

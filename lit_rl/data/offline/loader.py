@@ -40,9 +40,11 @@ class ExampleLoader(SlottedLoader[ExampleBatch]):
         group_by_length: bool,
         **position: Any,
     ) -> None:
-        cut = " by length" if group_by_length and accumulate > 1 else ""
-        super().__init__(data.fingerprint + cut, order, slots=accumulate, **position)
+        super().__init__(data.fingerprint, order, slots=accumulate, **position)
         self.data, self.group_by_length = data, group_by_length
+
+    def dealt(self, slots: int) -> str:
+        return " by length" if self.group_by_length and slots > 1 else ""
 
     def batches(self, rows: list[int], number: int) -> list[ExampleBatch]:
         totals = self.data.totals(rows, self.slots * self.world_size)

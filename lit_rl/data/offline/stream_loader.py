@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lit_rl.data.loader import other_world, whole_steps
 from lit_rl.data.offline.loader import ExampleLoader
 from lit_rl.data.offline.stream import Place, Windows
 from lit_rl.errors import DataError
@@ -15,7 +16,8 @@ class StreamLoader:
     """Yields this rank's micro-batches of the optimizer steps of one window after another, as `ExampleLoader` does.
 
     Its rows have no end: an iteration is as many batches as it is told, and the next one goes on with the step after.
-    `state_dict` is the same on every rank. A state taken at any batch resumes with the batch that would have come next.
+    `state_dict` is the same on every rank. A state taken at any batch resumes with the batch that would have come next;
+    with another number of ranks, with the next whole step.
 
     Args:
         windows: The rows.
@@ -97,6 +99,8 @@ class StreamLoader:
             "position": self._position,
             "taken": self._taken,
             "fingerprint": self.fingerprint,
+            "slots": self._slots,
+            "world_size": self._part.get("world_size", 1),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -112,14 +116,17 @@ class StreamLoader:
                 "data.stream_buffer out."
             )
         self._place = Place.of(state["place"], len(self._windows.sources))
-        self._position, self._taken = state["position"], state["taken"]
-        if not self._allow_changed and state["fingerprint"] != self.fingerprint:
+        other = other_world(state, self._part.get("world_size", 1))
+        slots = state["slots"] if other else self._slots
+        if not self._allow_changed and state["fingerprint"] != self._loader().fingerprint_of(slots):
             raise DataError(
                 "The data is not the checkpoint's: the rows where it stopped, their order (data.seed, data.shuffle, "
                 "weights, data.batch_size, data.stream_buffer) or the micro-batches of a step "
                 f"({ExampleLoader.cut_keys}) changed, so the run cannot go on exactly. Restore them, or accept it with "
                 "data.allow_changed=true."
             )
+        taken = (state[name] for name in ("position", "taken"))
+        self._position, self._taken = (whole_steps(n, slots) * self._slots if other else n for n in taken)
         self._continues = self._taken < self._last
 
     @property

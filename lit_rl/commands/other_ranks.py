@@ -1,0 +1,42 @@
+"""A rank that fails among others: the one that failed first is heard, and no process stays behind."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lit_rl.errors import LitRLError
+
+_GRACE = 10.0
+"""Seconds that processes have to end by themselves: their next collective fails."""
+
+
+class OtherRankFailed(LitRLError):
+    """Another rank failed before this one, which heard of it by a lost connection. Its exit code is this one's too.
+
+    Args:
+        said: What that rank wrote down: `error.json`.
+    """
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        self.exit_code = said["exit_code"]
+        words = said["traceback"] if said["exit_code"] == 1 else f"{said['error']}: {said['message']}"
+        super().__init__(f"rank {said['rank']} on {said['host']} failed first:\n{words}")
+
+
+def end_those_started(launcher: Any, grace: float = _GRACE) -> None:
+    """End the processes that this one started for other ranks, where it has failed.
+
+    Args:
+        launcher: Lightning's, of the strategy; one that starts no processes is let alone.
+        grace: Seconds until those that are still there are killed.
+    """
+    until = time.monotonic() + grace
+    for process in getattr(launcher, "procs", ()):
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,110 @@
+"""Faults of one rank of two, in real processes: both end, what was learned is saved, and the first to fail is heard."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from runs_helpers import SMALL, newest
+
+from lit_rl.commands.run_lock import NAME, RunLock
+from lit_rl.errors import StorageError
+
+pytestmark = [pytest.mark.faults, pytest.mark.dist, pytest.mark.all]
+
+TWO = [
+    *(*SMALL, "trainer.accelerator=cpu", "strategy=ddp", "trainer.devices=2", "trainer.limit_val_batches=0"),
+    *("trainer.max_steps=400", "algo.minibatches=2", "callbacks.checkpoint.every_n_train_steps=1"),
+]
+
+
+def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -> None:
+    until = time.monotonic() + seconds
+    while not list(path.glob(pattern)):
+        assert time.monotonic() < until and all(child.poll() is None for child in children), "it never came to that"
+        time.sleep(0.02)
+
+
+def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 holds the folder. Slurm itself is not here: its variables are."""
+    stands_in = tmp_path / "bin" / "scontrol"
+    stands_in.parent.mkdir()
+    stands_in.write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'asked'}\n")
+    stands_in.chmod(0o755)
+    folder, said = tmp_path / "run", [(tmp_path / f"rank_{rank}").open("w+") for rank in range(2)]
+    told = {
+        "JOB_ID": os.getpid(),
+        "NTASKS": 2,
+        "NTASKS_PER_NODE": 2,
+        "NODEID": 0,
+        "NODELIST": "localhost",
+        "JOB_NAME": "a",
+    }
+    children = []
+    with monkeypatch.context() as slurm:
+        slurm.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
+        for name, value in told.items():
+            slurm.setenv(f"SLURM_{name}", str(value))
+        for rank in range(2):
+            slurm.setenv("SLURM_PROCID", str(rank))
+            slurm.setenv("SLURM_LOCALID", str(rank))
+            children.append(process(*TWO, f"run_dir={folder}", stdout=said[rank]))
+    wait_for(folder, "checkpoints/step_*.ckpt", children)
+    assert json.loads((folder / NAME).read_text())["pid"] == children[0].pid
+    with pytest.raises(StorageError, match=f"in use by process {children[0].pid}"):
+        RunLock(folder)
+    children[1].send_signal(signal.SIGUSR1)
+    began = time.monotonic()
+    codes = [child.wait(120) for child in children]
+    output = "".join((tmp_path / f"rank_{rank}").read_text() for rank in range(2))
+    assert codes == [128 + signal.SIGUSR1] * 2, output
+    assert time.monotonic() - began < 60
+    assert (tmp_path / "asked").read_text() == f"requeue {os.getpid()}\n", "by rank 0, once"
+    assert not (folder / NAME).exists() and not (folder / "error.json").exists()
+    assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+
+    step = newest(folder)["global_step"]
+    last = [word for word in TWO if "devices" not in word and "strategy" not in word]
+    again = process(*last, f"trainer.max_steps={step + 3}", f"run_dir={folder}", "ckpt_path=last")
+    output, _ = again.communicate(timeout=240)
+    assert again.returncode == 0, output
+    assert "written by 2 processes, and this run has 1" in output
+    assert newest(folder)["global_step"] == step + 3
+
+
+FAULTS = {"raises": {1: "raises"}, "dies": {1: "dies"}, "hangs": {0: "raises", 1: "hangs"}}
+"""By rank; rank 0 has started rank 1."""
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies", pytest.param("hangs", marks=pytest.mark.exhaustive)])
+def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Lightning kills rank 0 where it has not ended itself five seconds later, as on a busy machine."""
+    folder, first = tmp_path / "run", 0 if fault == "hangs" else 1
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("MET", str(tmp_path))
+    for rank, what in FAULTS[fault].items():
+        monkeypatch.setenv(f"FAULT_{rank}", what)
+    faulty = ["generator._target_=failing_generators.Faulty", "allow_targets=[failing_generators]"]
+    child = process(*TWO, *faulty, f"run_dir={folder}")
+    wait_for(tmp_path, f"met_{first}", [child])
+    began = time.monotonic()
+    output, _ = child.communicate(timeout=120)  # the pipe is closed when both have ended
+    assert time.monotonic() - began < 60, output
+    killed = child.returncode == -signal.SIGKILL
+    path = folder / "error.json"
+    error = json.loads(path.read_text()) if path.exists() else {}
+    if fault == "dies":
+        assert killed or (child.returncode, error["error"], error["rank"]) == (8, "BackendError", 0), output
+        return
+    assert killed or child.returncode == 1, output
+    assert (error["error"], error["rank"]) == ("LookupError", first)
+    assert output.strip().endswith("LookupError: the first words"), output
+    assert killed or f"rank {first} on" in output or not first
