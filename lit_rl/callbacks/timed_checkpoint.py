@@ -69,7 +69,9 @@ class TimedCheckpoint(ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self.by_clock and not self._is_due(trainer):
+        stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
+        # Lightning, which forgets what it saved last, would save again after the first micro-batch of a resumed run.
+        if not stepped or (self.by_clock and not self._is_due(trainer)):
             return
         began = time.monotonic()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -77,6 +79,5 @@ class TimedCheckpoint(ModelCheckpoint):
         self._due = ended + max(self.every_seconds, (ended - began) * (1 / self.max_share - 1))
 
     def _is_due(self, trainer: L.Trainer) -> bool:
-        """Whether an optimizer step has just ended, and rank 0's clock says that it is time."""
-        stepped, self._steps = trainer.global_step > self._steps, trainer.global_step
-        return stepped and bool(trainer.strategy.broadcast(time.monotonic() >= self._due))
+        """Whether rank 0's clock says that it is time."""
+        return bool(trainer.strategy.broadcast(time.monotonic() >= self._due))

@@ -251,6 +251,14 @@ def test_from_any_step_a_resumed_run_equals_the_uninterrupted_one(tmp_path, algo
         assert len(rest.rollouts) == 5 - (step + 1) // 2
 
 
+def test_what_was_drawn_ahead_does_not_go_over_to_another_number_of_processes():
+    """Each rank drew its part of the prompts, and parts are others now."""
+    module, kept = module_of(), {"tokens_seen": 7, "unscored": 0, "terms": {"kl_control": {}}}
+    saved = [kept | {"ahead": {"rollout": 1}}, kept]
+    assert module.of_other_ranks(saved) == kept
+    assert "drawn ahead is dropped" in module.dropped(saved, 1)
+
+
 @pytest.mark.all
 def test_completions_of_other_prompts_are_thrown_away_and_said(tmp_path):
     fitted(tmp_path, module_of(), max_steps=2, callbacks=[Saves(tmp_path)])

@@ -134,7 +134,7 @@ def test_a_rollout_in_use_is_dropped_and_the_next_one_taken(
     assert_equal_runs(of_one, of_two)
     whole = left(two, "grpo")
     for again in (of_one, of_two):
-        assert again["steps"] == STEPS and again["epoch"] == whole["epoch"] == 1
+        assert again["steps"] == STEPS and again["epoch"] == whole["epoch"]
         assert [number for number, _ in again["rows"]] == [2, 3]  # steps 3 and 4; step 5
         assert again["rows"][0] == whole["rows"][2], "the prompts of the dropped rollout do not come again"
 

@@ -51,8 +51,10 @@ class Slow(TorchCheckpointIO):
         super().save_checkpoint(checkpoint, path, storage_options)
 
 
-def saved_after(folder: Path, monkeypatch: Any, *, saving: float, accumulate: int = 1, **settings: Any) -> list[int]:
-    """The batches after which a run of 400 saved."""
+def saved_after(
+    folder: Path, monkeypatch: Any, *, saving: float, accumulate: int = 1, start: Path | None = None, **settings: Any
+) -> list[int]:
+    """The batches after which a run of 400 saved, or the rest of one."""
     clock = TurnedClock(saving)
     monkeypatch.setattr(timed_checkpoint, "time", clock)
     slow = Slow(clock)
@@ -61,7 +63,7 @@ def saved_after(folder: Path, monkeypatch: Any, *, saving: float, accumulate: in
         enable_model_summary=False, accumulate_grad_batches=accumulate, plugins=[slow],
         callbacks=[TimedCheckpoint(dirpath=folder, save_on_train_epoch_end=False, **settings)],
     )  # fmt: skip
-    trainer.fit(Line(clock), DataLoader(torch.ones(400, 1)))
+    trainer.fit(Line(clock), DataLoader(torch.ones(400, 1)), ckpt_path=start, weights_only=True)
     return slow.batches
 
 
@@ -84,6 +86,14 @@ def test_only_whole_optimizer_steps_are_saved(accumulate, tmp_path, monkeypatch)
 def test_a_number_of_steps_is_kept_whatever_it_takes(tmp_path, monkeypatch):
     found = saved_after(tmp_path, monkeypatch, saving=1000.0, accumulate=4, every_n_train_steps=25)
     assert found == [100, 200, 300, 400]
+
+
+def test_a_resumed_run_saves_nothing_between_two_micro_batches(tmp_path, monkeypatch):
+    """Not the step again that it goes on from, after the first of them."""
+    how: dict[str, Any] = {"saving": 0.0, "accumulate": 4, "every_n_train_steps": 25, "save_top_k": -1}
+    assert saved_after(tmp_path, monkeypatch, **how) == [100, 200, 300, 400]
+    (start,) = tmp_path.glob("*step=25.ckpt")
+    assert saved_after(tmp_path, monkeypatch, start=start, **how) == [200, 300, 400]
 
 
 @pytest.mark.parametrize("settings", [{"max_share": 0.0}, {"max_share": 1.5}, {"every_seconds": -1.0}])
