@@ -45,7 +45,7 @@ class Seen(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         weights = {name: tensor.clone() for name, tensor in full_state_dict(pl_module.policy).items()}
-        kept = trainer.strategy.optimizer_state(trainer.optimizers[0])
+        kept: dict[str, Any] = trainer.strategy.optimizer_state(trainer.optimizers[0])
         momentum = {number: of["momentum_buffer"].clone() for number, of in kept.get("state", {}).items()}
         self.begun = {"weights": weights, "momentum": momentum}
 
