@@ -41,6 +41,9 @@ from lit_rl.cli.messages import described, reported
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
+from lit_rl.commands.carried_files import carry, take_over
+from lit_rl.commands.place import place_of
+from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
@@ -66,6 +69,8 @@ _WITHOUT_A_RUN = {
     "transcripts": transcribing.run,
 }
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
+_TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
+"""Tasks that take all processes of a run."""
 _COMPUTE_NOTHING = ("reward_test", "env_check")
 """Tasks whose policy is never asked."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
@@ -108,9 +113,27 @@ def run(config: DictConfig) -> int:
     if note and _is_main():
         sys.stdout.write(f"{note}\n")
     if not _is_main() and _RUN_DIR in os.environ:
-        config.ckpt_path = os.environ[_CKPT] or None
-        run_dir = RunDir(Path(os.environ[_RUN_DIR]))
-        return _run(config, run_dir, "resumed", None, run_dir.missing())
+        return _run_as_told(config, RunDir(Path(os.environ[_RUN_DIR])), os.environ[_CKPT] or None)
+    if (meeting := _meeting(config)) is None:
+        return _run_as_main(config, None)
+    try:
+        if _is_main():
+            return _run_as_main(config, meeting)
+        return 0 if (start := take_over(meeting)) is None else _run_as_told(config, *start, meeting)
+    except Exception as error:
+        meeting.failed(error)
+        raise
+
+
+def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None) -> int:
+    """In a process that is not rank 0, and knows of it how the run begins."""
+    config.ckpt_path = ckpt_path
+    os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path), ckpt_path or ""
+    return _run(config, run_dir, "resumed", None, run_dir.missing(), meeting)
+
+
+def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
+    """In rank 0, which decides how the run begins."""
     run_dir = RunDir(_resolve_run_dir(config))
     writes = _is_main() and not _writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.
@@ -120,7 +143,10 @@ def run(config: DictConfig) -> int:
             _go_on_in_slurm(config, run_dir)
         if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
+            if meeting is not None:
+                meeting.tell("start", {"finished": True})
             return 0
+        newest = config.ckpt_path == "last"
         start = _start(config, run_dir)
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
@@ -129,15 +155,36 @@ def run(config: DictConfig) -> int:
             run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
-        return _run(config, run_dir, start, lock, missing)
+        if meeting is not None:
+            carry(meeting, run_dir, config.ckpt_path, newest=newest)
+        return _run(config, run_dir, start, lock, missing, meeting)
 
 
-def _run(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None, missing: list[Path]) -> int:
+def _meeting(config: DictConfig) -> Rendezvous | None:
+    """With the processes that this one has not started, where the task takes them."""
+    nodes = config.trainer.get("num_nodes") or 1
+    if config.task not in _TOGETHER or (place := place_of(nodes)) is None:
+        return None
+    return Rendezvous(
+        place, shlex.join([*_entry(), *sys.argv[1:]]), OmegaConf.select(HydraConfig.get(), "job.num") or 0
+    )
+
+
+def _run(
+    config: DictConfig,
+    run_dir: RunDir,
+    start: Start,
+    lock: RunLock | None,
+    missing: list[Path],
+    meeting: Rendezvous | None,
+) -> int:
     config.run_dir = str(run_dir.path)
     # A first validation is made again by the next start: without a step it is no reason to keep a folder.
     kept_for = "train/" if config.task == "fit" else ""
     try:
         with contextlib.closing(assemble(config, run_dir, start, lock)) as job:
+            if meeting is not None:
+                meeting.ready()
             try:
                 return TASKS[config.task](job)
             except Exception as error:
@@ -360,11 +407,14 @@ def _dataset(data: dict[str, Any]) -> str:
     return str(data.get("path") or task or "several sources")
 
 
+def _entry() -> list[str]:
+    return ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
+
+
 def _command(run_dir: RunDir) -> str:
     ours = ("ckpt_path=", "run_dir=", "hydra.mode=")
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith(ours)]
-    entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
-    return shlex.join([*entry, *overrides, f"run_dir={run_dir.path}"])
+    return shlex.join([*_entry(), *overrides, f"run_dir={run_dir.path}"])
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
+from lit_rl.cli.other_processes import of_other_processes
 from lit_rl.errors import (
     INTERRUPTED,
     BackendError,
@@ -72,7 +73,7 @@ def translated(error: BaseException) -> LitRLError | None:
     """The error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
-    for handler in (_hydra, _yaml, _lightning, _memory, _full_disk):
+    for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk):
         if (ours := handler(error)) is not None:
             return ours
     return None
