@@ -48,7 +48,7 @@ from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean
 
 TASKS = {
     "fit": train.train,
@@ -86,9 +86,14 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
     sys.argv, note = data_choice.chosen_before(sys.argv)
+    here, entry = os.getpid(), str(Path(sys.argv[0]).absolute())
 
     @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
     def job(config: DictConfig) -> None:
+        if (
+            os.getpid() != here
+        ):  # a launcher of Hydra's (joblib, submitit) runs jobs elsewhere, and hears of errors only
+            return _job_elsewhere(config, entry)
         with _one_job():
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
             codes.append(reported(lambda: run(config)))
@@ -98,6 +103,24 @@ def main() -> int:
         sys.stdout.flush()
     job()
     return max(codes, default=0)
+
+
+def _job_elsewhere(config: DictConfig, entry: str) -> None:
+    """One job of a sweep, in a process that a launcher of Hydra's has started.
+
+    Args:
+        config: Of the job.
+        entry: The program that the user started, which is what Lightning starts for other ranks.
+
+    Raises:
+        LitRLError: as the job did; the launcher brings it to the process that the user started.
+    """
+    import __main__
+
+    sys.argv, __main__.__spec__ = [entry], None
+    with _one_job():
+        if code := run(config):
+            raise BackendError(f"The job {HydraConfig.get().job.num} of the sweep ended with the exit code {code}.")
 
 
 def run(config: DictConfig) -> int:

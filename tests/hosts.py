@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 _ENTER = 'hostname "$1"; mount --bind "$2" "$3"; mount --bind "$4" /etc/hosts; ulimit -c 0; cd "$3"; shift 4; exec "$@"'
 
 
