@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -71,6 +72,8 @@ _WITHOUT_A_RUN = {
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 """Tasks that take all processes of a run."""
+_LAST_SECONDS = 30
+"""Until the end of another process of a run that is over."""
 _COMPUTE_NOTHING = ("reward_test", "env_check")
 """Tasks whose policy is never asked."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
@@ -209,7 +212,9 @@ def _run(
             if meeting is not None:
                 meeting.ready()
             try:
-                return TASKS[config.task](job)
+                code = TASKS[config.task](job)
+                _wait_for_others(job.trainer)
+                return code
             except Exception as error:
                 if not job.dry:
                     where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
@@ -219,6 +224,13 @@ def _run(
         if _is_main():
             run_dir.withdraw(missing, kept_for)
         raise
+
+
+def _wait_for_others(trainer: L.Trainer) -> None:
+    """Until the processes that Lightning started have ended too: the next job of a sweep finds none of them."""
+    with contextlib.suppress(subprocess.TimeoutExpired):  # of one that hangs while it ends, and has done its work
+        for other in getattr(trainer.strategy.launcher, "procs", ()):
+            other.wait(_LAST_SECONDS)
 
 
 def _start(config: DictConfig, run_dir: RunDir) -> Start:
