@@ -52,6 +52,7 @@ def test_two_jobs_of_two_processes_leave_each_other_nothing(root, tmp_path):
         "-m",
         *SMALL,
         "trainer.max_steps=2",
+        "data.task.val_rows=0",
         "trainer.accelerator=cpu",
         "trainer.devices=2",
         "run_dir=mine",
