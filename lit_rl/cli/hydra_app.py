@@ -191,9 +191,8 @@ def _meeting(config: DictConfig) -> Rendezvous | None:
     nodes = config.trainer.get("num_nodes") or 1
     if config.task not in _TOGETHER or (place := place_of(nodes)) is None:
         return None
-    return Rendezvous(
-        place, shlex.join([*_entry(), *sys.argv[1:]]), OmegaConf.select(HydraConfig.get(), "job.num") or 0
-    )
+    job: Any = HydraConfig.get().job
+    return Rendezvous(place, shlex.join([*_entry(), *sys.argv[1:]]), OmegaConf.select(job, "num") or 0)
 
 
 def _run(
