@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -38,16 +39,20 @@ from lit_rl.cli import (
     transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
-from lit_rl.cli.messages import described, has_lost_another, reported
+from lit_rl.cli.messages import described, reported
 from lit_rl.cli.micro_batches import cut_by
+from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
+from lit_rl.commands.carried_files import carry, take_over
 from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started
+from lit_rl.commands.place import place_of
+from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.errors import ConfigError, StorageError, did_you_mean
+from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean
 
 TASKS = {
     "fit": train.train,
@@ -68,6 +73,10 @@ _WITHOUT_A_RUN = {
     "transcripts": transcribing.run,
 }
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
+_TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
+"""Tasks that take all processes of a run."""
+_LAST_SECONDS = 30
+"""Until the end of another process of a run that is over."""
 _COMPUTE_NOTHING = ("reward_test", "env_check")
 """Tasks whose policy is never asked."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
@@ -84,9 +93,14 @@ def main() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
     sys.argv, note = data_choice.chosen_before(sys.argv)
+    here, entry = os.getpid(), str(Path(sys.argv[0]).absolute())
 
     @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
     def job(config: DictConfig) -> None:
+        if (
+            os.getpid() != here
+        ):  # a launcher of Hydra's (joblib, submitit) runs jobs elsewhere, and hears of errors only
+            return _job_elsewhere(config, entry)
         with _one_job():
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
             codes.append(reported(lambda: run(config)))
@@ -96,6 +110,24 @@ def main() -> int:
         sys.stdout.flush()
     job()
     return max(codes, default=0)
+
+
+def _job_elsewhere(config: DictConfig, entry: str) -> None:
+    """One job of a sweep, in a process that a launcher of Hydra's has started.
+
+    Args:
+        config: Of the job.
+        entry: The program that the user started, which is what Lightning starts for other ranks.
+
+    Raises:
+        LitRLError: as the job did; the launcher brings it to the process that the user started.
+    """
+    import __main__
+
+    sys.argv, __main__.__spec__ = [entry], None
+    with _one_job():
+        if code := run(config):
+            raise BackendError(f"The job {HydraConfig.get().job.num} of the sweep ended with the exit code {code}.")
 
 
 def run(config: DictConfig) -> int:
@@ -111,9 +143,27 @@ def run(config: DictConfig) -> int:
     if note and _is_main():
         sys.stdout.write(f"{note}\n")
     if not _is_main() and _RUN_DIR in os.environ:
-        config.ckpt_path = os.environ[_CKPT] or None
-        run_dir = RunDir(Path(os.environ[_RUN_DIR]))
-        return _run(config, run_dir, "resumed", None, run_dir.missing())
+        return _run_as_told(config, RunDir(Path(os.environ[_RUN_DIR])), os.environ[_CKPT] or None)
+    if (meeting := _meeting(config)) is None:
+        return _run_as_main(config, None)
+    try:
+        if _is_main():
+            return _run_as_main(config, meeting)
+        return 0 if (start := take_over(meeting)) is None else _run_as_told(config, *start, meeting)
+    except Exception as error:
+        meeting.failed(error)
+        raise
+
+
+def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None) -> int:
+    """In a process that is not rank 0, and knows of it how the run begins."""
+    config.ckpt_path = ckpt_path
+    os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path), ckpt_path or ""
+    return _run(config, run_dir, "resumed", None, run_dir.missing(), meeting)
+
+
+def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
+    """In rank 0, which decides how the run begins."""
     run_dir = RunDir(_resolve_run_dir(config))
     writes = _is_main() and not _writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.
@@ -123,7 +173,10 @@ def run(config: DictConfig) -> int:
             _go_on_in_slurm(config, run_dir)
         if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
+            if meeting is not None:
+                meeting.tell("start", {"finished": True})
             return 0
+        newest = config.ckpt_path == "last"
         start = _start(config, run_dir)
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
@@ -132,18 +185,40 @@ def run(config: DictConfig) -> int:
             run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
         os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
-        return _run(config, run_dir, start, lock, missing)
+        if meeting is not None:
+            carry(meeting, run_dir, config.ckpt_path, newest=newest)
+        return _run(config, run_dir, start, lock, missing, meeting)
 
 
-def _run(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None, missing: list[Path]) -> int:
+def _meeting(config: DictConfig) -> Rendezvous | None:
+    """With the processes that this one has not started, where the task takes them."""
+    nodes = config.trainer.get("num_nodes") or 1
+    if config.task not in _TOGETHER or (place := place_of(nodes)) is None:
+        return None
+    job: Any = HydraConfig.get().job
+    return Rendezvous(place, shlex.join([*_entry(), *sys.argv[1:]]), OmegaConf.select(job, "num") or 0)
+
+
+def _run(
+    config: DictConfig,
+    run_dir: RunDir,
+    start: Start,
+    lock: RunLock | None,
+    missing: list[Path],
+    meeting: Rendezvous | None,
+) -> int:
     config.run_dir = str(run_dir.path)
     # A first validation is made again by the next start: without a step it is no reason to keep a folder.
     kept_for = "train/" if config.task == "fit" else ""
     try:
         with contextlib.ExitStack() as around:
             job = around.enter_context(contextlib.closing(assemble(config, run_dir, start, lock)))
+            if meeting is not None:
+                meeting.ready()
             try:
-                return TASKS[config.task](job)
+                code = TASKS[config.task](job)
+                _wait_for_others(job.trainer)
+                return code
             except Exception as error:
                 around.callback(end_those_started, job.trainer.strategy.launcher)
                 if not job.dry:
@@ -156,6 +231,13 @@ def _run(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | None
         if _is_main():
             run_dir.withdraw(missing, kept_for)
         raise
+
+
+def _wait_for_others(trainer: L.Trainer) -> None:
+    """Until the processes that Lightning started have ended too: the next job of a sweep finds none of them."""
+    with contextlib.suppress(subprocess.TimeoutExpired):  # of one that hangs while it ends, and has done its work
+        for other in getattr(trainer.strategy.launcher, "procs", ()):
+            other.wait(_LAST_SECONDS)
 
 
 def _start(config: DictConfig, run_dir: RunDir) -> Start:
@@ -371,11 +453,14 @@ def _dataset(data: dict[str, Any]) -> str:
     return str(data.get("path") or task or "several sources")
 
 
+def _entry() -> list[str]:
+    return ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
+
+
 def _command(run_dir: RunDir) -> str:
     ours = ("ckpt_path=", "run_dir=", "hydra.mode=")
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith(ours)]
-    entry = ["python", sys.argv[0]] if sys.argv[0].endswith(".py") else ["lit-rl", "train"]
-    return shlex.join([*entry, *overrides, f"run_dir={run_dir.path}"])
+    return shlex.join([*_entry(), *overrides, f"run_dir={run_dir.path}"])
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
+from lit_rl.cli.other_processes import of_other_processes
 from lit_rl.errors import (
     INTERRUPTED,
     BackendError,
@@ -72,7 +73,7 @@ def translated(error: BaseException) -> LitRLError | None:
     """The error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
-    for handler in (_hydra, _yaml, _lightning, _memory, _full_disk, _lost):
+    for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk):
         if (ours := handler(error)) is not None:
             return ours
     return None
@@ -169,25 +170,6 @@ def _full_disk(error: BaseException) -> LitRLError | None:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
-
-
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""Of gloo and NCCL, where a process at the other end is gone; they raise a RuntimeError."""
-
-
-def has_lost_another(error: BaseException) -> bool:
-    """Whether it says that another process of the run is gone, and nothing of this one."""
-    ours = isinstance(error, LitRLError)
-    return isinstance(error, RuntimeError) and not ours and any(words in str(error) for words in _LOST)
-
-
-def _lost(error: BaseException) -> LitRLError | None:
-    if not has_lost_another(error):
-        return None
-    return BackendError(
-        f"Another process of this run is gone, so this one ends too ({' '.join(str(error).split())[-120:]}). What it "
-        "said last stands above, if it said anything: a process that is killed does not. Go on with ckpt_path=last."
-    )
 
 
 def _lightning(error: BaseException) -> LitRLError | None:

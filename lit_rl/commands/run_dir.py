@@ -234,7 +234,7 @@ class RunDir:
     def newest_checkpoint(self) -> tuple[Path | None, list[Path]]:
         """The newest checkpoint that is whole, None where there is none; and the damaged ones that are newer."""
         damaged: list[Path] = []
-        for path in sorted(self.checkpoints.glob("*.ckpt"), key=_step, reverse=True):
+        for path in sorted(self.checkpoints.glob("*.ckpt"), key=_age, reverse=True):
             if is_whole(path):
                 return path, damaged
             damaged.append(path)
@@ -250,9 +250,14 @@ def finite(node: Any) -> Any:
     return None if isinstance(node, float) and not math.isfinite(node) else node
 
 
-def _step(path: Path) -> tuple[int, float]:
+def step_of(path: Path) -> int:
+    """The optimizer step in the name of a checkpoint; -1 where none is."""
     numbers = re.findall(r"\d+", path.stem)
-    return (int(numbers[-1]) if numbers else -1, path.stat().st_mtime)
+    return int(numbers[-1]) if numbers else -1
+
+
+def _age(path: Path) -> tuple[int, float]:
+    return step_of(path), path.stat().st_mtime
 
 
 def _replace(path: Path, text: str) -> None:

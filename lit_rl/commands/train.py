@@ -225,7 +225,8 @@ def _save_last_step(run: Run) -> None:
     target = run.run_dir.checkpoints / f"step_{run.trainer.global_step:08d}.ckpt"
     # Of a resumed run it may be a damaged one that was passed over.
     saved = target.exists() and (run.ckpt_path is None or is_whole(target))
-    if run.trainer.checkpoint_callback is not None and not saved:
+    # Rank 0 knows: other nodes may have file systems of their own.
+    if run.trainer.checkpoint_callback is not None and not run.trainer.strategy.broadcast(saved):
         run.trainer.save_checkpoint(target, weights_only=False)
 
 

@@ -1,0 +1,47 @@
+"""Errors of torch.distributed in the words of a run: another process of it is gone, or never came."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from lit_rl.errors import BackendError, ConfigError, LitRLError
+
+_GO_ON = (
+    "What it said last is the reason. Once that is mended, start the same command on every node with ckpt_path=last: "
+    "the run goes on from its newest checkpoint."
+)
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""Of gloo and NCCL, where a process at the other end is gone; they raise a RuntimeError."""
+
+
+def has_lost_another(error: BaseException) -> bool:
+    """Whether it says that another process of the run is gone, and nothing of this one."""
+    ours = isinstance(error, LitRLError)
+    return isinstance(error, RuntimeError) and not ours and any(words in str(error) for words in _LOST)
+
+
+def of_other_processes(error: BaseException) -> LitRLError | None:
+    """The error as one of ours, or None where it is another one."""
+    from torch.distributed import DistError
+
+    text = str(error)
+    if isinstance(error, ValueError) and text.startswith("You set `devices="):  # Lightning, of what a launcher started
+        return ConfigError(text.replace("`devices=", "`trainer.devices=").replace("`num_nodes=", "`trainer.num_nodes="))
+    if isinstance(error, LitRLError) or not (isinstance(error, DistError) or has_lost_another(error) or "gloo" in text):
+        return None
+    meet = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
+    said = " ".join(text.partition("This is typically caused")[0].split("\n")[0].split()).rstrip(".")
+    if "EADDRINUSE" in text:
+        return BackendError(
+            f"The processes of the run would meet at {meet}, and that port is taken. Set another MASTER_PORT."
+        )
+    if "waiting for clients" in text or "failed to connect" in text:
+        return BackendError(
+            f"Not every process of the run came to {meet}, where they meet: {said}. See what the others said, and "
+            "whether all nodes reach that address."
+        )
+    where = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
+    which = f"Another process of the run, at {where.group(1)}," if where else "Another process of the run"
+    return BackendError(f"{which} is gone, or does not answer: {said}. {_GO_ON}")
