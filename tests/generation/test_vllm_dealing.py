@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lit_rl.generation.vllm.dealing import Dealer, Task
+from lit_rl.generation.vllm.dealing import Dealer, Task, rooms_of
 from lit_rl.generation.vllm.requests import Request
 
 
@@ -26,6 +26,18 @@ def test_the_server_that_holds_the_fewest_tokens_is_asked_and_of_equals_the_firs
     assert given(dealer, task(5)) == [(2, 5)], "25 is the least now"
     assert dealer.done(0, 0) and dealer.done(0, 3)
     assert given(dealer, task(6)) == [(0, 6)], "what was answered counts no more"
+
+
+def test_ranks_that_do_not_know_of_each_other_load_all_servers_alike() -> None:
+    """Were all to begin at the first server, the last ones would get nothing."""
+    for world, servers in ((4, 4), (2, 4), (8, 4)):
+        asked = [0] * servers
+        for rank in range(world):
+            dealer = Dealer(rooms_of(rank, world, range(servers), [16] * servers))
+            for server, _ in given(dealer, task(0), task(1)):
+                asked[server] += 1
+        assert asked == [2 * world // servers] * servers
+    assert rooms_of(1, 3, [4, 7], [8, 3]) == {4: 3, 7: 1}, "the parts of all ranks together are no less than the room"
 
 
 def test_what_is_above_the_rooms_waits_for_whoever_is_done_first() -> None:

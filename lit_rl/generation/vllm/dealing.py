@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_rl.generation.vllm.requests import Request
@@ -20,6 +20,22 @@ class Task:
     """When the answer has to be there, by `time.monotonic`."""
 
 
+def rooms_of(rank: int, world_size: int, servers: Sequence[int], at_once: Sequence[int]) -> dict[int, int]:
+    """The servers in the order of a rank, each with what the rank may give it.
+
+    Ranks do not know what others ask. So each begins at another server, and has its part of what a server takes.
+
+    Args:
+        rank: Ours.
+        world_size: Ranks that ask.
+        servers: Their numbers.
+        at_once: Of each of them, how many completions it is given at once by all ranks together.
+    """
+    rooms = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
+    first = rank * len(servers) // world_size
+    return {server: rooms[server] for server in (*servers[first:], *servers[:first])}
+
+
 class Dealer:
     """Gives each request to the server that holds the fewest tokens; of equals, to the first. Depends on no clock.
 
@@ -27,7 +43,7 @@ class Dealer:
     done first. What follows from a request goes to the same server, whose cache holds its text.
 
     Args:
-        rooms: Of each server, by its number, how many completions it is given at once.
+        rooms: Of each server, by its number, how many completions it is given at once; in the order of `rooms_of`.
     """
 
     def __init__(self, rooms: Mapping[int, int]) -> None:

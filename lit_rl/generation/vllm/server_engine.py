@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import GenerationError, NumericError
+from lit_rl.generation import ranks
 from lit_rl.generation.base import EngineLost
 from lit_rl.generation.vllm.asking import Asking, Said
 from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
 from lit_rl.generation.vllm.client import Client
-from lit_rl.generation.vllm.dealing import Dealer, Task
+from lit_rl.generation.vllm.dealing import Dealer, Task, rooms_of
 from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
 from lit_rl.generation.vllm.server_outputs import ask_server
 from lit_rl.generation.vllm.settings import WORKER_EXTENSION
@@ -198,7 +199,9 @@ class ServerEngine:
         heartbeat: Heartbeat | None,
     ) -> None:
         """Give out what comes and take in what is done, until nothing is left."""
-        dealer = Dealer({server: self._rooms[server] for server in asking})
+        servers = list(asking)
+        at_once = [self._rooms[server] for server in servers]
+        dealer = Dealer(rooms_of(ranks.rank(), ranks.world_size(), servers, at_once))
         while True:
             for number, request in work.requests(wait=not dealer.busy):
                 dealer.add(Task(number, request, time.monotonic() + self.deadline))
