@@ -209,6 +209,22 @@ def test_a_server_that_is_killed_and_one_that_hangs_are_started_again(run: Calla
     assert not children(one.process.pid)
 
 
+@pytest.mark.exhaustive  # a sibling without a server: tests/runs/test_dist_generator_failures.py
+def test_two_ranks_ahead_of_a_server_that_is_killed(run: Callable[..., Run]) -> None:
+    """Its request in flight is lost to one rank or to both; they agree, one of them starts it again, and both go on."""
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "generator.lag=1"]
+    one = run(*SMALL, *LAUNCHED, *two, "trainer.max_steps=30")
+    one.reach(3)
+    os.killpg(server_group(one), signal.SIGKILL)
+    assert one.end() == 0, one.said
+    assert one.said.count("It is back.") == 1
+    ages = one.column("train/sampling/staleness/max")
+    assert len(ages) == 30 and ages[:3] == [0, 1, 1] and set(ages) == {0, 1}
+    assert ages.count(0) <= 2, "the first, and the one whose request was lost: drawn with the weights of now"
+    assert max(one.column("train/sampling/sampling_logp_difference/probe_max")) < 1e-4
+    assert not children(one.process.pid)
+
+
 def test_a_server_that_stays_away_ends_the_run_saved_and_one_that_comes_back_does_not(
     run: Callable[..., Run], tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.rollout import Prompts, Sampling
 
 PROMPTS = Prompts(token_ids=[[1, 2, 3], [4]], keys=[-1, 2**63 - 1], group_size=2, eos_ids=(9,), pad_id=0)
-FACTS = Facts("a", None, {}, "float32", 64, 16, "processed_logprobs", None, "cpu")
+FACTS = Facts("a", None, {}, "float32", 64, 16, "processed_logprobs", 256, None, "cpu")
 
 
 def test_weights_travel_in_chunks_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:

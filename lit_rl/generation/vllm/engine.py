@@ -57,6 +57,8 @@ class Facts:
     block_size: int
     """Tokens of a block of the key-value cache; a prefix is kept in whole blocks."""
     logprobs_mode: str
+    max_num_seqs: int
+    """Sequences that run at once; more wait."""
     max_lora_rank: int | None
     device: str
 

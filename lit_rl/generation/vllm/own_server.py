@@ -1,4 +1,4 @@
-"""The server that a run starts for itself, and waiting for one that somebody else starts again."""
+"""The server that a run starts for itself; and which servers answer, where somebody else starts them again."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments, temporary_log
 from lit_rl.generation.vllm.model_files import write_model_files
 from lit_rl.generation.vllm.settings import EngineSettings
+from lit_rl.generation.vllm.transports import at_once
 from lit_rl.models.policy.language_model import LanguageModel
 
 _LOOPBACK = "127.0.0.1"
@@ -77,19 +78,33 @@ class OwnServer:
         self._folder.cleanup()
 
 
-def wait_for(urls: Sequence[str], deadline: float, answer_deadline: float) -> None:
-    """Until every server answers, at most `deadline` seconds.
+def answering(urls: Sequence[str], deadline: float) -> list[str]:
+    """Those of the servers that answer, all asked at the same time, for at most `deadline` seconds."""
+    return [url for url, error in _knocked(urls, deadline).items() if error is None]
+
+
+def wait_for(urls: Sequence[str], deadline: float, answer_deadline: float) -> list[str]:
+    """Those that answer, as soon as one does, at most `deadline` seconds from now.
 
     Raises:
-        ServerError: what the last try of one of them said.
+        ServerError: what the last try of the first of them said.
     """
     until = time.monotonic() + deadline
-    for client in map(Client, urls):
-        while True:
-            try:
-                client.rpc("lit_rl_facts", deadline=min(answer_deadline, max(_POLL, until - time.monotonic())))
-                break
-            except ServerError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(_POLL)
+    while True:
+        tried = _knocked(urls, min(answer_deadline, max(_POLL, until - time.monotonic())))
+        if there := [url for url, error in tried.items() if error is None]:
+            return there
+        if time.monotonic() > until:
+            raise next(error for error in tried.values() if error is not None)
+        time.sleep(_POLL)
+
+
+def _knocked(urls: Sequence[str], deadline: float) -> dict[str, ServerError | None]:
+    def knock(client: Client) -> ServerError | None:
+        try:
+            client.rpc("lit_rl_facts", deadline=deadline)
+        except ServerError as error:
+            return error
+        return None
+
+    return dict(zip(urls, at_once([Client(url) for url in urls], knock), strict=True))

@@ -56,6 +56,11 @@ class Request:
     def completions(self) -> int:
         return self.fields["n"]
 
+    @property
+    def most_tokens(self) -> int:
+        """Of the prompt and all completions, should each run to its full length."""
+        return len(self.token_ids) + self.completions * self.fields["max_tokens"]
+
 
 @dataclass(frozen=True)
 class Answer:

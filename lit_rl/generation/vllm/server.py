@@ -17,20 +17,24 @@ from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Engine
 from lit_rl.generation.vllm.generator import EngineGenerator
-from lit_rl.generation.vllm.own_server import OwnServer, wait_for
+from lit_rl.generation.vllm.own_server import OwnServer, answering, wait_for
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
 from lit_rl.generation.vllm.work import Work
+
+_KNOCK = 2.0
+"""Seconds that a server which was lost is waited for at an update."""
 
 
 class VLLMServerGenerator(EngineGenerator):
     """vLLM's servers, started by `lit-rl serve` or by the trainer. Every rank asks them for its own prompts.
 
-    A server that dies, hangs or was restarted is found out within the deadlines; it is started again, or waited for,
+    A server that dies, hangs or was restarted is found out within the deadlines. Where others are left, they are asked
+    what it owes, and it is tried again at every update of the weights. The last one is started again, or waited for,
     once, synced and asked again. Else the run ends with exit code 5, a checkpoint and the server's last lines.
 
     Args:
-        urls: Addresses of the servers, such as ``[http://127.0.0.1:8000]``. Requests are dealt out to them in turn.
+        urls: Addresses of the servers, such as ``[http://127.0.0.1:8000]``. A request goes to the least loaded one.
         launch: Start a server for the run, on this machine and a free port, and stop it with the run.
         log: File for the output of a server that was launched. None is a temporary one.
         transport: How weights travel: "shared_memory" (servers on this machine), "gloo", "nccl"; "auto" takes shared
@@ -104,24 +108,28 @@ class VLLMServerGenerator(EngineGenerator):
                     "several: start servers with `lit-rl serve` and name them in generator.urls."
                 )
             urls = ranks.everyone_says(ranks.together(lambda: self._launched(policy)))[0]
-        return ranks.together(lambda: self._connected(urls))
+        return ranks.together(lambda: self._met(urls))
 
-    def _connected(self, urls: Sequence[str], *, after_loss: bool = False) -> Engine:
-        clients = [Client(url) for url in urls]
-        deadlines = {"deadline": self.deadline, "answer_deadline": self.answer_deadline}
+    def _met(self, urls: Sequence[str]) -> Engine:
         try:
-            return ServerEngine(
-                clients,
-                transport_for(self.transport, clients, self.answer_deadline),
-                after_loss=after_loss,
-                **deadlines,
-            )
+            return self._connected(urls)
         except EngineLost as error:
-            if self.launch or after_loss:
+            if self.launch:
                 raise self._last_words(str(error)) from error
             raise GenerationError(
                 f"{error} Start a server with `lit-rl serve model={self.model.name}`, or set generator.launch=true."
             ) from error
+
+    def _connected(self, urls: Sequence[str], *, after_loss: bool = False) -> Engine:
+        clients = [Client(url) for url in urls]
+        return ServerEngine(
+            clients,
+            transport_for(self.transport, clients, self.answer_deadline),
+            say=self._say,
+            deadline=self.deadline,
+            answer_deadline=self.answer_deadline,
+            after_loss=after_loss,
+        )
 
     def _launched(self, policy: nn.Module) -> list[str]:
         """Start a server on rank 0; the addresses that every rank will ask."""
@@ -136,7 +144,28 @@ class VLLMServerGenerator(EngineGenerator):
     # ------------------------------------------------------------------ one that is lost
 
     def sync(self, policy: nn.Module, version: int) -> None:
-        self._with_recovery(lambda: super(VLLMServerGenerator, self).sync(policy, version), policy)
+        def synced() -> None:
+            self._take_back(policy)
+            super(VLLMServerGenerator, self).sync(policy, version)
+
+        self._with_recovery(synced, policy)
+
+    def _take_back(self, policy: nn.Module) -> None:
+        """Leave out the servers that a rank has lost, and take in those that are there again. A collective.
+
+        Raises:
+            EngineLost: none is left.
+        """
+        engine = self.engine
+        if not isinstance(engine, ServerEngine) or len(self.urls) < 2:
+            return
+        lost = {url for theirs in ranks.everyone_says(engine.lost) for url in theirs}
+        held = [client.url for client in engine.clients if client.url not in lost]
+        away = [url for url in self.urls if url not in held]
+        back = ranks.everyone_says(answering(away, _KNOCK) if away and ranks.rank() == 0 else [])[0]
+        if lost or back:
+            there = [url for url in self.urls if url in held or url in back]
+            ranks.together(lambda: self._connect_to(there, policy))
 
     def _is_current(self) -> bool:
         return self.engine is not None and ranks.together(self.engine.facts).version == self._version
@@ -175,7 +204,8 @@ class VLLMServerGenerator(EngineGenerator):
             self._pushed, error = None, lost
             self._sender.forget()
         ranks.together(lambda: self._restart(error))
-        ranks.together(lambda: self._bring_back(error, policy))
+        there = ranks.everyone_says(ranks.together(lambda: self._waited_for(error)))[0]
+        ranks.together(lambda: self._bring_back(there, policy))
         try:
             return work()
         except EngineLost as lost:
@@ -188,24 +218,43 @@ class VLLMServerGenerator(EngineGenerator):
             self._say(str(self._last_words("It is stopped and started again.")))
             self._process.start(self.start_deadline, self._say)
 
-    def _bring_back(self, error: EngineLost, policy: nn.Module) -> None:
-        if not isinstance(self.engine, ServerEngine):
-            raise error  # there never was one
-        urls = [client.url for client in self.engine.clients]
-        self.engine.close()
-        self._wait_for(urls, error)
-        self.engine = self._connected(urls, after_loss=True)
-        self._check_model(self.engine, policy)
-        self._say("It is back.")
-
-    def _wait_for(self, urls: Sequence[str], lost: EngineLost) -> None:
-        """Until every server answers."""
+    def _waited_for(self, lost: EngineLost) -> list[str]:
+        """On rank 0: the servers that answer, once one does."""
+        engine = self.engine
+        if not isinstance(engine, ServerEngine):
+            raise lost  # there never was one
+        if ranks.rank() != 0:
+            return []
+        urls = self.urls or [client.url for client in engine.clients]
         try:
-            wait_for(urls, self.start_deadline, self.answer_deadline)
+            return wait_for(urls, self.start_deadline, self.answer_deadline)
         except ServerError as error:
             raise self._last_words(
                 f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"
             ) from error
+
+    def _bring_back(self, urls: Sequence[str], policy: nn.Module) -> None:
+        try:
+            self._connect_to(urls, policy)
+        except EngineLost as error:
+            raise self._last_words(str(error)) from error
+        if len(urls) >= len(self.urls):
+            self._say("It is back.")
+
+    def _connect_to(self, urls: Sequence[str], policy: nn.Module) -> None:
+        """Go on with these servers; all weights have to be sent to them."""
+        assert self.engine is not None
+        self.engine.close()
+        self._pushed = None
+        self._sender.forget()
+        if not urls:
+            raise EngineLost("Every server was lost by one rank or another.")
+        self.engine = self._connected(urls, after_loss=True)
+        self._check_model(self.engine, policy)
+        if len(self.urls) > 1:
+            away = ", ".join(url for url in self.urls if url not in urls)
+            tried = f"; {away} will be tried again at the next update" if away else ""
+            self._say(f"Servers that take the weights: {len(urls)} of {len(self.urls)}{tried}.")
 
     def _last_words(self, what: str) -> GenerationError:
         """An error with the last lines of the server's log, where it is ours."""

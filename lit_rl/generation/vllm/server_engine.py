@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,32 +13,37 @@ import torch
 from torch import Tensor
 
 from lit_rl.errors import GenerationError, NumericError
+from lit_rl.generation import ranks
 from lit_rl.generation.base import EngineLost
+from lit_rl.generation.vllm.asking import Asking, Said
 from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
 from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.dealing import Dealer, Task, rooms_of
 from lit_rl.generation.vllm.engine import Facts, Heartbeat, Shapes
-from lit_rl.generation.vllm.requests import Answer, Request
 from lit_rl.generation.vllm.server_outputs import ask_server
 from lit_rl.generation.vllm.settings import WORKER_EXTENSION
-from lit_rl.generation.vllm.transports import Transport
+from lit_rl.generation.vllm.transports import Transport, at_once
 from lit_rl.generation.vllm.work import Work
 
 ADAPTER = "lit_rl_policy"
-_LOOK_EVERY = 2.0
 _NEXT = 0.02
 """Seconds until requests that follow from others are looked for again."""
 _AT_ONCE = 256
-"""Requests that wait on one server at the same time; vLLM queues those that it does not run."""
-_Todo = queue.SimpleQueue[tuple[int, Request, float] | None]
-"""Each request with its number, and the time at which its answer has to be there."""
+"""Requests that wait on one server at the same time."""
+_STOCK = 2
+"""Times as many completions as a server runs at once are given to it: as many as run may wait there, so that it never
+idles, and the rest goes to whoever is done first."""
 
 
 class ServerEngine:
-    """Every server holds the same weights; requests are dealt out to them in turn.
+    """Every server holds the same weights; requests are dealt out to them by their load.
+
+    A server that is lost while others are left is asked nothing more, and what it owes is asked of the others.
 
     Args:
         clients: The servers.
         transport: How weights reach them.
+        say: Is told in a sentence of a server that is lost.
         deadline: Seconds for a request, from when it is there to be asked: of a rollout without turns, all are at once.
         answer_deadline: Seconds for any other call; while completions are made, how long a server may be silent.
         after_loss: Requests of ours may still run there that nobody waits for: the first pause aborts them.
@@ -52,33 +56,48 @@ class ServerEngine:
         clients: Sequence[Client],
         transport: Transport,
         *,
+        say: Callable[[str], Any],
         deadline: float,
         answer_deadline: float,
         after_loss: bool = False,
     ) -> None:
-        self.clients, self.transport = list(clients), transport
+        self.clients, self.transport, self._say = list(clients), transport, say
         self.deadline, self.answer_deadline = deadline, answer_deadline
         self._adapter: str | None = None
         self._leftovers = after_loss
+        self._asked = list(range(len(self.clients)))
+        """The servers that are not lost."""
         self._names = [self._name(client) for client in self.clients]
-        self._instances = [facts.instance for facts in self._all_facts()]
+        facts = self._all_facts()
+        self._instances = [each.instance for each in facts]
+        self._rooms = [_STOCK * each.max_num_seqs for each in facts]
+
+    @property
+    def lost(self) -> list[str]:
+        """Addresses of the servers that were lost while others answered. What they hold is not known any more."""
+        return [client.url for number, client in enumerate(self.clients) if number not in self._asked]
 
     def _name(self, client: Client) -> str:
         with server_errors():
             return next(iter(client.models(self.answer_deadline)), "")
 
     def _all_facts(self) -> list[Facts]:
-        def ask(client: Client) -> Facts:
-            try:
-                return Facts.told(client.rpc("lit_rl_facts", deadline=self.answer_deadline)[0])
-            except ServerRefused as error:
-                raise GenerationError(
-                    f"{error} Its workers do not know lit_rl: start it by `lit-rl serve`, or with "
-                    f"--worker-extension-cls {WORKER_EXTENSION}."
-                ) from error
-
+        """Of the servers that are not lost."""
         with server_errors():
-            return self.transport.everywhere(ask)
+            return at_once([self.clients[server] for server in self._asked], self._facts_of)
+
+    def _facts_of(self, client: Client) -> Facts:
+        try:
+            return Facts.told(client.rpc("lit_rl_facts", deadline=self.answer_deadline)[0])
+        except ServerRefused as error:
+            raise GenerationError(
+                f"{error} Its workers do not know lit_rl: start it by `lit-rl serve`, or with "
+                f"--worker-extension-cls {WORKER_EXTENSION}."
+            ) from error
+
+    def _same(self, server: int, facts: Facts) -> None:
+        if facts.instance != self._instances[server]:
+            raise EngineLost(f"{self.clients[server].url} was restarted: it has lost the policy's weights.")
 
     def facts(self) -> Facts:
         """Of the first server; all have to be alike. The version is None where they hold different ones.
@@ -88,17 +107,16 @@ class ServerEngine:
             GenerationError: the servers differ.
         """
         everyone = self._all_facts()
-        for client, facts, instance in zip(self.clients, everyone, self._instances, strict=True):
-            if facts.instance != instance:
-                raise EngineLost(f"{client.url} was restarted: it has lost the policy's weights.")
-            first = everyone[0]
+        first, *_ = everyone
+        for server, facts in zip(self._asked, everyone, strict=True):
+            self._same(server, facts)
             if (facts.model, facts.dtype) != (first.model, first.dtype):
                 raise GenerationError(
-                    f"The servers differ: {self.clients[0].url} runs {first.model} in {first.dtype}, {client.url} "
-                    f"runs {facts.model} in {facts.dtype}. Start them alike."
+                    f"The servers differ: {self.clients[self._asked[0]].url} runs {first.model} in {first.dtype}, "
+                    f"{self.clients[server].url} runs {facts.model} in {facts.dtype}. Start them alike."
                 )
-        common = everyone[0].version if len({facts.version for facts in everyone}) == 1 else None
-        return replace(everyone[0], version=common)
+        common = first.version if len({facts.version for facts in everyone}) == 1 else None
+        return replace(first, version=common)
 
     # ------------------------------------------------------------------ an update
 
@@ -148,58 +166,71 @@ class ServerEngine:
     # ------------------------------------------------------------------ completions
 
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
-        """Each request goes to the server that has the fewest, and what follows from it to the same one, whose cache
-        holds its text. The servers are looked after meanwhile: one that is silent is found out."""
-        todo = [_Todo() for _ in self.clients]
-        done: queue.SimpleQueue[tuple[int, list[Answer] | Exception]] = queue.SimpleQueue()
-        stop = threading.Event()
-
-        def ask(server: int) -> None:
-            client, name = self.clients[server], self._adapter or self._names[server]
-            while (asked := todo[server].get()) is not None and not stop.is_set():
-                number, request, until = asked
-                try:
-                    done.put((number, ask_server(client, name, number, request, until)))
-                except Exception as error:
-                    done.put((number, error))
-
-        # Daemons: a thread that waits for a server which hangs must not keep the process from ending.
-        threads = min(_AT_ONCE, work.at_once)
-        for server in range(len(self.clients)):
-            for _ in range(threads):
-                threading.Thread(target=ask, args=(server,), daemon=True).start()
+        """See `Dealer` for which server is asked what. The servers are looked after meanwhile: one that is silent is
+        found out."""
+        told = queue.SimpleQueue[tuple[int, Task | None, Said]]()
+        asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), told) for server in self._asked}
         try:
             with server_errors():
-                self._deal(work, todo, done, heartbeat)
+                self._deal(work, asking, told, heartbeat)
         finally:
-            stop.set()
-            for each in todo:
-                for _ in range(threads):
-                    each.put(None)
+            for each in asking.values():
+                each.stop()
+
+    def _asking(self, server: int, threads: int, told: queue.SimpleQueue[tuple[int, Task | None, Said]]) -> Asking:
+        client, name = self.clients[server], self._adapter or self._names[server]
+
+        def look() -> None:
+            with server_errors():
+                self._same(server, self._facts_of(client))
+
+        return Asking(
+            ask=lambda task: ask_server(client, name, task.number, task.request, task.until),
+            look=look,
+            tell=lambda task, said: told.put((server, task, said)),
+            threads=threads,
+        )
 
     def _deal(
-        self, work: Work, todo: Sequence[_Todo], done: queue.SimpleQueue[Any], heartbeat: Heartbeat | None
+        self,
+        work: Work,
+        asking: Mapping[int, Asking],
+        told: queue.SimpleQueue[tuple[int, Task | None, Said]],
+        heartbeat: Heartbeat | None,
     ) -> None:
         """Give out what comes and take in what is done, until nothing is left."""
-        running, homes, looked = [0] * len(todo), dict[int, int](), time.monotonic()
+        servers = list(asking)
+        at_once = [self._rooms[server] for server in servers]
+        dealer = Dealer(rooms_of(ranks.rank(), ranks.world_size(), servers, at_once))
         while True:
-            for number, request in work.requests(wait=not any(running)):
-                home = homes.setdefault(number, running.index(min(running)))
-                running[home] += 1
-                todo[home].put((number, request, time.monotonic() + self.deadline))
-            if not any(running):
+            for number, request in work.requests(wait=not dealer.busy):
+                dealer.add(Task(number, request, time.monotonic() + self.deadline))
+            for server, task in dealer.give():
+                asking[server].put(task)
+            if not dealer.busy:
                 return
             with contextlib.suppress(queue.Empty):
-                number, answers = done.get(timeout=_NEXT)
-                if isinstance(answers, Exception):
-                    raise answers
-                running[homes[number]] -= 1
-                work.done(number, answers)
+                server, task, said = told.get(timeout=_NEXT)
+                if isinstance(said, Exception):
+                    self._failed(dealer, server, said)
+                    asking[server].stop()
+                elif task is not None and dealer.done(server, task.number):
+                    work.done(task.number, said)
             if heartbeat is not None:
                 heartbeat(*work.progress)
-            if time.monotonic() - looked > _LOOK_EVERY:
-                self.facts()  # /health is answered by a process in front of the engine, also where the engine hangs
-                looked = time.monotonic()
+
+    def _failed(self, dealer: Dealer, server: int, error: Exception) -> None:
+        """Go on without a server that is lost, where another is left; else raise what happened.
+
+        An answer that is late is the rollout's own deadline, which no other server could keep.
+        """
+        if server not in dealer.servers:
+            return
+        if not isinstance(error, ServerDead | EngineLost) or len(dealer.servers) == 1:
+            raise error
+        owed = dealer.lose(server)
+        self._asked.remove(server)
+        self._say(f"{error} The rollout goes on: {owed} requests that it has not answered are asked of the others.")
 
 
 class server_errors:

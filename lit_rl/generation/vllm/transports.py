@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -21,6 +21,8 @@ from lit_rl.generation.vllm.calls import ServerDead
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Shapes
 from lit_rl.generation.vllm.host import shared_memory
+
+Result = TypeVar("Result")
 
 CHUNK_BYTES = 2**28
 """What is in flight at once, beside the policy itself: 256 MiB, or one tensor that is larger."""
@@ -51,9 +53,8 @@ class Transport(ABC):
         self.everywhere(lambda client: client.rpc("lit_rl_finish", [version], deadline=self.deadline))
 
     def everywhere(self, call: Callable[[Client], Any]) -> list[Any]:
-        """Call every server at the same time; the first error is raised."""
-        with ThreadPoolExecutor(len(self.clients)) as threads:
-            return list(threads.map(call, self.clients))
+        """`at_once`, of every server."""
+        return at_once(self.clients, call)
 
     def close(self) -> None:  # noqa: B027 (most have nothing to give back)
         """Give back what `send` opened."""
@@ -177,6 +178,12 @@ class NCCL(Transport):
         for sender in self._senders:
             sender.shutdown()
         self._senders = []
+
+
+def at_once(clients: Sequence[Client], call: Callable[[Client], Result]) -> list[Result]:
+    """Call servers at the same time; the first error is raised."""
+    with ThreadPoolExecutor(len(clients)) as threads:
+        return list(threads.map(call, clients))
 
 
 def _source(weights: Iterator[tuple[str, Tensor]], shapes: Shapes, dtype: torch.dtype) -> Any:

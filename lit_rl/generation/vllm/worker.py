@@ -59,6 +59,7 @@ class WeightUpdates:
             "max_model_len": config.model_config.max_model_len,
             "block_size": config.cache_config.block_size,
             "logprobs_mode": config.model_config.logprobs_mode,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_lora_rank": config.lora_config.max_lora_rank if config.lora_config else None,
             "device": torch.device(worker.device).type,
         }

@@ -1,0 +1,68 @@
+"""The threads that wait for one server, one a request, and the one that looks after it meanwhile."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from lit_rl.generation.vllm.dealing import Task
+from lit_rl.generation.vllm.requests import Answer
+
+_LOOK_EVERY = 2.0
+"""Seconds."""
+
+Said = list[Answer] | Exception
+
+
+class Asking:
+    """Asks a server what it is given, until it is stopped.
+
+    The threads are daemons: one that waits for a server which hangs must not keep the process from ending.
+
+    Args:
+        ask: Returns the server's answers.
+        look: Fails where the server is not what it was. /health would not do: a process in front of the engine answers
+            it, also where the engine hangs.
+        tell: Is told of each task what came of it, and of `None` that the server failed when it was looked at.
+        threads: Requests that wait at the same time.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Task], list[Answer]],
+        look: Callable[[], Any],
+        tell: Callable[[Task | None, Said], None],
+        threads: int,
+    ) -> None:
+        self._ask, self._look, self._tell, self._threads = ask, look, tell, threads
+        self._tasks = queue.SimpleQueue[Task | None]()
+        self._stop = threading.Event()
+        for _ in range(threads):
+            threading.Thread(target=self._wait_for_answers, daemon=True).start()
+        threading.Thread(target=self._look_after, daemon=True).start()
+
+    def put(self, task: Task) -> None:
+        self._tasks.put(task)
+
+    def stop(self) -> None:
+        """Ask nothing more. Who waits for an answer goes on waiting, and is not heard."""
+        self._stop.set()
+        for _ in range(self._threads):
+            self._tasks.put(None)
+
+    def _wait_for_answers(self) -> None:
+        while (task := self._tasks.get()) is not None and not self._stop.is_set():
+            try:
+                self._tell(task, self._ask(task))
+            except Exception as error:
+                self._tell(task, error)
+
+    def _look_after(self) -> None:
+        while not self._stop.wait(_LOOK_EVERY):
+            try:
+                self._look()
+            except Exception as error:
+                self._tell(None, error)
+                return

@@ -1,0 +1,105 @@
+"""Which of several servers is asked what: the least loaded one, and another in the place of one that is lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lit_rl.generation.vllm.requests import Request
+
+
+@dataclass(frozen=True)
+class Task:
+    """A request that is to be answered."""
+
+    number: int
+    """Which of the work's."""
+    request: Request
+    until: float
+    """When the answer has to be there, by `time.monotonic`."""
+
+
+def rooms_of(rank: int, world_size: int, servers: Sequence[int], at_once: Sequence[int]) -> dict[int, int]:
+    """The servers in the order of a rank, each with what the rank may give it.
+
+    Ranks do not know what others ask. So each begins at another server, and has its part of what a server takes.
+
+    Args:
+        rank: Ours.
+        world_size: Ranks that ask.
+        servers: Their numbers.
+        at_once: Of each of them, how many completions it is given at once by all ranks together.
+    """
+    rooms = {server: -(-most // world_size) for server, most in zip(servers, at_once, strict=True)}
+    first = rank * len(servers) // world_size
+    return {server: rooms[server] for server in (*servers[first:], *servers[:first])}
+
+
+class Dealer:
+    """Gives each request to the server that holds the fewest tokens; of equals, to the first. Depends on no clock.
+
+    A server is given more as long as it has fewer completions than its room; what is left waits here for whoever is
+    done first. What follows from a request goes to the same server, whose cache holds its text.
+
+    Args:
+        rooms: Of each server, by its number, how many completions it is given at once; in the order of `rooms_of`.
+    """
+
+    def __init__(self, rooms: Mapping[int, int]) -> None:
+        self._rooms = dict(rooms)
+        self._running: dict[int, dict[int, Task]] = {server: {} for server in rooms}
+        self._completions, self._tokens = dict.fromkeys(rooms, 0), dict.fromkeys(rooms, 0)
+        self._homes: dict[int, int] = {}
+        self._at_home: deque[tuple[int, Task]] = deque()
+        self._waiting: deque[Task] = deque()
+
+    @property
+    def servers(self) -> list[int]:
+        """Those that are asked."""
+        return list(self._rooms)
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come."""
+        return bool(self._waiting or self._at_home or any(self._running.values()))
+
+    def add(self, task: Task) -> None:
+        """Something to be asked."""
+        home = self._homes.get(task.number)
+        if home is None:
+            self._waiting.append(task)
+        else:
+            self._at_home.append((home, task))
+
+    def give(self) -> Iterator[tuple[int, Task]]:
+        """What is to be asked now, each with its server."""
+        while self._at_home:
+            yield self._given(*self._at_home.popleft())
+        while self._waiting and (free := [s for s, room in self._rooms.items() if self._completions[s] < room]):
+            yield self._given(min(free, key=lambda server: self._tokens[server]), self._waiting.popleft())
+
+    def _given(self, server: int, task: Task) -> tuple[int, Task]:
+        self._homes[task.number] = server
+        self._running[server][task.number] = task
+        self._completions[server] += task.request.completions
+        self._tokens[server] += task.request.most_tokens
+        return server, task
+
+    def done(self, server: int, number: int) -> bool:
+        """Take an answer in; False where it comes from a server that was lost, and was asked of another."""
+        task = self._running.get(server, {}).pop(number, None)
+        if task is None:
+            return False
+        self._completions[server] -= task.request.completions
+        self._tokens[server] -= task.request.most_tokens
+        return True
+
+    def lose(self, server: int) -> int:
+        """Ask the server nothing more. What it has not answered is asked of the others, first of all; how many."""
+        del self._rooms[server]
+        left = [*self._running.pop(server).values(), *(task for home, task in self._at_home if home == server)]
+        self._at_home = deque((home, task) for home, task in self._at_home if home != server)
+        self._homes = {number: home for number, home in self._homes.items() if home != server}
+        self._waiting.extendleft(reversed(left))
+        return len(left)
