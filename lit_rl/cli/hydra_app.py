@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
+from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record, let_loggers_fail
 from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
@@ -283,7 +283,7 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
         raise ConfigError(f"trainer: {error}") from error
     check_trainer(trainer)
-    return trainer
+    return let_loggers_fail(trainer)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -172,7 +172,7 @@ class RunDir:
         """
         if not self.path.is_dir():
             return
-        logged = self.metrics.exists() and f'"{kept_for}' in self.metrics.read_text()
+        logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
         learned = logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
         if self.path not in made or learned:
             return

@@ -84,7 +84,7 @@ def train(run: Run) -> int:
     started = time.time()
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
-    with _signals(run) as stop:
+    with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:
             summary["before"] = measure(run)
