@@ -26,6 +26,7 @@ from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
     choices,
+    composing,
     data_choice,
     doctoring,
     ends,
@@ -77,6 +78,11 @@ _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 def main() -> int:
     """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
+    with composing.guarded():
+        return _main()
+
+
+def _main() -> int:
     schemas.register()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
     codes: list[int] = []
@@ -183,7 +189,7 @@ def _writes_nothing(config: DictConfig) -> bool:
 def _check(config: DictConfig) -> None:
     """What no command takes."""
     typed = any(o.lstrip("+").startswith("allow_targets=") for o in HydraConfig.get().overrides.task)
-    own_keys.check_added(HydraConfig.get().overrides.task, HydraConfig.get().runtime.choices, config)
+    own_keys.check_read(HydraConfig.get().runtime.choices, config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.task == "replay":
@@ -264,6 +270,7 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     settings["plugins"] = [*_as_list(settings["plugins"]), atomic]
     settings = {name: build(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}
 
+    _check_nodes(tree)
     callbacks = [build(node) for node in (tree.get("callbacks") or {}).values() if node]
     unwanted: tuple[type, ...] = () if settings["enable_progress_bar"] in (None, True) else (ProgressBar,)
     if settings["enable_checkpointing"] is False or dry:
@@ -275,6 +282,8 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
 
     settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
+    if wrong := [callback for callback in settings["callbacks"] if not isinstance(callback, L.Callback)]:
+        raise ConfigError(f"{wrong[0]!r} is no callback: callbacks and trainer.callbacks are those of Lightning.")
     settings["logger"] = loggers or False
     settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
     settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
@@ -284,6 +293,16 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         raise ConfigError(f"trainer: {error}") from error
     check_trainer(trainer)
     return let_loggers_fail(trainer)
+
+
+def _check_nodes(tree: dict[str, Any]) -> None:
+    """Refuse a callback or a logger that nothing says how to build."""
+    for group in ("callbacks", "logger"):
+        for name, node in (tree.get(group) or {}).items():
+            if node and not (isinstance(node, dict) and "_target_" in node):
+                raise ConfigError(
+                    f"{group}.{name}={node!r} builds nothing: it needs a class, {group}.{name}._target_=PACKAGE.CLASS."
+                )
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -299,14 +318,22 @@ def _resolve_run_dir(config: DictConfig) -> Path:
     elif config.run_dir:
         path = Path(str(config.run_dir)).expanduser()
         try:
-            path.exists()
-        except OSError as error:
-            raise StorageError(f"run_dir={path} cannot be a folder's name: {error.strerror}.") from error
+            path.lstat()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # too long, below a file, a NUL in it
+            if not isinstance(error, NotADirectoryError):  # said where it is opened
+                name = repr(str(path)) if len(str(path)) < 300 else f"{str(path)[:200]!r}..."
+                raise StorageError(f"run_dir={name} cannot be a folder's name: {_reason(error)}.") from error
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
         path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
     return path
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _reserved(path: Path) -> tuple[RunDir, list[Path]]:

@@ -277,7 +277,7 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     before = {number: signal.signal(number, leave) for number in signals_of(run.trainer)} if catches else {}
     streams = sys.stdout, sys.stderr
     if catches:
-        sys.stdout, sys.stderr = (Terminal(stream) if stream.isatty() else stream for stream in streams)
+        sys.stdout, sys.stderr = map(Terminal, streams)
     try:
         yield found[0] if found else GracefulStop()
     finally:
