@@ -53,8 +53,8 @@ cli.main([])
 def test_an_output_that_takes_nothing_or_not_every_letter_changes_no_exit_code() -> None:
     """A disk that is full, and a locale without UTF-8."""
     with open("/dev/full", "w") as full:
-        lost = subprocess.run([sys.executable, "-c", OUTPUT], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (lost.returncode, lost.stderr) == (5, "")
+        lost = subprocess.run([sys.executable, "-c", OUTPUT], env={}, stdout=full, stderr=subprocess.PIPE)
+    assert (lost.returncode, lost.stderr) == (5, b"")
     variables = {"PYTHONIOENCODING": "latin-1"}
     said = subprocess.run([sys.executable, "-c", OUTPUT], env=variables, capture_output=True, text=True)
     assert (said.returncode, said.stdout, said.stderr) == (5, "\\u2603\n", "")
