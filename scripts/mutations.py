@@ -254,6 +254,14 @@ MUTATIONS = [
         "tests/runs/test_full_disk.py",
     ),
     Mutation(
+        "logger",
+        "a logger that fails ends the run",
+        "lit_rl/callbacks/unwritten.py",
+        "            self.note(what, error, time.monotonic() - began)\n",
+        "            raise\n",
+        "tests/runs/test_failing_loggers.py",
+    ),
+    Mutation(
         "other-image",
         "where rows are joined, the later ones see the images of the earlier",
         "lit_rl/vision.py",

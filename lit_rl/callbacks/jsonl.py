@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from lightning.pytorch.utilities import rank_zero_only
 class JsonlLogger(Logger):
     """Writes every metric that is logged as JSON lines `{"step": ..., name: value, ...}`.
 
+    Lines that cannot be written wait in memory for the next call; the file never ends within one.
+
     Args:
         path: The file. It is appended to, so a resumed run goes on in it.
     """
@@ -22,6 +26,7 @@ class JsonlLogger(Logger):
     def __init__(self, path: str | Path) -> None:
         super().__init__()
         self.path = Path(path)
+        self._waiting: list[str] = []
 
     @property
     def name(self) -> str:
@@ -33,10 +38,29 @@ class JsonlLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         row = {"step": step, **{name: _plain(value) for name, value in metrics.items()}}
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        self._waiting.append(json.dumps(row) + "\n")
+        self.save()
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Append what waits.
+
+        Raises:
+            OSError: the file cannot be written. It is as it was.
+        """
+        if not self._waiting:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        before = self.path.stat().st_size if self.path.exists() else 0
+        try:
+            with self.path.open("a") as file:
+                file.write("".join(self._waiting))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self.path, before)
+            raise
+        self._waiting.clear()
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
         """Nothing: config.yaml holds them."""

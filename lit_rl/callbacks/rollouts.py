@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,14 +91,15 @@ class SavedRollout:
 
     def write(self, path: Path) -> None:
         """Tensors, numbers and strings only. Beside the target first, then renamed: it is there whole or not at all."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(".partial")  # one name, so that a killed run leaves no more than one of them
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
                 torch.save(state.to_plain(self), file)
             partial.replace(path)
         except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
             raise StorageError(f"The rollout {path} could not be written: {error}.") from error
 
     def __len__(self) -> int:

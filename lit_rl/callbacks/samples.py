@@ -16,6 +16,7 @@ from lit_rl.callbacks.due import Due
 from lit_rl.callbacks.kept_images import arrow_images, image_features
 from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.text import console_table, markdown_table, printable
+from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import in_range
 
 _IN_LOGGERS = 50
@@ -26,6 +27,7 @@ class Samples(L.Callback):
     """Writes every rollout of rank 0 to `samples/` in the Trainer's `default_root_dir`, and shows a few rows at times.
 
     Images are shown small, on the console by their names. In the files they are columns of `datasets.Image`.
+    A file or a table that cannot be written is warned of, and the run goes on (`unwritten`).
 
     Args:
         print: Rows shown at a time; 0 shows none.
@@ -41,6 +43,7 @@ class Samples(L.Callback):
         self._due = Due("callbacks.samples.every", _IN_LOGGERS if every is None else every)
         self._unshown: tuple[int, dict[str, list[Any]]] | None = None
         self._evaluated: dict[int, dict[str, list[Any]]] = {}
+        self.unwritten = Unwritten("Samples")
 
     def state_dict(self) -> dict[str, Any]:
         return {"last": self._due.last}
@@ -56,8 +59,10 @@ class Samples(L.Callback):
         self._write(trainer, table, f"step_{step:08d}")
         before = self._due.last
         due = self._due.at(step)
-        if due and (rows := self._pick(table)):
-            _log(trainer, rows, step)
+        if due:
+            with self.unwritten.spared("a table for loggers"):
+                if rows := self._pick(table):
+                    _log(trainer, rows, step)
         if self.every is None:
             middle = trainer.estimated_stepping_batches / 2
             due = before is None or before < middle <= step
@@ -71,8 +76,9 @@ class Samples(L.Callback):
             self._unshown = None
 
     def _print(self, step: int, table: dict[str, list[Any]]) -> None:
-        if rows := self._pick(table):
-            console_table(f"rollout at step {step}", rows)
+        with self.unwritten.spared("a table on the console"):
+            if rows := self._pick(table):
+                console_table(f"rollout at step {step}", rows)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._evaluated = {}
@@ -107,10 +113,15 @@ class Samples(L.Callback):
         return folder
 
     def _write(self, trainer: L.Trainer, table: dict[str, list[Any]], name: str) -> None:
-        target = self._folder(trainer) / f"{name}.parquet"
-        partial = target.with_suffix(".partial")
-        write_parquet(table, partial)
-        partial.replace(target)
+        with self.unwritten.spared(f"samples/{name}.parquet"):
+            target = self._folder(trainer) / f"{name}.parquet"
+            partial = target.with_suffix(".partial")
+            try:
+                write_parquet(table, partial)
+                partial.replace(target)
+            except Exception:
+                partial.unlink(missing_ok=True)
+                raise
 
     def _pick(self, table: dict[str, list[Any]]) -> list[dict[str, Any]]:
         shown, seen = [], set()

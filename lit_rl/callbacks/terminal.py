@@ -1,4 +1,4 @@
-"""A terminal that goes while a run writes to it: the run is saved all the same."""
+"""An output that takes no more while a run writes to it, such as a terminal that is gone, does not end the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 
 class Terminal:
-    """A stream of a terminal. What is written in the moment between its end and the signal that says so is lost.
+    """A stream that a run tells what it does. What cannot be written there is lost: a terminal is gone, and the signal
+    that says so is on its way; the reader of a pipe has left; a disk is full.
 
     Args:
         stream: `sys.stdout` or `sys.stderr`.

@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is not None:
         sys.argv = [sys.argv[0], *arguments]
-    sys.exit(run(arguments))
+    code = run(arguments)
+    process.let_go_of_output()
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -22,11 +22,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record
+from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record, let_loggers_fail
 from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
     choices,
+    config_files,
     data_choice,
     doctoring,
     ends,
@@ -88,6 +89,11 @@ _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 
 def main() -> int:
     """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
+    with config_files.bounded():
+        return _main()
+
+
+def _main() -> int:
     schemas.register()
     hydra_node.install()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
@@ -272,7 +278,7 @@ def _writes_nothing(config: DictConfig) -> bool:
 def _check(config: DictConfig) -> None:
     """What no command takes."""
     typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
-    own_keys.check_added(HydraConfig.get().overrides.task, HydraConfig.get().runtime.choices, config)
+    own_keys.check_read(HydraConfig.get().runtime.choices, config)
     if config.allow_targets and not typed:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
@@ -357,6 +363,7 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     settings["plugins"] = [*_as_list(settings["plugins"]), atomic]
     settings = {name: build(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}
 
+    _check_nodes(tree)
     callbacks = [build(node) for node in (tree.get("callbacks") or {}).values() if node]
     unwanted: tuple[type, ...] = () if settings["enable_progress_bar"] in (None, True) else (ProgressBar,)
     if settings["enable_checkpointing"] is False or dry:
@@ -368,6 +375,8 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
 
     settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
+    if wrong := [callback for callback in settings["callbacks"] if not isinstance(callback, L.Callback)]:
+        raise ConfigError(f"{wrong[0]!r} is no callback: callbacks and trainer.callbacks are those of Lightning.")
     settings["logger"] = loggers or False
     settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
     settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
@@ -376,7 +385,17 @@ def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
         raise ConfigError(f"trainer: {error}") from error
     check_trainer(trainer)
-    return trainer
+    return let_loggers_fail(trainer)
+
+
+def _check_nodes(tree: dict[str, Any]) -> None:
+    """Refuse a callback or a logger that nothing says how to build."""
+    for group in ("callbacks", "logger"):
+        for name, node in (tree.get(group) or {}).items():
+            if node and not (isinstance(node, dict) and "_target_" in node):
+                raise ConfigError(
+                    f"{group}.{name}={node!r} builds nothing: it needs a class, {group}.{name}._target_=PACKAGE.CLASS."
+                )
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -392,14 +411,22 @@ def _resolve_run_dir(config: DictConfig) -> Path:
     elif config.run_dir:
         path = Path(str(config.run_dir)).expanduser()
         try:
-            path.exists()
-        except OSError as error:
-            raise StorageError(f"run_dir={path} cannot be a folder's name: {error.strerror}.") from error
+            path.lstat()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # too long, below a file, a NUL in it
+            if not isinstance(error, NotADirectoryError):  # said where it is opened
+                name = repr(str(path)) if len(str(path)) < 300 else f"{str(path)[:200]!r}..."
+                raise StorageError(f"run_dir={name} cannot be a folder's name: {_reason(error)}.") from error
     else:
         stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
         what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
         path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
     return path
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _reserved(path: Path) -> tuple[RunDir, list[Path]]:

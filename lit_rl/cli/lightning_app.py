@@ -26,7 +26,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop
+from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, let_loggers_fail
 from lit_rl.cli import ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_data import data_module_of
@@ -34,7 +34,7 @@ from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import parameters
-from lit_rl.commands import evaluate
+from lit_rl.commands import evaluate, report
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
@@ -217,7 +217,11 @@ class CommandLine(LightningCLI):
             self._get(self.config, "trainer")["precision"] = choice.precision  # as `SaveConfig` writes it
             if trainer.is_global_zero:
                 choice.say()
-        return trainer
+        return let_loggers_fail(trainer)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        with report.told_what_is_missing(self.trainer):
+            super()._run_subcommand(subcommand)
 
     def predict(self, model: Any, datamodule: Any, ckpt_path: str | None = None) -> None:
         """Completions of the validation prompts, one JSON line each, in `predictions.jsonl`."""

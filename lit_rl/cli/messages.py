@@ -73,7 +73,7 @@ def translated(error: BaseException) -> LitRLError | None:
     """The error as one of ours, or None where it is a defect."""
     if isinstance(error, LitRLError):
         return error
-    for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk):
+    for handler in (_hydra, _yaml, of_other_processes, _lightning, _memory, _full_disk, _long_name):
         if (ours := handler(error)) is not None:
             return ours
     return None
@@ -111,6 +111,8 @@ def _hydra(error: BaseException) -> LitRLError | None:
                 f"{group}={choice} is not a choice.{did_you_mean(choice, link.options)} "
                 f"{group} has: {', '.join(o for o in link.options if o != '_')}."
             )
+    if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
+        return ConfigError(f"One of the words is no key=value: {error}.")
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
         error = next((link for link in chain if isinstance(link, HydraException)), error)
     if isinstance(error, (HydraException, OmegaConfBaseException)):
@@ -170,6 +172,12 @@ def _full_disk(error: BaseException) -> LitRLError | None:
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
+
+
+def _long_name(error: BaseException) -> LitRLError | None:
+    if not isinstance(error, OSError) or error.errno != errno.ENAMETOOLONG:
+        return None
+    return ConfigError(f"The name of a file or folder is too long for its disk: {str(error.filename)[:100]!r}...")
 
 
 def _lightning(error: BaseException) -> LitRLError | None:

@@ -86,6 +86,8 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals or word.startswith("-"):
             out.append(word)
             continue
+        if value == "~" or value.startswith("~/"):  # which shells leave as it is behind a `=`, and Hydra cannot read
+            value = _quoted(str(Path(value).expanduser()))
         if key in AMBIGUOUS:
             raise ConfigError(f"{key} is no key here. What it may mean: {AMBIGUOUS[key]}.")
         if key == "beta" and any(w.startswith("algo=rloo") for w in words):

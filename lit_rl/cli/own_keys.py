@@ -19,11 +19,10 @@ def typed() -> list[str]:
     return [override.lstrip("+~").partition("=")[0] for override in HydraConfig.get().overrides.task]
 
 
-def check_added(overrides: Sequence[str], groups: Iterable[str], config: DictConfig) -> None:
-    """Refuse `+name=value` at the top, which Hydra adds and nothing reads.
+def check_read(groups: Iterable[str], config: DictConfig) -> None:
+    """Refuse a key at the top that nothing reads: added by `+name=value`, or by a file of the user's.
 
     Args:
-        overrides: As they were typed.
         groups: Of the configuration.
         config: As it was composed: a name that it refers to, as `${name}`, is read.
 
@@ -31,11 +30,8 @@ def check_added(overrides: Sequence[str], groups: Iterable[str], config: DictCon
         ConfigError: names the first such key, and the nearest that is read.
     """
     known = {*groups, "hydra", *listing.keys()}
-    for override in overrides:
-        name = override.lstrip("+").partition("=")[0]
-        if not override.startswith("+") or {".", "/", "@"} & set(name) or name in known:
-            continue
-        if not re.search(rf"\$\{{{name}[.}}]", OmegaConf.to_yaml(config, resolve=False)):
+    for name in (str(key) for key in config):
+        if name not in known and not re.search(rf"\$\{{{name}[.}}]", OmegaConf.to_yaml(config, resolve=False)):
             raise ConfigError(f"{name} is no key: nothing would read it.{did_you_mean(name, known)}")
 
 

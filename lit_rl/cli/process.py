@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import sys
 from pathlib import Path
@@ -15,12 +16,29 @@ def prepare() -> None:
     """Set what is read when libraries load. What the user has set stays."""
     # Forked tokenizers would warn at every start.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for stream in (sys.stdout, sys.stderr):  # in a locale without UTF-8 a prompt must not end a run
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     # Threads that wait for each other spin for a moment only and then sleep. On a shared machine spinning made a step
     # several times slower; without any, a decoded token waits for threads to wake up (a tenth of a step).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     if not _has_gpu() and not any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         keep_freed_memory()
+
+
+def let_go_of_output() -> None:
+    """Write out what waits. Where that fails (a full disk, a pipe that nobody reads) it is lost.
+
+    Python would try again at its end, and leave with another exit code than it was given.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 def keep_freed_memory() -> bool:

@@ -47,16 +47,17 @@ def growth(play: Callable[[int], None], cases: int, budget: float) -> Growth:
     rounds = min(math.ceil(_MOST / cases), int((budget - spent) / spent / 2))
     if (episodes := rounds * cases) < _LEAST:
         return Growth(0, {})
-    looks = [_held()]
+    looks = [held()]
     for _ in range(2):
         for number in range(episodes):
             play(number % cases)
-        looks.append(_held())
+        looks.append(held())
     grown = {name: min(b[name] - a[name] for a, b in pairwise(looks)) / episodes for name in looks[0]}
     return Growth(episodes, {name: each for name, each in grown.items() if each >= _FROM[name]})
 
 
-def _held() -> dict[str, float]:
+def held() -> dict[str, float]:
+    """What this process holds: counts, and KiB of memory of its own. Cyclic garbage is collected before."""
     gc.collect()
     _give_back()  # else what leaks fills memory that was freed before, unseen
     # Small blocks of Python's own allocator: counting them costs nothing, unlike tracing each.

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 from rich.console import Console
 from rich.table import Table
 
+from lit_rl.callbacks.unwritten import not_written
 from lit_rl.errors import StorageError
 from lit_rl.rollout import PromptForm
 
@@ -38,12 +42,23 @@ def phase_totals(metrics: Path) -> dict[str, dict[str, float]]:
 
 def read_rows(metrics: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl; none where there is no file."""
-    if not metrics.exists():
+    if not metrics.is_file():
         return []
     try:
         return [json.loads(line) for line in metrics.read_text().splitlines()]
     except json.JSONDecodeError as error:
         raise StorageError(f"{metrics} is damaged: {error}.") from error
+
+
+@contextmanager
+def told_what_is_missing(trainer: L.Trainer) -> Iterator[None]:
+    """However this ends: one line where loggers or samples of it could not be written."""
+    try:
+        yield
+    finally:
+        if missing := not_written(trainer):
+            line = f"not written   {'; '.join(map(str, missing))}"
+            Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def closing_table(summary: dict[str, Any]) -> None:

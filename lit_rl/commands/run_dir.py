@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,21 +71,21 @@ class RunDir:
         return self.path / "config.yaml"
 
     def read_summary(self) -> dict[str, Any]:
-        """What the summary says so far; empty where there is none."""
+        """What the summary says so far; empty where there is none. Nothing depends on a damaged one: it is made anew,
+        with a warning."""
         if not self.summary.is_file():
             return {}
         try:
             summary = json.loads(self.summary.read_text())
         except ValueError as error:
-            raise StorageError(
-                f"{self.summary} is not JSON ({error}): remove it to go on, or take another run_dir."
-            ) from error
-        if not isinstance(summary, dict):
-            raise StorageError(
-                f"{self.summary} is the summary of no run (a {type(summary).__name__}): remove it to go on, or take "
-                "another run_dir."
-            )
-        return summary
+            summary = error
+        if isinstance(summary, dict):
+            return summary
+        what = f"not JSON: {summary}" if isinstance(summary, ValueError) else f"a {type(summary).__name__}"
+        warnings.warn(
+            f"{self.summary} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=2
+        )
+        return {}
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         _replace(self.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
@@ -181,7 +182,7 @@ class RunDir:
         """
         if not self.path.is_dir():
             return
-        logged = self.metrics.exists() and f'"{kept_for}' in self.metrics.read_text()
+        logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
         learned = logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
         if self.path not in made or learned:
             return

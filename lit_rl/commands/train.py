@@ -84,7 +84,7 @@ def train(run: Run) -> int:
     started = time.time()
     summary = run.run_dir.read_summary() if run.ckpt_path else {}
     earlier = summary.get("seconds", 0.0)
-    with _signals(run) as stop:
+    with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:
             summary["before"] = measure(run)
@@ -278,7 +278,7 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     before = {number: signal.signal(number, leave) for number in signals_of(run.trainer)} if catches else {}
     streams = sys.stdout, sys.stderr
     if catches:
-        sys.stdout, sys.stderr = (Terminal(stream) if stream.isatty() else stream for stream in streams)
+        sys.stdout, sys.stderr = map(Terminal, streams)
     try:
         yield found[0] if found else GracefulStop()
     finally:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from tiers import quick
 
 from lit_rl.cli import build, hydra_node
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
 
 ROWS: list[tuple[str, list[str], int, list[str]]] = [
@@ -64,6 +65,10 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("devices-negative", ["trainer.devices=-2"], 2, ["trainer: `devices`"]),
     ("never-saved", ["callbacks.checkpoint.every_n_train_steps=0"], 2, ["every_n_train_steps=0", "[1, inf]"]),
     ("long-name", ["run_dir=" + "x" * 300], 7, ["run_dir=x", "File name too long"]),
+    ("callback-scalar", ["+callbacks.x=3"], 2, ["callbacks.x=3", "callbacks.x._target_="]),
+    ("callback-of-trainer", ["trainer.callbacks=[3]"], 2, ["3 is no callback"]),
+    ("no-key", ["seed=1", "=3"], 2, ["no key=value"]),
+    ("nul", ["run_dir='a\0b'"], 7, ["run_dir='a", "embedded null byte"]),
     ("clip-low", ["algo.loss.clip_low=0"], 2, ["algo.loss.clip_low=0", "(0, 1]"]),
     ("clip-high", ["algo.loss.clip_high=-0.2"], 2, ["algo.loss.clip_high=-0.2", "(0, inf]"]),
     ("clip-delta", ["algo.loss.delta=1.0"], 2, ["algo.loss.delta=1", "(1.2, inf]"]),
@@ -263,6 +268,13 @@ class TestRunDirectory:
         assert outcome.code == 0 and "nothing to do" in outcome.out
         assert {path: path.stat().st_mtime_ns for path in (cwd / "run").rglob("*")} == before
 
+    @pytest.mark.all
+    @pytest.mark.parametrize("summary", [b'{"status": "fin', b"[1]", b"\x00\xff"], ids=["torn", "list", "bytes"])
+    def test_with_a_damaged_summary(self, tmp_path: Path, summary: bytes):
+        (tmp_path / "summary.json").write_bytes(summary)
+        with pytest.warns(UserWarning, match="summary.json is damaged"):
+            assert RunDir(tmp_path).read_summary() == {}
+
     def test_of_a_run_that_did_not_finish(self, step: Command, cwd: Path):
         (cwd / "run").mkdir()
         (cwd / "run" / "config.yaml").write_text("{algo: {}, data: {}, run_dir: run, task: fit, trainer: {}}\n")
@@ -287,6 +299,21 @@ YAMLS = {
     "not-yaml": ("algo: [1, 2\n", "line"),
     "alias": ("algo: {beta: *unknown}\n", "unknown"),
     "list": ("- 1\n- 2\n", "mine"),
+    "bomb": (
+        "a0: &a0 [x, x, x, x, x, x, x, x]\n"
+        + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 9)),
+        "once its aliases",
+    ),
+    "deep": ("seed: " + "[" * 3000 + "]" * 3000 + "\n", "nested too deeply"),
+    "key-of-nothing": ("lit_rl_version: 99\n", "lit_rl_version is no key"),
+    "hydra-callback": (
+        "hydra: {callbacks: {x: {_target_: shutil.copyfile, src: a, dst: canary}}}\n",
+        "hydra.callbacks.x",
+    ),
+    "hydra-log": (
+        "hydra: {job_logging: {handlers: {x: {class: shutil.copyfile, src: a, dst: canary}}}}\n",
+        "hydra.job_logging.handlers.x.class",
+    ),
 }
 
 

@@ -86,3 +86,11 @@ def test_a_run_by_other_words(command: Command, cwd, tmp_path, tiny_dir):
     assert "Read as model=local" in outcome.err and "optimizer.lr=1e-4 algo.group_size=2" in outcome.err
     refused(command("batch_size=8"), 2, "data.prompts_per_rollout", "data.batch_size")
     assert contents(cwd) == ["mine.py"] or contents(cwd)[0] == "__pycache__"
+
+
+def test_a_home_is_found_behind_the_equals_sign(monkeypatch: pytest.MonkeyPatch):
+    """Where shells leave it alone, and Hydra's grammar has no such word."""
+    monkeypatch.setenv("HOME", "/home/some one")
+    words, read = translated(["data.path=~/x.jsonl", "run_dir=~", "~callbacks.samples"])
+    assert words == ["data.path='/home/some one/x.jsonl'", "run_dir='/home/some one'", "~callbacks.samples"]
+    assert read == words[:2]

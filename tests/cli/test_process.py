@@ -36,3 +36,25 @@ def test_freed_memory_stays_with_the_process(setting: str, variables: dict[str, 
     code = FREED.format(setting=setting)
     out = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
     assert (float(out.stdout) > 200) == kept
+
+
+OUTPUT = """
+import sys
+from lit_rl import cli
+def run(arguments):
+    cli.process.prepare()
+    print("\\u2603")
+    return 5
+cli.run = run
+cli.main([])
+"""
+
+
+def test_an_output_that_takes_nothing_or_not_every_letter_changes_no_exit_code() -> None:
+    """A disk that is full, and a locale without UTF-8."""
+    with open("/dev/full", "w") as full:
+        lost = subprocess.run([sys.executable, "-c", OUTPUT], env={}, stdout=full, stderr=subprocess.PIPE)
+    assert (lost.returncode, lost.stderr) == (5, b"")
+    variables = {"PYTHONIOENCODING": "latin-1"}
+    said = subprocess.run([sys.executable, "-c", OUTPUT], env=variables, capture_output=True, text=True)
+    assert (said.returncode, said.stdout, said.stderr) == (5, "\\u2603\n", "")
