@@ -64,7 +64,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("devices-word", ["trainer.devices=word"], 2, ["trainer: `devices`"]),
     ("devices-negative", ["trainer.devices=-2"], 2, ["trainer: `devices`"]),
     ("never-saved", ["callbacks.checkpoint.every_n_train_steps=0"], 2, ["every_n_train_steps=0", "[1, inf]"]),
-    ("long-name", ["run_dir=" + "x" * 300], 7, ["run_dir=x", "File name too long"]),
+    ("long-name", ["run_dir=" + "x" * 300], 7, ["run_dir='x", "File name too long"]),
     ("callback-scalar", ["+callbacks.x=3"], 2, ["callbacks.x=3", "callbacks.x._target_="]),
     ("callback-of-trainer", ["trainer.callbacks=[3]"], 2, ["3 is no callback"]),
     ("no-key", ["seed=1", "=3"], 2, ["no key=value"]),
