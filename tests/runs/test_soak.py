@@ -59,3 +59,10 @@ def test_a_run_is_flat_and_a_planted_leak_is_found(soak, family: str, leak: int,
     verdict = soak.judged(soak.looked_at(family, 60, tmp_path, f"+callbacks.looks.leak={leak}"))
     assert verdict.memory == pytest.approx(leak, abs=soak.BOUND)
     assert verdict.grown == (("memory",) if leak else ())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("calls, grown", [(10, ()), (0, ("worker processes",))], ids=["renewed", "never renewed"])
+def test_a_leaking_reward_is_contained_where_its_process_is_renewed(soak, calls: int, grown: tuple, tmp_path: Path):
+    verdict = soak.judged(soak.looked_at("leaking-reward", 60, tmp_path, f"reward.recycle_after={calls}"))
+    assert verdict.grown == grown
