@@ -23,13 +23,14 @@ def check_read(groups: Iterable[str], config: DictConfig) -> None:
     """Refuse a key at the top that nothing reads: added by `+name=value`, or by a file of the user's.
 
     Args:
-        groups: Of the configuration.
+        groups: Of the configuration, the user's own among them.
         config: As it was composed: a name that it refers to, as `${name}`, is read.
 
     Raises:
         ConfigError: names the first such key, and the nearest that is read.
     """
-    known = {*groups, "hydra", *listing.keys()}
+    ours = listing.groups([listing.conf_folder()])  # those of which several were chosen are not among `groups`
+    known = {*groups, *ours, "hydra", *listing.keys()}
     for name in (str(key) for key in config):
         if name not in known and not re.search(rf"\$\{{{name}[.}}]", OmegaConf.to_yaml(config, resolve=False)):
             raise ConfigError(f"{name} is no key: nothing would read it.{did_you_mean(name, known)}")
