@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.errors import TERMINATED, ConfigError, in_range
+from lit_rl.generation.vllm import keyed
 from lit_rl.generation.vllm.launch import ServerProcess, checked_port, server_arguments, temporary_log
 from lit_rl.generation.vllm.settings import (
     EngineSettings,
@@ -82,10 +83,11 @@ def _server(job: Serve) -> ServerProcess:
     log = temporary_log() if job.log is None else Path(job.log).expanduser()
     reached = _EVERYWHERE.get(job.host, job.host)
     url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-    if job.host not in _LOOPBACK:
-        _note(
-            f"serve.host={job.host}: whoever reaches this port can use the model, replace its weights and run code in "
-            "the server; a key (VLLM_API_KEY) guards its completions only. Let only the trainer reach it."
+    if job.host not in _LOOPBACK and not keyed.key():
+        raise ConfigError(
+            f"serve.host={job.host} without a key: whoever reaches this port could replace the weights and run code in "
+            f"the server. Set the environment variable {keyed.KEY} to a secret, here and where the training runs, or "
+            "listen on 127.0.0.1."
         )
     _note(f"Starting vLLM for {model.name} on port {port}; its output is in {log}")
     return ServerProcess(arguments, url=url, cpu=cpu, log=log)

@@ -15,9 +15,11 @@ import pytest
 import torch
 from server_processes import Served, children, end, is_free, start, until
 
-from lit_rl.errors import GenerationError
+from lit_rl.commands.serve import Serve, serve
+from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.vllm.calls import ServerHung, ServerRefused
 from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.keyed import KEY
 from lit_rl.generation.vllm.launch import ServerProcess, group_members, server_arguments
 from lit_rl.generation.vllm.settings import EngineSettings, model_arguments
 from lit_rl.models import LanguageModel
@@ -31,11 +33,13 @@ SOON = 240.0
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    running = start(tmp_path_factory.mktemp("serve"), f"model.lora.r={RANK}", f"generator.max_model_len={LENGTH}")
-    try:
-        yield running.wait_ready()
-    finally:
-        end(running)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY, "of-these-tests")
+        running = start(tmp_path_factory.mktemp("serve"), f"model.lora.r={RANK}", f"generator.max_model_len={LENGTH}")
+        try:
+            yield running.wait_ready()
+        finally:
+            end(running)
 
 
 def complete(client: Client, **fields: Any) -> list[dict[str, Any]]:
@@ -63,6 +67,21 @@ def test_it_says_what_a_run_has_to_be_given(served):
     described = ["model=tiny", f"model.lora.r={RANK}", f"generator.max_model_len={LENGTH}"]
     assert words == ["generator=vllm_server", f"generator.urls=[{served.url}]", *described]
     assert f"up to {LENGTH} tokens" in served.said
+
+
+def test_every_route_asks_for_the_key_and_an_open_address_needs_one(served, monkeypatch):
+    """vLLM's own guard leaves those open that replace weights and call any method of a worker."""
+    client = Client(served.url)
+    assert client.rpc("lit_rl_facts", deadline=60)
+    for key in ("", "of-these-test"):
+        monkeypatch.setenv(KEY, key)
+        for route in ("/collective_rpc", "/pause", "/v1/completions", "/openapi.json"):
+            with pytest.raises(ServerRefused, match="401"):
+                client.post(route, 60.0, {})
+        client.get("/health", 60.0)
+    monkeypatch.setenv(KEY, "")
+    with pytest.raises(ConfigError, match=f"serve.host=0.0.0.0 without a key.*{KEY}"):
+        serve(Serve(LanguageModel("tiny"), EngineSettings(), host="0.0.0.0"))
 
 
 def test_token_ids_go_in_and_come_out_with_the_models_own_logprobs(served):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import time
 import urllib.request
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode, urlsplit
 
 from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import keyed
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_KEY = "VLLM_API_KEY"
 _LONGEST_MESSAGE = 600
 LARGEST_ANSWER = 2**28
 """Bytes: a completion of a million tokens with its log-probs has less."""
@@ -54,7 +53,7 @@ class ServerRefused(ServerError):
 class JSONCalls:
     """Calls of one server. Holds no connection, so threads may share it.
 
-    A bearer key is taken from the environment variable VLLM_API_KEY, as vLLM's server does, and from nowhere else.
+    A bearer key is taken from the environment variable VLLM_API_KEY, as the server does, and from nowhere else.
     Proxies of the environment are used, but never for this machine. A request that is given up is dropped by vLLM too,
     since its connection closes.
 
@@ -98,8 +97,8 @@ class JSONCalls:
         if deadline <= 0:
             raise ServerHung(self.url, call, "no time was left for it.")
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if key := os.environ.get(_KEY, "").strip():
-            headers["Authorization"] = f"Bearer {key}"
+        if secret := keyed.key():
+            headers["Authorization"] = f"Bearer {secret}"
         asked = urlencode(query, doseq=True)
         address = f"{self.url}{route}?{asked}" if asked else f"{self.url}{route}"
         data = None if body is None and verb == "GET" else json.dumps(body or {}, allow_nan=False).encode()
@@ -148,7 +147,7 @@ class JSONCalls:
             return ServerDead(self.url, call, "it is shutting down")
         advice = ""
         if error.code == 401:
-            advice = f" The server wants a key: set the environment variable {_KEY}."
+            advice = f" The server wants a key: set the environment variable {keyed.KEY}."
         elif error.code == 404 and not call.partition(" ")[2].startswith("/v1/"):
             advice = (
                 " The server lacks the routes of training: start it with `lit-rl serve`, or VLLM_SERVER_DEV_MODE=1."
@@ -177,7 +176,9 @@ def checked_url(url: str, key: str) -> str:
     except ValueError as error:
         raise ConfigError(f"{key}: {url!r} is no address of a server: {error}.") from error
     if parts.username or parts.password:
-        raise ConfigError(f"{key} holds a user name or a password: put a key into the environment variable {_KEY}.")
+        raise ConfigError(
+            f"{key} holds a user name or a password: put a key into the environment variable {keyed.KEY}."
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{key}: {url!r} is no address of a server: it reads http://host:port.")
     if parts.path.rstrip("/") or parts.query or parts.fragment:

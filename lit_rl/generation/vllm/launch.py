@@ -19,6 +19,7 @@ from typing import Any
 
 from lit_rl import supervisor
 from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.generation.vllm import keyed
 from lit_rl.generation.vllm.calls import ServerError
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.settings import SERVER, environment
@@ -34,7 +35,7 @@ _EXCEPTION = re.compile(r"^(?:\([^)]*\) ERROR [^\]]*\] )?([\w.]*(?:Error|Excepti
 def server_arguments(
     engine: Mapping[str, Any], *, name: str, host: str, port: int, transfer: str | None = None
 ) -> list[str]:
-    """Flags of vLLM's OpenAI-compatible server.
+    """Flags of vLLM's OpenAI-compatible server. Where the environment has a key, every route asks for it.
 
     Args:
         engine: Engine arguments by vLLM's names, those of `settings.model_arguments` among them.
@@ -46,6 +47,8 @@ def server_arguments(
     flags = {**engine, "served_model_name": name, "host": host, "port": port, "uvicorn_log_level": "warning"}
     if transfer is not None:
         flags["weight_transfer_config"] = {"backend": transfer}
+    if keyed.key():
+        flags["middleware"] = f"{keyed.Keyed.__module__}.{keyed.Keyed.__name__}"
     words = ["--disable-uvicorn-access-log"]
     for key, value in flags.items():
         flag = key.replace("_", "-")

@@ -1,0 +1,54 @@
+"""A key for every route of a vLLM server: its own guards completions, and not those that replace weights."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+KEY = "VLLM_API_KEY"
+"""The environment variable that holds the key, where the server runs and where the training does."""
+OPEN = ("/health",)
+"""Routes without it: they say whether the server is there."""
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Any, Send], Awaitable[None]]
+
+
+def key() -> str:
+    """The key of the environment; empty where there is none."""
+    return os.environ.get(KEY, "").strip()
+
+
+class Keyed:
+    """ASGI middleware (`--middleware` of vLLM's server): 401 for a request without `Authorization: Bearer KEY`.
+
+    Args:
+        app: What answers the others.
+
+    Raises:
+        RuntimeError: there is no key.
+    """
+
+    def __init__(self, app: App) -> None:
+        if not key():
+            raise RuntimeError(f"{KEY} is not set.")
+        self._app, self._expected = app, f"Bearer {key()}".encode()
+
+    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+        if scope["type"] == "lifespan" or scope["path"] in OPEN or self._holds_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = json.dumps({"error": f"Unauthorized: this server asks for the key of {KEY}."}).encode()
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _holds_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
