@@ -168,7 +168,7 @@ def first_comment(path: Path) -> str:
 
 def top_level() -> str:
     """The keys of `conf/config.yaml` that belong to no group."""
-    text = (CONF / "config.yaml").read_text().partition("_self_\n")[2].partition("\nhydra:")[0]
+    text = (CONF / "config.yaml").read_text().partition("\n\n")[2].partition("\nhydra:")[0]
     found = re.findall(r"^(\w+): (\S.*?)(?:\s+# (.*))?$", text, re.MULTILINE)
     rows = [
         f"| `{key}` | `{default}` | {cell(comment) or 'Of everything that is drawn.'} |"

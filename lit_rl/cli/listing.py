@@ -46,7 +46,7 @@ def first_line(path: Path) -> str:
 def defaults() -> dict[str, str]:
     """The choice of each group at the top that a run takes where none is typed."""
     text = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
-    head = text.partition("defaults:")[2].partition("_self_")[0]
+    head = text.partition("defaults:\n")[2].partition("\n\n")[0]
     return {name: choice.strip("[]") for name, choice in re.findall(r"- (\w+): (\S+)", head) if choice != "null"}
 
 

@@ -340,6 +340,8 @@ def test_a_file_that_is_not_plain_yaml(experiment, cwd, text, word):
 def test_a_file_of_the_users_own_is_used(experiment, cwd):
     outcome = experiment("algo: {beta: -1}\n")
     refused(outcome, 2, "algo.beta=-1")
+    assert "seed: 7" in experiment("seed: 7\n", "--cfg=job").out.splitlines()
+    assert "seed: 8" in experiment("seed: 7\n", "seed=8", "--cfg=job").out.splitlines()
 
 
 TARGETS = {
