@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rewards_code import RIGHT, TESTS, running, verdict
+from test_rewards_code import RIGHT, TESTS, verdict
 
 from lit_rl.errors import BackendError, ConfigError
 from lit_rl.rewards import CodeExecution
@@ -225,7 +227,33 @@ time.sleep(60)
 def test_memory_is_limited_for_all_processes_together_and_none_is_left():
     name = f"lg{os.getpid()}"
     assert verdict(allowed("bubblewrap"), GROUP.replace("NAME", name)) == "took more than 256 MiB in all its processes"
-    assert name not in running()
+    held = [file.read_text() for file in Path("/proc").glob("[0-9]*/status") if file.exists()]
+    assert not [text for text in held if f"Name:\t{name}\n" in text and "VmRSS:" in text]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.003, 0.01, 0.03])
+def test_a_sandbox_that_is_ended_while_it_starts_leaves_nothing(seconds: float):
+    """Its first process once waited for ever for the one that had been killed, and held the pipe that we read."""
+    allowed("bubblewrap")
+    runner = bubblewrap.Bubblewrap(seconds=5, memory_mb=256, processes=4)
+    with runner._started("", []) as started:
+        time.sleep(seconds)
+    assert [process.returncode for process in started] == [-9, -9]
+    alone = [file.parent for file in Path("/proc").glob("[0-9]*/status") if b"\nPPid:\t1\n" in content(file)]
+    assert not [folder for folder in alone if b"code_apart.py" in content(folder / "cmdline")]
+
+
+def test_a_trainer_may_have_any_number_of_files_open():
+    with contextlib.ExitStack() as opened:
+        for _ in range(1100):
+            opened.enter_context(open(os.devnull))
+        assert verdict(allowed("bubblewrap"), RIGHT) == "passed"
+
+
+def content(file: Path) -> bytes:
+    with contextlib.suppress(OSError):
+        return file.read_bytes()
+    return b""
 
 
 FORKS = """

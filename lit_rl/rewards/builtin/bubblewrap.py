@@ -8,9 +8,11 @@ import json
 import math
 import os
 import platform
+import re
 import secrets
 import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +29,7 @@ from lit_rl.rewards.builtin.code_runner import descendants
 _SCRIPT, _INSIDE = Path(__file__).with_name("code_apart.py"), "/code_apart.py"
 _START = 30.0  # seconds until both interpreters are there
 _TICK = 0.02  # seconds between two looks at the memory
+_STOPPED = 2.0  # seconds until a process that is stopped stands still
 _ANSWER = 4096
 _FIRST_UID, _UIDS = 20_000, 40_000
 _TEMPORARY, _SHARED = 64 * 2**20, 16 * 2**20  # bytes of /tmp and of /dev/shm
@@ -97,17 +100,15 @@ class Bubblewrap:
         finally:
             for end in ends:
                 end.close()
-            inside = [pid for process in processes for pid in descendants(process.pid)]
-            for process in processes:
-                process.kill()  # its namespace ends with it
-                process.communicate()
-            _wait_until_gone(inside)
+            _wait_until_gone([pid for process in processes for pid in _ended(process)])
 
     def _watched(self, program: subprocess.Popen[bytes], judge: subprocess.Popen[bytes]) -> str:
         assert judge.stdout is not None
         end, told, begun = time.monotonic() + _START, b"", False
+        heard = select.poll()  # select.select takes no descriptor beyond 1023, and a trainer may have that many
+        heard.register(judge.stdout, select.POLLIN)
         while time.monotonic() < end:
-            if select.select([judge.stdout], [], [], _TICK)[0]:
+            if heard.poll(1000 * _TICK):
                 part = os.read(judge.stdout.fileno(), _ANSWER)
                 told += part
                 if not part or len(told) > _ANSWER:
@@ -126,6 +127,26 @@ def _said(told: bytes) -> str | None:
         said = json.loads(verdict)
         return said if isinstance(said, str) else None
     return None
+
+
+def _ended(process: subprocess.Popen[bytes]) -> list[int]:
+    """Kill a sandbox with all that is in it; the processes that were.
+
+    It is stopped before: killed while it starts, it would leave a first process that waits for it for ever.
+    """
+    process.send_signal(signal.SIGSTOP)
+    end = time.monotonic() + _STOPPED
+    while time.monotonic() < end and not re.search(r"^State:\s+[TtZX]", _status(process.pid), re.MULTILINE):
+        time.sleep(0.001)
+    inside = descendants(process.pid)
+    for pid in inside:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+    return inside
 
 
 def _wait_until_gone(pids: list[int]) -> None:
