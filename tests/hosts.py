@@ -82,10 +82,6 @@ class Host:
         """The same for this interpreter."""
         return self.start(sys.executable, *arguments, **environment)
 
-    def unplug(self) -> None:
-        """Take its cable out: nobody is told."""
-        _ip("-n", self.space, "link", "set", "eth0", "down")
-
 
 @contextlib.contextmanager
 def hosts(folder: Path, count: int) -> Iterator[list[Host]]:

@@ -96,6 +96,9 @@ class _Guarded:
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return type(self._inner)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # strategies that spawn processes send the Trainer to them
+        return _Guarded, (self._inner, self.unwritten)
+
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._inner, name, value)
 

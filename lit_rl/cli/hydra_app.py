@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,15 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import lightning as L
 import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record, let_loggers_fail
 from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
@@ -39,14 +35,15 @@ from lit_rl.cli import (
     serving,
     transcribing,
 )
-from lit_rl.cli.build import build, check_answered, check_judged, check_trainer, plain
+from lit_rl.cli.build import build, check_answered, check_judged, plain
 from lit_rl.cli.messages import described, reported
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.cli.precision import for_trainer, settle
+from lit_rl.cli.trainers import trainer_of
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
 from lit_rl.commands.carried_files import carry, take_over
-from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started
+from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started, wait_for_those_started
 from lit_rl.commands.place import place_of
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start, redact
@@ -76,8 +73,6 @@ _WITHOUT_A_RUN = {
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 """Tasks that take all processes of a run."""
-_LAST_SECONDS = 30
-"""Until the end of another process of a run that is over."""
 _COMPUTE_NOTHING = ("reward_test", "env_check")
 """Tasks whose policy is never asked."""
 _RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
@@ -103,9 +98,8 @@ def _main() -> int:
 
     @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
     def job(config: DictConfig) -> None:
-        if (
-            os.getpid() != here
-        ):  # a launcher of Hydra's (joblib, submitit) runs jobs elsewhere, and hears of errors only
+        # A launcher of Hydra's (joblib, submitit) runs jobs in other processes, and hears of errors only.
+        if os.getpid() != here:
             return _job_elsewhere(config, entry)
         with _one_job():
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
@@ -223,7 +217,7 @@ def _run(
                 meeting.ready()
             try:
                 code = TASKS[config.task](job)
-                _wait_for_others(job.trainer)
+                wait_for_those_started(job.trainer.strategy.launcher)
                 return code
             except Exception as error:
                 around.callback(end_those_started, job.trainer.strategy.launcher)
@@ -237,13 +231,6 @@ def _run(
         if _is_main():
             run_dir.withdraw(missing, kept_for)
         raise
-
-
-def _wait_for_others(trainer: L.Trainer) -> None:
-    """Until the processes that Lightning started have ended too: the next job of a sweep finds none of them."""
-    with contextlib.suppress(subprocess.TimeoutExpired):  # of one that hangs while it ends, and has done its work
-        for other in getattr(trainer.strategy.launcher, "procs", ()):
-            other.wait(_LAST_SECONDS)
 
 
 def _start(config: DictConfig, run_dir: RunDir) -> Start:
@@ -326,7 +313,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     settings["max_epochs"] = ends.epochs(settings)
     settings["accumulate_grad_batches"] = cut_by(module, settings["accumulate_grad_batches"])
     settings["precision"] = given = for_trainer(settings, config.ckpt_path)
-    trainer = _trainer(tree, run_dir, dry)
+    trainer = trainer_of(tree, run_dir, dry)
     if choice := settle(asked, given, trainer, module):
         settings["precision"] = choice.precision
         if trainer.is_global_zero and tree["task"] not in _COMPUTE_NOTHING:
@@ -348,58 +335,6 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
     what = _command(run_dir), _dataset(tree["data"])
     return Run(module, data, trainer, run_dir, config.ckpt_path, *what, options, lock)
-
-
-def _trainer(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
-    """The Trainer with the run's own parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut."""
-    settings = dict(tree["trainer"])
-    if settings["logger"] is not None:
-        raise ConfigError(
-            f"trainer.logger={settings['logger']} has no effect: choose with logger=csv, tensorboard, wandb or none."
-        )
-    if (target := settings.pop("_target_")) != "lightning.Trainer":
-        raise ConfigError(f"trainer._target_={target!r}: it is lightning.Trainer, and its arguments are the settings.")
-    atomic = {"_target_": f"{AtomicCheckpointIO.__module__}.{AtomicCheckpointIO.__qualname__}"}
-    settings["plugins"] = [*_as_list(settings["plugins"]), atomic]
-    settings = {name: build(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}
-
-    _check_nodes(tree)
-    callbacks = [build(node) for node in (tree.get("callbacks") or {}).values() if node]
-    unwanted: tuple[type, ...] = () if settings["enable_progress_bar"] in (None, True) else (ProgressBar,)
-    if settings["enable_checkpointing"] is False or dry:
-        unwanted += (ModelCheckpoint,)
-    callbacks = [callback for callback in callbacks if not isinstance(callback, unwanted)]
-    loggers = []
-    if not dry:
-        callbacks.append(Record(run_dir.path))
-        loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
-
-    settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
-    if wrong := [callback for callback in settings["callbacks"] if not isinstance(callback, L.Callback)]:
-        raise ConfigError(f"{wrong[0]!r} is no callback: callbacks and trainer.callbacks are those of Lightning.")
-    settings["logger"] = loggers or False
-    settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
-    settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
-    try:
-        trainer = L.Trainer(**settings)
-    except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
-        raise ConfigError(f"trainer: {error}") from error
-    check_trainer(trainer)
-    return let_loggers_fail(trainer)
-
-
-def _check_nodes(tree: dict[str, Any]) -> None:
-    """Refuse a callback or a logger that nothing says how to build."""
-    for group in ("callbacks", "logger"):
-        for name, node in (tree.get(group) or {}).items():
-            if node and not (isinstance(node, dict) and "_target_" in node):
-                raise ConfigError(
-                    f"{group}.{name}={node!r} builds nothing: it needs a class, {group}.{name}._target_=PACKAGE.CLASS."
-                )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, list) else [value]
 
 
 def _resolve_run_dir(config: DictConfig) -> Path:

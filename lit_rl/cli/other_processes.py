@@ -29,7 +29,8 @@ def of_other_processes(error: BaseException) -> LitRLError | None:
     text = str(error)
     if isinstance(error, ValueError) and text.startswith("You set `devices="):  # Lightning, of what a launcher started
         return ConfigError(text.replace("`devices=", "`trainer.devices=").replace("`num_nodes=", "`trainer.num_nodes="))
-    if isinstance(error, LitRLError) or not (isinstance(error, DistError) or has_lost_another(error) or "gloo" in text):
+    of_gloo = isinstance(error, RuntimeError) and not isinstance(error, LitRLError) and "gloo" in text
+    if not (of_gloo or isinstance(error, DistError) or has_lost_another(error)):
         return None
     meet = f"{os.environ.get('MASTER_ADDR', 'MASTER_ADDR')}:{os.environ.get('MASTER_PORT', 'MASTER_PORT')}"
     said = " ".join(text.partition("This is typically caused")[0].split("\n")[0].split()).rstrip(".")

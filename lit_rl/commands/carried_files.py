@@ -8,10 +8,11 @@ import socket
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, step_of
-from lit_rl.durable import MANIFEST, PARTIAL
+from lit_rl.durable import MANIFEST, PARTIAL, flush
 from lit_rl.errors import StorageError
 
 _PIECE = 4 * 2**20
@@ -38,7 +39,7 @@ def carry(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, newest
             "run_dir": str(run_dir.path.absolute()),
             "ckpt_path": path and str(path),
             "mark": path and _mark(path),
-            "summary": run_dir.summary.read_text() if resumed else None,
+            "summary": run_dir.read_summary() if resumed else None,
             "newest": newest,
         },
     )
@@ -120,6 +121,7 @@ def _write(path: Path, pieces: Iterator[bytes]) -> None:
         with partial.open("wb") as file:
             for piece in pieces:
                 file.write(piece)
+        flush(partial)
         partial.replace(path)
     except OSError as error:
         raise StorageError(
@@ -129,8 +131,8 @@ def _write(path: Path, pieces: Iterator[bytes]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _say_the_same(run_dir: RunDir, summary: str | None) -> None:
+def _say_the_same(run_dir: RunDir, summary: dict[str, Any] | None) -> None:
     """The summary decides what is measured, which takes all processes."""
-    if summary is not None and (not run_dir.summary.exists() or run_dir.summary.read_text() != summary):
+    if summary is not None and run_dir.read_summary() != summary:
         run_dir.path.mkdir(parents=True, exist_ok=True)
-        run_dir.summary.write_text(summary)
+        run_dir.write_summary(summary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from lit_rl.errors import LitRLError
 
 _GRACE = 10.0
 """Seconds that processes have to end by themselves: their next collective fails."""
+
+_LAST = 30.0
+"""Seconds that they have to end where all is done."""
 
 
 class OtherRankFailed(LitRLError):
@@ -26,6 +30,18 @@ class OtherRankFailed(LitRLError):
         super().__init__(f"rank {said['rank']} on {said['host']} failed first:\n{words}")
 
 
+def wait_for_those_started(launcher: Any, seconds: float = _LAST) -> None:
+    """Let the processes that this one started end too, where it has done its work: the next job of a sweep finds none.
+
+    Args:
+        launcher: As below.
+        seconds: Until one that hangs while it ends is left alone.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for process in _started(launcher):
+            process.wait(seconds)
+
+
 def end_those_started(launcher: Any, grace: float = _GRACE) -> None:
     """End the processes that this one started for other ranks, where it has failed.
 
@@ -34,9 +50,14 @@ def end_those_started(launcher: Any, grace: float = _GRACE) -> None:
         grace: Seconds until those that are still there are killed.
     """
     until = time.monotonic() + grace
-    for process in getattr(launcher, "procs", ()):
+    for process in _started(launcher):
         try:
             process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def _started(launcher: Any) -> list[subprocess.Popen[Any]]:
+    """Without those that it forks or spawns, and joins by itself."""
+    return [process for process in getattr(launcher, "procs", ()) if isinstance(process, subprocess.Popen)]

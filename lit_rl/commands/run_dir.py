@@ -77,11 +77,11 @@ class RunDir:
             return {}
         try:
             summary = json.loads(self.summary.read_text())
+            if isinstance(summary, dict):
+                return summary
+            what = f"a {type(summary).__name__}"
         except ValueError as error:
-            summary = error
-        if isinstance(summary, dict):
-            return summary
-        what = f"not JSON: {summary}" if isinstance(summary, ValueError) else f"a {type(summary).__name__}"
+            what = f"not JSON: {error}"
         warnings.warn(
             f"{self.summary} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=2
         )

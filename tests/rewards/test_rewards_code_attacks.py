@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_rewards_code import RIGHT, TESTS, verdict
+from test_rewards_code import FORKS, RIGHT, TESTS, verdict
 
 from lit_rl.errors import BackendError, ConfigError
 from lit_rl.rewards import CodeExecution
@@ -256,23 +256,9 @@ def content(file: Path) -> bytes:
     return b""
 
 
-FORKS = """
-import os, time
-count = 0
-while count < 20:
-    try:
-        child = os.fork()
-    except OSError:
-        break
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    count += 1
-"""
-
-
 def test_processes_and_time_are_limited():
-    assert verdict(allowed("bubblewrap"), FORKS + RIGHT, f"assert 1 <= count <= 7, count\n{TESTS}") == "passed"
+    forks = FORKS.replace("SETSID", "pass")
+    assert verdict(allowed("bubblewrap"), forks + RIGHT, f"assert 1 <= count <= 7, count\n{TESTS}") == "passed"
     assert verdict(allowed("bubblewrap", timeout=0.5), "while True: pass") == "took more than 0.5 seconds"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 from pathlib import Path
 
@@ -58,6 +59,15 @@ def test_tensorboard_on_a_full_disk_raises_nothing(tmp_path: Path) -> None:
         logger.finalize("success")
     (missing,) = not_written(trainer)
     assert missing.failures > 100 and not missing.left_out
+
+
+def test_it_travels_to_processes_that_a_strategy_spawns(tmp_path: Path) -> None:
+    """They are sent the Trainer, with its loggers."""
+    trainer = let_loggers_fail(L.Trainer(logger=JsonlLogger(tmp_path / "m.jsonl"), enable_progress_bar=False))
+    (there,) = pickle.loads(pickle.dumps(trainer.loggers))
+    assert isinstance(there, JsonlLogger) and there.path == tmp_path / "m.jsonl" and there.unwritten.failures == 0
+    with no_file_above(0), pytest.warns(UserWarning, match="Training goes on"):
+        there.log_metrics({"a": 1.0}, 0)
 
 
 def test_a_tracker_that_takes_long_to_fail_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from runs_helpers import SMALL, newest
 
+from lit_rl.commands.other_ranks import end_those_started, wait_for_those_started
 from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.errors import StorageError
 
@@ -20,6 +23,23 @@ TWO = [
     *(*SMALL, "trainer.accelerator=cpu", "strategy=ddp", "trainer.devices=2", "trainer.limit_val_batches=0"),
     *("trainer.max_steps=400", "algo.minibatches=2", "callbacks.checkpoint.every_n_train_steps=1"),
 ]
+
+
+class Launcher:
+    """What Lightning's launchers have: the processes that they started, by two different classes."""
+
+    def __init__(self) -> None:
+        self.spawned = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(0,))
+        self.started = subprocess.Popen(["sleep", "60"])
+        self.procs = [self.spawned, self.started]
+
+
+def test_processes_that_a_launcher_spawns_are_its_own_and_those_that_it_starts_are_ended() -> None:
+    launcher = Launcher()
+    wait_for_those_started(launcher, 0.1)
+    assert launcher.started.poll() is None
+    end_those_started(launcher, 0.1)
+    assert launcher.started.poll() == -signal.SIGKILL and launcher.spawned.exitcode is None
 
 
 def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -> None:

@@ -31,7 +31,7 @@ _START = 30.0  # seconds until both interpreters are there
 _TICK = 0.02  # seconds between two looks at the memory
 _STOPPED = 2.0  # seconds until a process that is stopped stands still
 _ANSWER = 4096
-_FIRST_UID, _UIDS = 20_000, 40_000
+FIRST_UID, _UIDS = 20_000, 40_000
 _TEMPORARY, _SHARED = 64 * 2**20, 16 * 2**20  # bytes of /tmp and of /dev/shm
 _LIMITS = {"FSIZE": 16 * 2**20, "NOFILE": 64, "CORE": 0}
 _ETC = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime")
@@ -199,10 +199,15 @@ def _sandbox() -> list[str]:
     command += ["--proc", "/proc", "--dev", "/dev", "--size", str(_SHARED), "--perms", "1777", "--tmpfs", "/dev/shm"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--"]
     if os.geteuid() == 0:
-        uid = _FIRST_UID + secrets.randbelow(_UIDS)  # its own for each run: processes are counted by user
+        uid = fresh_uid()
         user = (f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs")
         command += ["setpriv", *user, "--bounding-set=-all", "--inh-caps=-all", "--"]
     return command
+
+
+def fresh_uid() -> int:
+    """A user for what root runs, another one each time: the system counts processes by user."""
+    return FIRST_UID + secrets.randbelow(_UIDS)
 
 
 @functools.cache

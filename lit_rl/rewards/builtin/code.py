@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -19,13 +18,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lit_rl.errors import BackendError, ConfigError, RewardError, did_you_mean, in_range
-from lit_rl.rewards.builtin.bubblewrap import Bubblewrap
+from lit_rl.rewards.builtin.bubblewrap import FIRST_UID, Bubblewrap, fresh_uid
 from lit_rl.rewards.completion import Completion, text_of
 
 _RUNNER = str(Path(__file__).with_name("code_runner.py"))
 _LANGUAGES = ("", "python", "python3", "py")
 _GRACE = 15.0
-_FIRST_UID, _UIDS = 20_000, 40_000
 NO_CODE = "no code block"
 Runner = Literal["process", "bubblewrap"]
 
@@ -151,7 +149,7 @@ class CodeExecution:
         environment = {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
         command = [*namespaces(), sys.executable, "-I", _RUNNER]
         if os.geteuid() == 0:
-            uid = _FIRST_UID + secrets.randbelow(_UIDS)  # its own for each run: processes are counted by user
+            uid = fresh_uid()
             os.chown(folder, uid, uid)
             command = [*namespaces(), *_other_user(uid), sys.executable, "-I", _RUNNER]
         process = subprocess.Popen(
@@ -180,7 +178,7 @@ class CodeExecution:
 
 def _check_limits() -> None:
     """Refuse, or warn of, a system that cannot limit what `runner=process` starts."""
-    if os.geteuid() == 0 and not _runs(_other_user(_FIRST_UID)):
+    if os.geteuid() == 0 and not _runs(_other_user(FIRST_UID)):
         raise BackendError(
             "CodeExecution: root may start any number of processes, and setpriv (util-linux) does not work here, "
             "by which the code would become another user. Run as an ordinary user."

@@ -1,0 +1,74 @@
+"""From a config to Lightning's Trainer: its settings, callbacks and loggers, and what every run has beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
+
+from lit_rl.callbacks import AtomicCheckpointIO, JsonlLogger, Record, let_loggers_fail
+from lit_rl.cli.build import build, check_trainer
+from lit_rl.commands.run_dir import RunDir
+from lit_rl.errors import ConfigError
+
+
+def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
+    """The Trainer with the run's own parts: whole checkpoints, metrics.jsonl, and a record that a resume can cut.
+
+    Args:
+        tree: The config, in plain values.
+        run_dir: Where the run writes.
+        dry: Whether it writes nothing.
+
+    Raises:
+        ConfigError: what is no setting of a Trainer, no callback or no logger.
+    """
+    settings = dict(tree["trainer"])
+    if settings["logger"] is not None:
+        raise ConfigError(
+            f"trainer.logger={settings['logger']} has no effect: choose with logger=csv, tensorboard, wandb or none."
+        )
+    if (target := settings.pop("_target_")) != "lightning.Trainer":
+        raise ConfigError(f"trainer._target_={target!r}: it is lightning.Trainer, and its arguments are the settings.")
+    atomic = {"_target_": f"{AtomicCheckpointIO.__module__}.{AtomicCheckpointIO.__qualname__}"}
+    settings["plugins"] = [*_as_list(settings["plugins"]), atomic]
+    settings = {name: build(value) if isinstance(value, (dict, list)) else value for name, value in settings.items()}
+
+    _check_nodes(tree)
+    callbacks = [build(node) for node in (tree.get("callbacks") or {}).values() if node]
+    unwanted: tuple[type, ...] = () if settings["enable_progress_bar"] in (None, True) else (ProgressBar,)
+    if settings["enable_checkpointing"] is False or dry:
+        unwanted += (ModelCheckpoint,)
+    callbacks = [callback for callback in callbacks if not isinstance(callback, unwanted)]
+    loggers = []
+    if not dry:
+        callbacks.append(Record(run_dir.path))
+        loggers = [JsonlLogger(run_dir.metrics), *(build(node) for node in (tree.get("logger") or {}).values() if node)]
+
+    settings["callbacks"] = callbacks + _as_list(settings["callbacks"])
+    if wrong := [callback for callback in settings["callbacks"] if not isinstance(callback, L.Callback)]:
+        raise ConfigError(f"{wrong[0]!r} is no callback: callbacks and trainer.callbacks are those of Lightning.")
+    settings["logger"] = loggers or False
+    settings["default_root_dir"] = settings["default_root_dir"] or str(run_dir.path)
+    settings["enable_checkpointing"] = any(isinstance(callback, ModelCheckpoint) for callback in settings["callbacks"])
+    try:
+        trainer = L.Trainer(**settings)
+    except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
+        raise ConfigError(f"trainer: {error}") from error
+    check_trainer(trainer)
+    return let_loggers_fail(trainer)
+
+
+def _check_nodes(tree: dict[str, Any]) -> None:
+    """Refuse a callback or a logger that nothing says how to build."""
+    for group in ("callbacks", "logger"):
+        for name, node in (tree.get(group) or {}).items():
+            if node and not (isinstance(node, dict) and "_target_" in node):
+                raise ConfigError(
+                    f"{group}.{name}={node!r} builds nothing: it needs a class, {group}.{name}._target_=PACKAGE.CLASS."
+                )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, list) else [value]
