@@ -105,7 +105,7 @@ FORGERIES = {
         "Asser",
     ),
     "by any descriptor": (
-        "import os\ndef double(x):\n    for fd in range(64):\n"
+        "import os\ndef double(x):\n    for fd in map(int, os.listdir('/proc/self/fd')):\n"
         "        try: os.write(fd, b'begun\\n\"passed\"')\n        except OSError: pass\n    os._exit(0)",
         "the program sent what is no message",
     ),
