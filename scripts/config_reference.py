@@ -116,6 +116,13 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("callbacks.histograms", "", ["Histograms"]),
     ("callbacks.preference_sets", "", ["PreferenceSets"]),
     ("callbacks.ema", "", ["EMAWeights"]),
+    ("callbacks.entropy_collapse", "", ["EntropyCollapse"]),
+    ("callbacks.length_drift", "", ["LengthDrift"]),
+    ("callbacks.repetition_drift", "", ["RepetitionDrift"]),
+    ("callbacks.dead_groups", "", ["DeadGroups"]),
+    ("callbacks.kl_blow_up", "", ["KLBlowUp"]),
+    ("callbacks.clipped_share", "", ["ClippedShare"]),
+    ("callbacks.held_out_flat", "", ["HeldOutFlat"]),
     ("callbacks.checkpoint", "", ["TimedCheckpoint"]),
 ]
 """Where the settings of a class stand in a config, of what, and the classes that may stand there."""

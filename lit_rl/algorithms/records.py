@@ -21,6 +21,7 @@ from lit_rl.errors import RewardError
 from lit_rl.examples import Totals
 from lit_rl.generation.collect import texts_of
 from lit_rl.ops.masking import masked_sum
+from lit_rl.ops.repetition import repeated_share
 from lit_rl.ops.step import Metrics
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Rollout
@@ -81,6 +82,8 @@ class Records:
             mask = completions.response_mask
             kept = masked_sum(completions.kept_logmass.exp(), mask)
             self.add({"sampling/kept_mass": (kept, mask.sum())})
+        repeated, long_enough = repeated_share(completions.response_ids, completions.response_mask)
+        self.add({"completions/repetition": (repeated.sum(), long_enough.sum())})
         texts = texts_of(completions, tokenizer)
         self.samples = sample_table(step, scored.batch, texts, completions, scores, _one_a_row(rollout))
         if completions.episodes is not None:

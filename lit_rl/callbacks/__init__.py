@@ -1,5 +1,14 @@
-"""They watch and save, and never steer: remove them all and the trained weights are the same."""
+"""They watch and save, and never steer: remove them all and the trained weights are the same. An alarm alone may end a
+run, or take it back, where the user says so (`then`)."""
 
+from lit_rl.callbacks.alarms import Alarm as Alarm
+from lit_rl.callbacks.alarms import ClippedShare as ClippedShare
+from lit_rl.callbacks.alarms import DeadGroups as DeadGroups
+from lit_rl.callbacks.alarms import EntropyCollapse as EntropyCollapse
+from lit_rl.callbacks.alarms import HeldOutFlat as HeldOutFlat
+from lit_rl.callbacks.alarms import KLBlowUp as KLBlowUp
+from lit_rl.callbacks.alarms import LengthDrift as LengthDrift
+from lit_rl.callbacks.alarms import RepetitionDrift as RepetitionDrift
 from lit_rl.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from lit_rl.callbacks.ema import EMAWeights as EMAWeights
 from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop

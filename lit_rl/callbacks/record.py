@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_rl.callbacks.alarms.base import ALARMS
 from lit_rl.callbacks.preference_sets import SETS
 from lit_rl.callbacks.rollouts import STEP_FILES
 
@@ -15,6 +16,7 @@ _STEP = "[0-9]" * 8
 
 FILES = (
     "metrics.jsonl",
+    ALARMS,
     "events.out.tfevents.[0-9]*",
     f"samples/step_{_STEP}.parquet",
     f"samples/val_{_STEP}_t*.parquet",

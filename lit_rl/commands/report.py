@@ -13,6 +13,7 @@ import lightning as L
 from rich.console import Console
 from rich.table import Table
 
+from lit_rl.callbacks.alarms.base import ALARMS
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.errors import StorageError
 from lit_rl.rollout import PromptForm
@@ -129,6 +130,8 @@ def closing_lines(
     writes = sees or loaded_by == "AutoModelForCausalLM"
     lines = [f"samples       {run_dir}/samples/ (parquet, one file a rollout)"] if writes else []
     lines.append(f"metrics       {run_dir}/metrics.jsonl")
+    if (alarms := run_dir / ALARMS).exists():
+        lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")
     if logged:
         lines.append(f"curves        tensorboard --logdir {_quoted(run_dir)}")
     if export is not None:

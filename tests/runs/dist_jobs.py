@@ -11,6 +11,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))
 
 import torchvision_beside  # noqa: F401, I001  # before transformers, which looks for torchvision once
+import dist_alarms
 import dist_episodes
 import dist_masters
 import dist_offline
@@ -25,6 +26,7 @@ import dist_written
 import torch
 
 LISTS = {
+    "alarms": dist_alarms.main,
     "episodes": dist_episodes.main,
     "masters": dist_masters.main,
     "offline": dist_offline.main,

@@ -568,6 +568,25 @@ class PolicyModule(L.LightningModule):
         """
         return {}
 
+    def stays(self) -> dict[str, Any]:
+        """What of `rank_state` is not taken from an earlier checkpoint when a run goes back to one."""
+        return {}
+
+    def go_back_to(self, checkpoint: dict[str, Any]) -> None:
+        """Take the weights, the reference and the controllers of an earlier checkpoint of this run, and go on with the
+        data and the counts of now. Between two rollouts, or two lines of the log; the optimizer is not the module's.
+
+        Raises:
+            StorageError: the checkpoint is of another model.
+        """
+        state.check_weights(checkpoint["state_dict"], self._trained_names())
+        self.load_state_dict(checkpoint["state_dict"], strict=False)  # what is not trained is in no checkpoint
+        if self.needs_reference and self.reference.moves:
+            self._load_reference(checkpoint)
+        saved = [each["module"] for each in checkpoint["lit_rl"]]
+        self.load_rank_state(self.of_other_ranks(saved) | self.stays())
+        self.broken_steps.in_a_row = 0
+
     @property
     def slots(self) -> int:
         """Batches of Lightning's loop that are one step of the data's order, on this rank."""

@@ -226,6 +226,9 @@ class OfflineModule(PolicyModule, ABC):
         kept = {"tokens_seen": saved[0]["tokens_seen"], "averages": Averages().state()}
         return super().of_other_ranks(saved) | kept
 
+    def stays(self) -> dict[str, Any]:
+        return super().stays() | self._records.state()
+
     def dropped(self, saved: Sequence[dict[str, Any]], slots: int) -> str:
         return (
             "Averages since the last line of the log are dropped, and nothing else. The run goes on with the rows of "

@@ -546,6 +546,9 @@ class OnPolicyModule(GeneratingModule, ABC):
         counts = {name: saved[0][name] for name in self._records.counts()}  # they are of all ranks
         return super().of_other_ranks(saved) | counts
 
+    def stays(self) -> dict[str, Any]:
+        return super().stays() | self._records.counts()
+
     @property
     def slots(self) -> int:
         return self.slots_per_rollout

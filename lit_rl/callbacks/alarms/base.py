@@ -1,0 +1,153 @@
+"""What every alarm does: look at the metrics, count in a row, ring, and do what the user chose."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lightning as L
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+
+from lit_rl.callbacks.alarms.going_back import GoodCheckpoint, can_go_back
+from lit_rl.errors import ConfigError, in_range
+
+Then = Literal["warn", "stop", "roll_back"]
+
+ALARMS = "alarms.jsonl"
+"""In the run directory: one line for each time that an alarm rang."""
+
+
+class Alarm(L.Callback):
+    """Rings where something was wrong with the metrics so many times in a row, and once until it was right again.
+
+    A subclass says what is wrong, in `problem`. The metrics of a rollout are looked at once, or those of a line of the
+    log where a method learns from a data set; on every rank, as they are of all ranks.
+
+    Args:
+        then: What it does when it rings. "warn" says it, and the run goes on. "stop" ends the run after this
+            optimizer step, as `EarlyStopping` does. "roll_back" gives the run the weights, the optimizer's moments
+            and the controllers of the last checkpoint that was saved while nothing was wrong, and goes on with the
+            prompts that come next; steps and the learning-rate schedule are not counted back.
+        patience: Looks in a row at which something is wrong before it rings, at least 1.
+        roll_backs: Times that the run goes back; the next time it stops, at least 1.
+    """
+
+    key = ""
+    """Its name in a config: `callbacks.<key>`."""
+
+    watched: tuple[str, ...] = ()
+    """Metrics that it reads."""
+
+    advice = ""
+    """What may be done about it, in a sentence."""
+
+    def __init__(self, then: Then = "warn", patience: int = 5, roll_backs: int = 2) -> None:
+        if then not in get_args(Then):
+            raise ConfigError(f"callbacks.{self.key}.then={then!r} is none of {', '.join(get_args(Then))}.")
+        in_range(f"callbacks.{self.key}.patience", patience, low=1)
+        in_range(f"callbacks.{self.key}.roll_backs", roll_backs, low=1)
+        self.then: Then = then
+        self.patience, self.roll_backs = patience, roll_backs
+        self.in_a_row = 0
+        self.rolled_back = 0
+        self._seen: dict[str, Any] = {}
+        self._good = GoodCheckpoint(self.key)
+
+    @property
+    def state_key(self) -> str:
+        return f"alarm_{self.key}"
+
+    def problem(self, metrics: Mapping[str, float]) -> str | None:
+        """What is wrong, as the beginning of a sentence; None where nothing is.
+
+        Args:
+            metrics: Those of `watched` that there are and that have a value.
+        """
+        raise NotImplementedError
+
+    def memory(self) -> dict[str, Any]:
+        """What `problem` remembers of earlier looks: lists and numbers, for a checkpoint."""
+        return {}
+
+    def remember(self, saved: dict[str, Any]) -> None:
+        """The counterpart of `memory`."""
+
+    # ------------------------------------------------------------------ the clock
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage == "fit" and self.then == "roll_back":
+            can_go_back(self.key, trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.then == "roll_back":
+            self._good.keep(trainer, quiet=self.in_a_row == 0)
+        told = {name: value for name, value in trainer.callback_metrics.items() if name in self.watched}
+        # The tensors themselves are compared: a new line brings new ones, of equal value or not.
+        new = {name for name, value in told.items() if self._seen.get(name) is not value}
+        self._seen = told
+        numbers = {name: float(value) for name, value in told.items()} if new else {}
+        if self.due(new, numbers):
+            self._look(trainer, pl_module, {name: value for name, value in numbers.items() if math.isfinite(value)})
+
+    def due(self, new: set[str], metrics: Mapping[str, float]) -> bool:
+        """Whether to look now.
+
+        Args:
+            new: Metrics that were logged since the last call.
+            metrics: Those of `watched` that there are.
+        """
+        return bool(new)
+
+    def _look(self, trainer: L.Trainer, pl_module: Any, metrics: Mapping[str, float]) -> None:
+        found = self.problem(metrics)
+        self.in_a_row = 0 if found is None else self.in_a_row + 1
+        if found is not None and self.in_a_row == self.patience:
+            self._ring(trainer, pl_module, found)
+
+    def _ring(self, trainer: L.Trainer, pl_module: Any, found: str) -> None:
+        often = "" if self.patience == 1 else f", {self.patience} times in a row"
+        done = self._act(trainer, pl_module)
+        said = f"Alarm {self.key} at optimizer step {trainer.global_step}: {found}{often}. {done}{self.advice}"
+        rank_zero_warn(said)
+        self._write(trainer, said)
+
+    def _act(self, trainer: L.Trainer, pl_module: Any) -> str:
+        """Do what the user chose, and say what was done."""
+        if self.then == "warn":
+            return ""
+        if self.then == "roll_back" and self.rolled_back < self.roll_backs:
+            back = self._good.go_back(trainer, pl_module)
+            if back is not None:
+                self.rolled_back += 1
+                self.in_a_row = 0
+                return f"The run goes on with the weights of optimizer step {back}, and with the next prompts. "
+        trainer.should_stop = True
+        if self.then == "stop":
+            return "The run ends here. "
+        why = "went back as often as it may" if self.rolled_back else "has no checkpoint from before that"
+        return f"The run {why}, and ends here. "
+
+    @rank_zero_only
+    def _write(self, trainer: L.Trainer, said: str) -> None:
+        if trainer.fast_dev_run:  # pyright: ignore
+            return
+        row = {"step": trainer.global_step, "alarm": self.key, "then": self.then, "message": said}
+        try:
+            with (Path(trainer.default_root_dir) / ALARMS).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:  # it was said on the console; a full disk ends no run
+            rank_zero_warn(f"{ALARMS} could not be written: {error}.")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"in_a_row": self.in_a_row, "rolled_back": self.rolled_back, "memory": self.memory()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.in_a_row, self.rolled_back = state_dict["in_a_row"], state_dict["rolled_back"]
+        self.remember(state_dict["memory"])

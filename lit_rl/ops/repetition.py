@@ -1,0 +1,40 @@
+"""How much a completion repeats of itself."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+_FACTOR = -7046029254386353131  # odd: 2 ** 64 / golden ratio, as int64
+
+
+@torch.no_grad()
+def repeated_share(
+    ids: Int[Tensor, "b t"], mask: Bool[Tensor, "b t"], n: int = 4
+) -> tuple[Float[Tensor, " b"], Bool[Tensor, " b"]]:
+    """Share of the n-grams of each row that stood in it before, in [0, 1): 1 - distinct / all (2502.03373, C.2).
+
+    N-grams are told apart by 64-bit hashes: among 4096 of them two different ones look alike with a chance below 1e-12.
+
+    Args:
+        ids: Tokens.
+        mask: Those that count; an n-gram counts where all of its tokens do.
+        n: Tokens of one n-gram, at least 1.
+
+    Returns:
+        The shares, 0 of rows without an n-gram; and which rows have one.
+    """
+    if ids.shape[1] < n:
+        return torch.zeros(len(ids), device=ids.device), torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    counts = mask.unfold(1, n, 1).all(-1)
+    hashes = torch.zeros_like(ids[:, n - 1 :])
+    for place in range(n):  # integers wrap around, so this is a polynomial modulo 2 ** 64
+        hashes = (hashes + ids[:, place : place + hashes.shape[1]] + 1) * _FACTOR
+        hashes = hashes ^ (hashes >> 29)
+    # What does not count gets numbers that no other place has: it is never a repetition.
+    own = torch.arange(hashes.shape[1], device=ids.device).expand_as(hashes)
+    keys, order = torch.where(counts, hashes, own).sort(dim=1)
+    same = (keys[:, 1:] == keys[:, :-1]) & counts.gather(1, order)[:, 1:] & counts.gather(1, order)[:, :-1]
+    total = counts.sum(1)
+    return same.sum(1) / total.clamp(min=1), total > 0

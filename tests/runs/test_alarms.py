@@ -1,0 +1,189 @@
+"""Alarms: when they look, when they ring, and what a run that stops or goes back holds then."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+import lightning as L
+import pytest
+import torch
+from alarm_runs import AtLooks, fitted, saved
+from runs_helpers import SMALL, assert_same, newest, rows
+
+from lit_rl.algorithms import GRPO
+from lit_rl.algorithms.optim.strategies import FSDP2Strategy
+from lit_rl.callbacks import (
+    Alarm,
+    ClippedShare,
+    DeadGroups,
+    EntropyCollapse,
+    HeldOutFlat,
+    KLBlowUp,
+    LengthDrift,
+    RepetitionDrift,
+)
+from lit_rl.errors import ConfigError
+from lit_rl.rewards import exact_match
+
+ENTROPY = "train/entropy"
+
+
+# ---------------------------------------------------------------------- what is wrong
+
+
+def told(alarm: Alarm, *lines: Mapping[str, float]) -> list[bool]:
+    """Whether something is wrong with each of these lines of the log, in their order."""
+    return [alarm.problem(line) is not None for line in lines]
+
+
+def test_entropy_that_collapses():
+    alarm = EntropyCollapse(first=2, share=0.1)
+    assert told(alarm, *({ENTROPY: value} for value in (3.0, 1.0, 0.21, 0.19, 0.2))) == [0, 0, 0, 1, 0]
+    assert alarm.problem({ENTROPY: 0.1}) == "train/entropy is 0.1 nats, below 0.1 of the 2 that the run began with"
+    assert alarm.problem({}) is None  # algo.log_entropy=false
+
+
+def test_length_that_drifts_either_way():
+    alarm = LengthDrift(first=1, factor=2)
+    lines = [{"train/completions/mean_length": value} for value in (100.0, 200.0, 201.0, 50.0, 49.0)]
+    assert told(alarm, *lines) == [0, 0, 1, 0, 1]
+
+
+def test_repetition_that_rises():
+    alarm = RepetitionDrift(first=1, rise=0.25)
+    assert told(alarm, *({"train/completions/repetition": value} for value in (0.5, 0.75, 0.76, 0.0))) == [0, 0, 1, 0]
+
+
+def test_groups_that_are_dead():
+    alarm, share = DeadGroups(most=0.9), "train/frac_reward_zero_std"
+    assert told(alarm, {share: 0.89}, {share: 0.9}, {}) == [0, 1, 0]
+    said = alarm.problem({share: 1.0, "train/reward": 0.02})
+    assert said == "100% of the completions are in groups of equal rewards, and the mean reward is 0.02"
+
+
+def test_kl_to_the_reference_and_within_a_rollout():
+    alarm = KLBlowUp(most=1.0, most_in_rollout=0.2)
+    assert told(alarm, {"train/kl": 1.0, "train/approx_kl": 0.2}, {"train/kl": 1.01}, {"train/approx_kl": 0.3}) == [
+        0,
+        1,
+        1,
+    ]
+
+
+def test_shares_that_are_clipped():
+    alarm = ClippedShare(most_completions=0.5, most_tokens=0.3)
+    cut, clipped = "train/completions/clipped_ratio", "train/clip_ratio/region_mean"
+    assert told(alarm, {cut: 0.5, clipped: 0.3}, {cut: 0.6}, {clipped: 0.31}, {cut: 0.6, clipped: 0.4}) == [0, 1, 1, 1]
+
+
+def test_a_reward_that_rises_where_the_held_out_one_does_not():
+    """Of a mean of the rollouts since the last validation; looked at where a rollout ends."""
+    alarm = HeldOutFlat(rise=0.1, window=2)
+
+    def validated(held_out: float, *proxies: float) -> bool:
+        assert not alarm.due({"val/reward"}, {"val/reward": held_out})
+        found = [alarm.due({"train/reward"}, {"train/reward": value, "val/reward": held_out}) for value in proxies]
+        assert found == [True] + [False] * (len(proxies) - 1) or alarm.problem({}) is None
+        return alarm.problem({}) is not None
+
+    assert not alarm.due({"train/reward"}, {"train/reward": 0.1})  # nothing was validated yet
+    for held_out, proxy, wrong in [(0.5, 0.1, 0), (0.5, 0.15, 0), (0.5, 0.19, 0), (0.5, 0.3, 1), (0.51, 0.5, 0)]:
+        assert validated(held_out, proxy) == bool(wrong), (held_out, proxy)
+    again = HeldOutFlat(rise=0.1, window=2)
+    again.load_state_dict(json.loads(json.dumps(alarm.state_dict())))
+    assert again.state_dict() == alarm.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("alarm", "settings", "key"),
+    [
+        (EntropyCollapse, {"then": "pause"}, "callbacks.entropy_collapse.then"),
+        (EntropyCollapse, {"share": 1.0}, "callbacks.entropy_collapse.share"),
+        (LengthDrift, {"factor": 1.0}, "callbacks.length_drift.factor"),
+        (RepetitionDrift, {"rise": 0.0}, "callbacks.repetition_drift.rise"),
+        (DeadGroups, {"most": 1.1}, "callbacks.dead_groups.most"),
+        (KLBlowUp, {"most": 0.0}, "callbacks.kl_blow_up.most"),
+        (KLBlowUp, {"most_in_rollout": math.nan}, "callbacks.kl_blow_up.most_in_rollout"),
+        (ClippedShare, {"patience": 0}, "callbacks.clipped_share.patience"),
+        (HeldOutFlat, {"window": 0}, "callbacks.held_out_flat.window"),
+        (LengthDrift, {"first": 0}, "callbacks.length_drift.first"),
+        (DeadGroups, {"roll_backs": 0}, "callbacks.dead_groups.roll_backs"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(alarm, settings, key):
+    with pytest.raises(ConfigError, match=key):
+        alarm(**settings)
+
+
+# ---------------------------------------------------------------------- what a run does
+
+
+@pytest.mark.all
+def test_a_run_goes_back_to_what_was_saved_before_and_on_with_the_next_prompts(tmp_path):
+    alarm = AtLooks({3, 5, 6}, then="roll_back", patience=2)
+    with pytest.warns(UserWarning, match="this is look 6, 2 times in a row. The run goes on with the weights of .* 9"):
+        trainer = fitted(tmp_path, alarm)
+    assert trainer.global_step == 16 and alarm.looks == 8 and alarm.rolled_back == 1
+    # Wrong at the ends of rollouts 5 (step 10) and 6 (step 12): step 9 was the last that was saved while all was well.
+    before, back, after = saved(tmp_path, 9), saved(tmp_path, 12), saved(tmp_path, 13)
+    assert_same(back["state_dict"], before["state_dict"])
+    assert_same(back["optimizer_states"][0]["state"], before["optimizer_states"][0]["state"])
+    assert back["global_step"] == 12 and back["lr_schedulers"] != before["lr_schedulers"]
+    rates = [each["optimizer_states"][0]["param_groups"][0]["lr"] for each in (before, back, after)]
+    assert rates == pytest.approx([1e-3 * (1 - step / 16) for step in (9, 12, 13)])
+    tokens = [each["lit_rl"][0]["module"]["tokens_seen"] for each in (before, back, after)]
+    assert tokens == sorted(tokens) and len(set(tokens)) == 3
+    assert any(not torch.equal(after["state_dict"][name], back["state_dict"][name]) for name in back["state_dict"])
+    (line,) = map(json.loads, (tmp_path / "alarms.jsonl").read_text().splitlines())
+    assert (line["step"], line["alarm"], line["then"]) == (12, "at_looks", "roll_back")
+
+
+@pytest.mark.all
+def test_a_run_that_went_back_as_often_as_it_may_ends(tmp_path):
+    alarm = AtLooks(set(range(2, 9)), then="roll_back", patience=1, roll_backs=1)
+    with pytest.warns(UserWarning, match="The run went back as often as it may, and ends here"):
+        trainer = fitted(tmp_path, alarm, steps=4)
+    assert trainer.global_step == 6 and alarm.rolled_back == 1  # back at the end of rollout 2, the end at that of 3
+
+
+@pytest.mark.all
+def test_a_run_without_a_checkpoint_from_before_ends(tmp_path):
+    """The first look is wrong; a checkpoint of another attempt, which is further on, is none of this run's."""
+    alarm = AtLooks({1}, then="roll_back", patience=1)
+    alarm._good.keep = lambda *a, **k: None  # pyright: ignore
+    (tmp_path / "checkpoints" / "before_alarm").mkdir(parents=True)
+    torch.save({"state_dict": {}, "global_step": 50}, tmp_path / "checkpoints" / "before_alarm" / "at_looks.ckpt")
+    with pytest.warns(UserWarning, match="The run has no checkpoint from before that, and ends here"):
+        assert fitted(tmp_path, alarm, steps=3).global_step == 2
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"strategy": FSDP2Strategy()}, "strategy=auto and ddp"), ({"enable_checkpointing": False}, "needs checkpoints")],
+)
+def test_a_run_that_cannot_go_back_is_refused(settings, said):
+    module = GRPO("tiny", exact_match)
+    trainer = L.Trainer(logger=False, accelerator="cpu", devices=1, enable_progress_bar=False, **settings)
+    with pytest.raises(ConfigError, match=f"callbacks.kl_blow_up.then=roll_back .*{said}"):
+        KLBlowUp(then="roll_back").setup(trainer, module, "fit")
+
+
+@pytest.mark.all
+def test_alarms_that_warn_change_no_bit_and_one_that_stops_ends_a_run(train, tmp_path, capsys):
+    quick = [*SMALL, "trainer.max_steps=6", "algo.minibatches=2", "trainer.limit_val_batches=0"]
+    assert train(*quick, f"run_dir={tmp_path / 'plain'}") == 0
+    loud = ["callbacks=alarms", "callbacks.kl_blow_up.most_in_rollout=1e-30", "callbacks.kl_blow_up.patience=2"]
+    with pytest.warns(UserWarning, match="Alarm kl_blow_up at optimizer step 4: .* 2 times in a row"):
+        assert train(*quick, *loud, f"run_dir={tmp_path / 'loud'}") == 0
+    assert_same(newest(tmp_path / "loud")["state_dict"], newest(tmp_path / "plain")["state_dict"])
+    assert rows(tmp_path / "loud") == rows(tmp_path / "plain")
+    assert len((tmp_path / "loud" / "alarms.jsonl").read_text().splitlines()) == 1  # once, until it is right again
+    capsys.readouterr()
+    with pytest.warns(UserWarning, match="The run ends here"):
+        assert train(*quick, *loud, "callbacks.kl_blow_up.then=stop", f"run_dir={tmp_path / 'ended'}") == 0
+    summary = json.loads((tmp_path / "ended" / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["steps"] == 4
+    assert "alarms.jsonl" in capsys.readouterr().out
