@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import email
 import json
 import os
 import re
@@ -47,13 +48,23 @@ def python(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complet
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the checkout: setuptools leaves its traces beside what it builds."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
-    for name in ("lit_rl", "conf", "pyproject.toml", "README.md"):
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("sdist")
+    for name in ("lit_rl", "conf", "pyproject.toml", "README.md", "LICENSE"):
         (source / name).symlink_to(ROOT / name)
-    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(target), "."]
-    done = python(*build, cwd=source)
+    done = python("-c", f"from setuptools.build_meta import build_sdist; build_sdist({str(target)!r})", cwd=source)
+    assert done.returncode == 0, done.stderr
+    (path,) = target.glob("*.tar.gz")
+    return path
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist alone."""
+    target = tmp_path_factory.mktemp("wheel")
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(target)]
+    done = python(*build, str(sdist), cwd=target)
     assert done.returncode == 0, done.stderr
     (path,) = target.glob("*.whl")
     return path
@@ -84,10 +95,23 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
 
 
 @pytest.mark.all
+def test_the_package_says_who_may_use_it_and_how_it_is_cited(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    told = email.message_from_bytes(archive.read(metadata))
+    assert told["License-Expression"] == "Apache-2.0" and told["License-File"] == "LICENSE"
+    assert "Typing :: Typed" in told.get_all("Classifier")
+    citation = OmegaConf.load(ROOT / "CITATION.cff")
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)  # what the format requires
+    assert (citation.version, citation.license) == (told["Version"], told["License-Expression"])
+
+
+@pytest.mark.all
 def test_the_wheel_alone_trains_from_another_directory(wheel, tmp_path):
     site, here = tmp_path / "site", tmp_path / "here"
     here.mkdir()
-    zipfile.ZipFile(wheel).extractall(site)  # what `pip install --target` does with a pure wheel
+    install = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    assert python(*install, cwd=here).returncode == 0
     lines = "import sys, lit_rl; sys.stderr.write(lit_rl.__file__); from lit_rl.cli import main; main()"
     done = python("-c", lines, "train", "debug=fdr", *QUICK, cwd=here, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr
