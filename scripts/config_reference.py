@@ -115,6 +115,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("callbacks.progress", "", ["Progress"]),
     ("callbacks.histograms", "", ["Histograms"]),
     ("callbacks.preference_sets", "", ["PreferenceSets"]),
+    ("callbacks.export", "", ["Export"]),
     ("callbacks.ema", "", ["EMAWeights"]),
     ("callbacks.entropy_collapse", "", ["EntropyCollapse"]),
     ("callbacks.length_drift", "", ["LengthDrift"]),

@@ -11,6 +11,7 @@ from lit_rl.callbacks.alarms import LengthDrift as LengthDrift
 from lit_rl.callbacks.alarms import RepetitionDrift as RepetitionDrift
 from lit_rl.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
 from lit_rl.callbacks.ema import EMAWeights as EMAWeights
+from lit_rl.callbacks.export import Export as Export
 from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop
 from lit_rl.callbacks.histograms import Histograms as Histograms
 from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger

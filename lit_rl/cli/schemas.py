@@ -125,6 +125,7 @@ TARGETS = {
     "Progress": "lit_rl.callbacks.Progress",
     "GracefulStop": "lit_rl.callbacks.GracefulStop",
     "Histograms": "lit_rl.callbacks.Histograms",
+    "Export": "lit_rl.callbacks.Export",
     "EMAWeights": "lit_rl.callbacks.EMAWeights",
     "PreferenceSets": "lit_rl.callbacks.PreferenceSets",
     "EntropyCollapse": "lit_rl.callbacks.EntropyCollapse",

@@ -27,8 +27,13 @@ Start = Literal["new", "anew", "resumed"]
 """How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
 checkpoint."""
 
-REPLACED = ("summary.json", "error.json", "checkpoints/*.ckpt", "hf", "hf_ema", "bad_batch*.pt", *FILES)
+REPLACED = ("summary.json", "error.json", "checkpoints/*.ckpt", "hf", "hf_ema", "hf_steps/step_*", "bad_batch*.pt", *FILES)
 """Names that a run writes, and would replace or add to, beside config.yaml."""
+
+HF_STEPS = "hf_steps"
+"""Folder of the exports that `callbacks.export` writes, named as the next."""
+
+_STEP = "step_00000000"
 
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
@@ -217,8 +222,10 @@ class RunDir:
         before it trains."""
         for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for name in ("hf", "hf_ema"):
-            for path in unpublished(self.path / name):
+        steps = self.path / HF_STEPS
+        left = {path.name[1 : len(_STEP) + 1] for path in steps.glob(f".{_STEP.replace('0', '[0-9]')}*")}
+        for target in (self.hf, self.path / "hf_ema", *(steps / name for name in sorted(left))):
+            for path in unpublished(target):
                 shutil.rmtree(path)
 
     def clear_record(self) -> None:

@@ -7,12 +7,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from runs_helpers import SMALL, interrupted
+import torch
+from runs_helpers import SMALL, assert_same, interrupted
+from safetensors.torch import load_file
 
 from lit_rl.callbacks.record import FILES
-from lit_rl.commands.run_dir import REPLACED
+from lit_rl.commands.run_dir import REPLACED, RunDir
+from lit_rl.models.export.checked_folder import _STAGED
 
 OVERRIDES = [*SMALL, "trainer.max_steps=2", "callbacks.checkpoint.every_n_train_steps=1"]
+ALARMED = [f"callbacks.length_drift.{setting}" for setting in ("first=1", "patience=1", "factor=1.000001")]
 BESIDE = ("datasets/train.jsonl", "samples/mine.parquet", "rollouts/notes.pt", "rollouts/step_notes.pt", "csv/a.csv")
 """Files that a run has no use for, beside those that it writes."""
 
@@ -38,8 +42,9 @@ def run(train, whole) -> Path:
     """A finished run with a checkpoint after each of its two steps. Made once; copy it."""
     if not whole.exists():
         keep = "callbacks.checkpoint.save_top_k=-1"
-        loggers = "logger=[csv,tensorboard]"
-        assert train(*OVERRIDES, keep, loggers, "callbacks=preference_sets", f"run_dir={whole}") == 0
+        loggers, writers = "logger=[csv,tensorboard]", ["callbacks=preference_sets", "callbacks.export.every=1"]
+        alarm = ["+schemas@callbacks.length_drift=LengthDrift", *ALARMED]
+        assert train(*OVERRIDES, keep, loggers, *writers, *alarm, f"run_dir={whole}") == 0
     return whole
 
 
@@ -163,3 +168,23 @@ def test_a_file_that_is_no_checkpoint_is_refused_by_its_name(kind, run, train, t
     assert train(*OVERRIDES, f"run_dir={tmp_path / 'new'}", f"ckpt_path={path}") == 7
     said = capsys.readouterr().err
     assert str(path) in said and "Traceback" not in said
+
+
+@pytest.mark.all
+def test_exports_in_between_are_those_of_their_steps(run, tmp_path):
+    """That of the last step is the run's own. One that a process left half-written goes before the run goes on."""
+    steps = run / "hf_steps"
+    assert sorted(path.name for path in steps.iterdir()) == ["step_00000001", "step_00000002"]
+    first, last, own = (
+        load_file(folder / "model.safetensors")
+        for folder in (steps / "step_00000001", steps / "step_00000002", run / "hf")
+    )
+    assert_same(last, own)
+    saved = torch.load(run / "checkpoints" / "step_00000001.ckpt", weights_only=True)["state_dict"]
+    trained = {name.removeprefix("policy."): tensor for name, tensor in saved.items()}
+    assert_same(first, {name: trained[name] for name in first})
+    assert "step 1" in (steps / "step_00000001" / "README.md").read_text()
+    half = tmp_path / "hf_steps" / f".step_00000003{_STAGED}77"
+    half.mkdir(parents=True)
+    RunDir(tmp_path).remove_partial()
+    assert not half.exists()

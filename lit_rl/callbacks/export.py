@@ -1,0 +1,51 @@
+"""The policy as a Hugging Face folder, while the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+
+from lit_rl.callbacks.unwritten import Unwritten
+from lit_rl.errors import in_range
+from lit_rl.models.policy.sharding import full_state_dict
+
+
+class Export(L.Callback):
+    """Writes the policy of a step as the end of a run writes `hf/`: a folder that transformers and vLLM load, verified.
+
+    An export that cannot be written is warned of, and the run goes on (`unwritten`).
+
+    Args:
+        folder: Where they go, one folder each: `step_00000100`.
+        every: Optimizer steps between two of them, at least 1. null writes none.
+
+    Raises:
+        ConfigError: `every` is below 1.
+    """
+
+    def __init__(self, folder: str, every: int | None = None) -> None:
+        if every is not None:
+            in_range("callbacks.export.every", every, low=1)
+        self.folder, self.every = Path(folder), every
+        self.unwritten = Unwritten("Export")
+        self._step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        stepped, self._step = trainer.global_step > self._step, trainer.global_step
+        due = self.every is not None and stepped and self._step % self.every == 0
+        if not due or trainer.fast_dev_run:  # pyright: ignore
+            return
+        weights = full_state_dict(pl_module.policy)  # of all ranks
+        if trainer.is_global_zero:
+            name, form = f"step_{self._step:08d}", getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
+            base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
+            title = f"{base} trained with {algorithm}, step {self._step}"
+            facts = {"base_model": base, "algorithm": algorithm, "title": title} | ({"prompts": form} if form else {})
+            with self.unwritten.spared(f"an export of {name}"):
+                pl_module.export(weights, self.folder / name, facts)
+        trainer.strategy.barrier()
