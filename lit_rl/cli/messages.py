@@ -190,6 +190,13 @@ def _lightning(error: BaseException) -> LitRLError | None:
         return ConfigError(text)
     if isinstance(error, MisconfigurationException):
         away = ("accelerator", "GPU", "CUDA", "device", "precision", "backend", "deepspeed")
+        if text.startswith("No supported gpu backend"):
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            hidden = "" if seen is None else f" with CUDA_VISIBLE_DEVICES={seen!r}"
+            return BackendError(
+                f"trainer.accelerator=gpu, and PyTorch sees no GPU{hidden}: set trainer.accelerator=auto or cpu. "
+                "`lit-rl env` shows what is there."
+            )
         if "monitor" not in text and any(word in text for word in away):
             return BackendError(text)
         return ConfigError(text)

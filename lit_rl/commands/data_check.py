@@ -17,6 +17,7 @@ from rich.text import Text
 from lit_rl.callbacks.text import printable
 from lit_rl.commands.first_row import as_read, first_row
 from lit_rl.commands.image_check import say_bad_images, say_images, seen_sets
+from lit_rl.commands.template_check import say_template
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.example import Example, Kind
 from lit_rl.data.offline.example_module import ExampleDataModule
@@ -25,9 +26,10 @@ from lit_rl.data.splits import prompt_key
 from lit_rl.errors import DataError, in_range
 from lit_rl.images import ImageRef
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.rollout import Message, Prompt
 from lit_rl.videos import VideoRef
 
-_LONGEST, _RUNS, _BINS, _BAR = 400, 40, 8, 40
+_LONGEST, _RUNS, _BINS, _BAR, _RENDERED = 400, 40, 8, 40, 100
 _OPEN, _CLOSE = "⟦", "⟧"
 
 _READ_AS: tuple[tuple[str, Kind], ...] = (
@@ -64,6 +66,8 @@ class Look:
     """Of each row: equal for equal prompts."""
     wholes: Sequence[str]
     """Of each row: equal for equal rows."""
+    messages: Sequence[list[Message]]
+    """Prompts that a chat template has rendered, of the first `_RENDERED` rows."""
 
 
 def data_check(
@@ -101,6 +105,7 @@ def data_check(
         for name, ids, learned in texts:
             console.print(Text(f"\nrow {number}, {name}: {len(ids)} tokens", style="bold"))
             console.print(bracketed(tokenizer, ids, learned))
+    say_template(console, tokenizer, look.messages, data.options.chat_template_kwargs)
     for part, lengths in look.lengths.items():
         _histogram(console, part, lengths, model.context_length)
     if model.processor is not None:
@@ -146,7 +151,8 @@ def _prompts(data: RolloutDataModule, rows: int) -> Look:
         json.dumps([key, {name: values[i] for name, values in all_rows.columns.items()}], default=str)
         for i, key in enumerate(keys)
     ]
-    return Look("Prompts for rollouts", shown, {"prompts": list(map(len, all_rows.prompt_ids))}, columns, keys, wholes)
+    lengths, messages = {"prompts": list(map(len, all_rows.prompt_ids))}, _messages(all_rows.prompts)
+    return Look("Prompts for rollouts", shown, lengths, columns, keys, wholes, messages)
 
 
 def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> Look:
@@ -165,7 +171,12 @@ def _examples(data: ExampleDataModule, kind: Kind, rows: int) -> Look:
     keys = [_key(example) for example in examples]
     wholes = [json.dumps([text.ids for text in example.texts]) + str(example.desirable) for example in examples]
     title = f"Examples for methods that learn from {kind}; format: {', '.join(dict.fromkeys(data.corpus.formats))}"
-    return Look(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes)
+    messages = _messages([example.prompt for example in examples])
+    return Look(title, [_texts(example) for example in examples[:rows]], lengths, columns, keys, wholes, messages)
+
+
+def _messages(prompts: Sequence[Prompt | None]) -> list[list[Message]]:
+    return [prompt for prompt in prompts[:_RENDERED] if isinstance(prompt, list)]
 
 
 def _key(example: Example) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.data.corpus import Corpus, list_counts, read_corpus, set_key
+from lit_rl.data.corpus import Corpus, read_corpus, set_key
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader, RolloutLoader
 from lit_rl.data.order import RolloutOrder
@@ -195,8 +195,8 @@ class RolloutDataModule(SourcedDataModule):
         return corpus
 
     def _order(self, shuffle: bool) -> RolloutOrder:
-        corpus, kept = self._prepared(), list_counts(self._prepared().report["train"])
-        return self.order_of(corpus.sizes, self.prompts_per_rollout, shuffle, "data.prompts_per_rollout", kept)
+        corpus, key = self._prepared(), "data.prompts_per_rollout"
+        return self.order_of(corpus.sizes, self.prompts_per_rollout, shuffle, key, corpus.report["train"])
 
     def _prepared(self) -> Corpus:
         if self._corpus is None:

@@ -92,7 +92,7 @@ def checked_message(message: Any, where: str) -> Message:
     """One chat message in one form: role, content as a string, and its other keys that hold something.
 
     Raises:
-        DataError: no message, an unknown role, or content that is no text.
+        DataError: no message, an unknown role, content that is no text, or tool calls that nobody could make.
     """
     if not isinstance(message, Mapping) or "role" not in message:
         shown = f"keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else excerpt(repr(message))
@@ -103,6 +103,8 @@ def checked_message(message: Any, where: str) -> Message:
         raise DataError(f"{where} has the role {excerpt(repr(role))}; allowed are {', '.join(ROLES)}.{hint}")
     # Tables fill absent keys of a struct with None: they mean the same as no key.
     extras = {key: value for key, value in message.items() if value is not None and key not in ("role", "content")}
+    if "tool_calls" in extras:
+        _check_calls(extras["tool_calls"], where)
     if content is None and extras.get("tool_calls"):
         content = ""
     if isinstance(content, list):
@@ -112,6 +114,17 @@ def checked_message(message: Any, where: str) -> Message:
         raise DataError(f"{where} has the content {excerpt(repr(content))}; allowed is a string or a list of parts.")
     _sound_text(text_of(content), where)
     return {"role": role, "content": content, **extras}
+
+
+def _check_calls(calls: Any, where: str) -> None:
+    """What is no list of named calls a chat template writes as something else, or leaves out."""
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") or call if isinstance(call, Mapping) else None  # some write the name at the top
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{where} has the tool call {excerpt(repr(call))}; tool_calls is a list of calls such as "
+                '{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}.'
+            )
 
 
 def _sound_text(text: str, where: str) -> str:

@@ -80,7 +80,8 @@ def _of_text(text: str, where: str, folder: Path | None, max_pixels: int) -> Ima
     try:
         data = path.read_bytes()
     except OSError as error:
-        near = did_you_mean(path.name, (each.name for each in path.parent.iterdir())) if path.parent.is_dir() else ""
+        beside = path.parent.iterdir() if path.parent.is_dir() and not path.exists() else ()
+        near = did_you_mean(path.name, (each.name for each in beside))
         raise DataError(f"{where}: the image {path} cannot be read: {error.strerror or error}.{near}") from error
     return _checked(ImageRef(text, digest_of(data), 0, 0, path=path), data, where, max_pixels)
 

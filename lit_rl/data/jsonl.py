@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from lit_rl.data.checks import excerpt, one_of
+from lit_rl.data.checks import excerpt, one_of, refuse_what_is_no_text
 from lit_rl.errors import DataError
 
 OnBadRow = Literal["error", "skip"]
@@ -62,12 +62,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines of a file that are not blank, with their numbers from 1, not parsed; the byte order mark is left out.
 
     Raises:
-        DataError: the file cannot be read.
+        DataError: the file cannot be read, or is no text.
     """
     try:
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if number == 1:
+                    refuse_what_is_no_text(path, line)
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line.strip():
                     yield number, line
     except OSError as error:

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lit_rl.data.checks import excerpt
+from lit_rl.data.checks import excerpt, refuse_what_is_no_text
 from lit_rl.data.jsonl import numbered_lines, row_of_line
 from lit_rl.errors import DataError
 
 BATCH = 256
 """Rows that are made of a columnar file at once."""
+
+_DELIMITERS = ";\t|,"
+"""Of tables that people call .csv."""
 
 RawRow = tuple[int, dict[str, Any] | DataError]
 """The line number of a row (of a file without lines its number from 0), and the row or what is wrong with it."""
@@ -41,13 +44,14 @@ def rows_of_cells(path: Path, delimiter: str, skip: int = 0) -> Iterator[RawRow]
     """Rows of a table of text cells under a header; blank lines are none.
 
     Raises:
-        DataError: the file cannot be read, or a column name stands twice.
+        DataError: the file cannot be read, cells are not divided by the delimiter, or a column name stands twice.
     """
 
     def refusal(error: Exception) -> DataError:
-        return DataError(f"{path}: cannot be read: {error}; UTF-8 .jsonl has no such limits.")
+        fix = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else "is it there, and may you read it?"
+        return DataError(f"{path}: cannot be read: {error}; {fix}")
 
-    return _each(_cells(path, delimiter, skip), (csv.Error, UnicodeDecodeError, OSError), refusal)
+    return _each(_cells(path, delimiter, skip), (UnicodeDecodeError, OSError), refusal)
 
 
 def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
@@ -65,18 +69,41 @@ def rows_of_parquet(path: Path, skip: int = 0) -> Iterator[RawRow]:
 
 
 def _cells(path: Path, delimiter: str, skip: int) -> Iterator[RawRow]:
+    with open(path, "rb") as file:
+        refuse_what_is_no_text(path, file.read(16))
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
-        header = next(reader, [])
+        lines = _parsed(reader, path)
+        header = next(lines, [])
+        if len(header) == 1 and (other := next((c for c in _DELIMITERS if c in header[0]), "")):
+            raise DataError(
+                f"{path}:1: the header is one column, {excerpt(header[0])}: its cells seem to be divided by {other!r}, "
+                f"and {path.suffix} is read as divided by {delimiter!r}. Write it with commas (.csv) or tabs (.tsv)."
+            )
         if len(set(header)) < len(header):
             raise DataError(f"{path}:1: a column name stands twice: {', '.join(header)}")
-        for cells in itertools.islice((cells for cells in reader if cells), skip, None):
+        for cells in itertools.islice((cells for cells in lines if cells), skip, None):
             if len(cells) == len(header):
                 yield reader.line_num, dict(zip(header, cells))
             else:
                 what = f"{len(cells)} cells under {len(header)} column names"
                 shown = excerpt(delimiter.join(cells))
                 yield reader.line_num, DataError(f"{path}:{reader.line_num}: {what}: {shown}")
+
+
+def _parsed(reader: Any, path: Path) -> Iterator[list[str]]:
+    while True:
+        begun = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            raise DataError(
+                f"{path}:{begun}: the row that begins here cannot be read: {error}. A cell with quotes, delimiters or "
+                "line breaks stands in double quotes, and quotes in it are doubled; .jsonl has no such limits."
+            ) from error
+        if cells is None:
+            return
+        yield cells
 
 
 def _records(path: Path, skip: int) -> Iterator[RawRow]:

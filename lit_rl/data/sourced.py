@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
+from lit_rl.data.corpus import list_counts
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import OnBadRow
@@ -124,7 +125,9 @@ class SourcedDataModule(L.LightningDataModule):
             why = "data.task.val_rows=0" if getattr(self.task, "val_rows", None) == 0 else "data.task.val() has no rows"
         rank_zero_info(f"There is no validation: {why}.")
 
-    def order_of(self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, kept: str) -> RolloutOrder:
+    def order_of(
+        self, sizes: tuple[int, ...], size: int, shuffle: bool, key: str, counts: Mapping[str, int]
+    ) -> RolloutOrder:
         """The order of rows in every epoch, `size` of them a step.
 
         Args:
@@ -132,15 +135,17 @@ class SourcedDataModule(L.LightningDataModule):
             size: Rows of one step.
             shuffle: A new order in every epoch.
             key: Name of the setting that `size` is.
-            kept: What every filter took, for the message.
+            counts: What every filter took, and what is held out.
 
         Raises:
             DataError: the rows do not fill one step, or a source has none left.
         """
         if sum(sizes) < size:
+            held = counts.get("held_out", 0)
+            back = f"hold none out with data.val_fraction=0 ({held} rows are), " if sum(sizes) + held >= size else ""
             raise DataError(
-                f"{key}={size}, and {sum(sizes)} rows are left for training: {kept}. Add rows, loosen a filter or "
-                f"lower {key}{f' to {sum(sizes)} or less' if sum(sizes) else ''}."
+                f"{key}={size}, and {sum(sizes)} rows are left for training: {list_counts(counts)}. Add rows, {back}"
+                f"loosen a filter or lower {key}{f' to {sum(sizes)} or less' if sum(sizes) else ''}."
             )
         if 0 in sizes:
             raise DataError(f"data.sources[{sizes.index(0)}]: the filters left no row of it.")

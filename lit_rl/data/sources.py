@@ -13,6 +13,7 @@ from lit_rl.data.raw_rows import rows_of_cells
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv")
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
 
 class Rows(Sequence[dict[str, Any]]):
@@ -97,11 +98,15 @@ def local_path(path: str | Path) -> Path | None:
     """The file or folder that is meant; None where it is a hub id.
 
     Raises:
-        DataError: it looks like a path, and nothing is there.
+        DataError: it looks like a path, and nothing is there; or what is there is neither a file nor a folder.
     """
     local = Path(path).expanduser()
     if local.is_file() or local.is_dir():
         return local
+    if local.exists():
+        raise DataError(
+            f"data.path={path} is a pipe or a device. Data is read more than once: write it to a file first."
+        )
     if _looks_like_a_path(str(path)):
         raise DataError(f"data.path={path}: no such file or folder.{_nearest(local)}")
     return None
@@ -123,7 +128,10 @@ def suffix_of(path: Path, split: str | None, name: str | None) -> str:
         if value is not None:
             raise ConfigError(f"data.{key}={value!r} came with the file {path}, which has none: remove data.{key}.")
     if (suffix := path.suffix.lower()) not in SUFFIXES:
-        raise DataError(f"data.path={path}: unknown kind of file {suffix!r}; allowed are {', '.join(SUFFIXES)}.")
+        packed = " Unpack it first." if suffix in PACKED else ""
+        raise DataError(
+            f"data.path={path}: unknown kind of file {suffix!r}; allowed are {', '.join(SUFFIXES)}.{packed}"
+        )
     return suffix
 
 

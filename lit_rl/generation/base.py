@@ -221,10 +221,14 @@ class InProcessGenerator(Generator):
         with rollout_mode(self._policy):
             for rows, part in self._decode(self._policy, prompts, sampling, device):
                 if not part.logprobs.isfinite().all():
+                    why = (
+                        "its weights diverged. Lower optimizer.lr or set trainer.gradient_clip_val; with"
+                        if self._version
+                        else "no step was taken yet, so they came with its weights. Look at the model's files; with"
+                    )
                     raise NumericError(
                         f"The policy gave NaN or infinite logits while generating (policy version {self._version}): "
-                        "its weights diverged. Lower optimizer.lr or set trainer.gradient_clip_val; with 16-bit "
-                        "weights, try model.dtype=float32."
+                        f"{why} 16-bit weights, try model.dtype=float32."
                     )
                 decoded.append((rows, part))
         return assemble(prompts, decoded, version=self._version, device=device)

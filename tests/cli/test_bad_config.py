@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from cli_helpers import QUICK, Command, contents, refused
 from omegaconf import DictConfig, OmegaConf
 from tiers import quick
@@ -214,6 +215,17 @@ def test_the_three_nearest_batch_settings_work(step: Command):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_that_is_not_installed(step: Command, cwd, stage):
     refused(step(f"strategy=deepspeed_{stage}"), 8, "lit-rl[deepspeed]", "strategy=fsdp")
+    assert contents(cwd) == []
+
+
+@pytest.mark.all
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(step: Command, cwd, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    wanted = "trainer.accelerator=gpu"
+    refused(
+        step(wanted), 8, wanted, "sees no GPU with CUDA_VISIBLE_DEVICES=''", "trainer.accelerator=auto", "lit-rl env"
+    )
     assert contents(cwd) == []
 
 

@@ -219,6 +219,22 @@ def test_the_assistants_turns_are_marked(check, tmp_path):
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("group", ["jsonl", "texts"])
+def test_what_a_template_leaves_out_is_said(check, tmp_path, group):
+    says = [{"role": role, "content": f"the {role}"} for role in ("system", "user")]
+    row = {"prompt": says, "completion": [{"role": "assistant", "content": "yes"}]}
+    path = write_jsonl(tmp_path / "mine.jsonl", [row] * 40)
+    data = [f"data.path={path}", f"data={group}", "data.val_fraction=0"]
+    deaf, whole = tmp_path / "deaf.jinja", tmp_path / "whole.jinja"
+    deaf.write_text("{% for m in messages[1:] %}{{ m.content }}{% endfor %}")
+    whole.write_text("{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}:{% endif %}")
+    told = check(*data, f"model.chat_template={deaf}").out
+    assert "The chat template leaves out words of the system: the system" in told
+    assert "does not open the assistant's turn" in told and "words of the user" not in told
+    assert "The chat template" not in check(*data, f"model.chat_template={whole}").out
+
+
+@pytest.mark.all
 def test_counts_lengths_columns_and_repeats(check, tmp_path):
     rows = sums(40, **PAIRS)
     rows += [rows[0], {**rows[1], "rejected": "another"}, {**rows[2], "rejected": rows[2]["chosen"]}]

@@ -61,6 +61,21 @@ BAD: dict[str, tuple[Any, str]] = {
     "assistant last": ([USER, {"role": "assistant", "content": "x"}], "f:7: the last message is the assistant's"),
     "image part": ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "f:7: message 0.*neither text"),
     "text part without text": ([{"role": "user", "content": [{"type": "text"}]}], "neither text nor images"),
+    "calls of text": (
+        [{"role": "assistant", "content": "", "tool_calls": "f(1)"}, USER],
+        r"message 0 has the tool call 'f\(1\)'",
+    ),
+    "call of text": (
+        [{"role": "assistant", "content": "", "tool_calls": ["f"]}, USER],
+        "message 0 has the tool call 'f'",
+    ),
+    "call without a name": (
+        [
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"arguments": {}}}]},
+            USER,
+        ],
+        r"f:7: message 0 has the tool call {'type.*is a list of calls such as {\"type",
+    ),
     "NUL": ("a\0b", "f:7 holds a NUL"),
     "NUL in a message": ([{"role": "user", "content": "a\0b"}], "f:7: message 0 holds a NUL"),
     "surrogate": ("a\ud83d", "surrogate"),

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +118,16 @@ def test_columns_of_different_kinds_in_different_lines_are_no_error_of_the_reade
 BAD_FILES = {
     "cells.csv": (b"a,b\n1,2\n1,2,3\n", r"cells\.csv:3: 3 cells under 2"),
     "twice.csv": (b"a,a\n1,2\n", "stands twice"),
-    "quote.csv": (b'a,b\n1,"2\n', "cannot be read"),
-    "latin.csv": (b"a\n\xe9\n", "cannot be read"),
+    "quote.csv": (b'a,b\n1,2\n1,"2\n1,2\n', r"quote\.csv:3: the row that begins here cannot be read"),
+    "latin.csv": (b"a\n\xe9\n", "cannot be read.*save it as UTF-8"),
+    "semicolons.csv": (b"prompt;answer\n1;2\n", r"csv:1: the header is one column, prompt;answer.* divided by ';'"),
+    "tabs.csv": (b"prompt\tanswer\n1\t2\n", r"csv:1: .* divided by '\\t', and \.csv"),
+    "commas.tsv": (b"prompt,answer\n1,2\n", r"tsv:1: .* divided by ',', and \.tsv"),
+    "wide.csv": ("a,b\n1,2\n".encode("utf-16"), "is UTF-16: save it as UTF-8"),
+    "wide.jsonl": ('{"a": 1}\n'.encode("utf-16"), "is UTF-16: save it as UTF-8"),
+    "packed.jsonl": (gzip.compress(b'{"a": 1}\n'), "is packed by gzip: unpack it first"),
+    "packed.jsonl.gz": (gzip.compress(b'{"a": 1}\n'), r"unknown kind of file '\.gz'.*Unpack it first"),
+    "table.json": (b"PAR1\x15\x04\x15", r"is parquet: name it \.parquet"),
     "array.json": (b'[{"a": 1}, 7]', r"array\.json\[1\]: .*found 7"),
     "pretty.json": (b'{\n "a": 1\n}', r"pretty\.json:1: not valid JSON"),
     "cut.json": (b'[{"a": 1}, {"a"', r"not valid JSON .*column 16"),
@@ -171,6 +181,12 @@ def test_splits_must_exist_and_be_named_where_there_are_several(tmp_path):
         load_rows(path, split="tset")
     with pytest.raises(DataError, match="cannot be read as a data set"):
         load_rows(fill_folder(tmp_path / "folder"), split="validation")
+
+
+def test_a_pipe_is_told_to_become_a_file(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl is a pipe or a device.*write it to a file first"):
+        load_rows(tmp_path / "a.jsonl")
 
 
 def test_a_split_or_name_for_what_has_none_is_refused(tmp_path):

@@ -258,6 +258,8 @@ def test_rows_that_do_not_fill_a_step_are_refused():
     with pytest.raises(DataError, match=r"data\.batch_size=8, and 6 rows are left for training"):
         data.prepare(TOKENIZER, "pairs")
     data.prepare(TOKENIZER, "pairs", stage="validate")
+    with pytest.raises(DataError, match=r"hold none out with data\.val_fraction=0 \(2 rows are\)"):
+        PreferenceDataModule(rows=rows_of_pairs(6), val_fraction=0.1, batch_size=6).prepare(TOKENIZER, "pairs")
 
 
 @pytest.mark.parametrize("key, value", [("batch_size", 0), ("val_batch_size", 0), ("val_fraction", 1.0)])

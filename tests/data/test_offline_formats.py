@@ -97,6 +97,7 @@ def test_formats(kind, row, name, prompt, completions):
         ("verdicts", {"prompt": "a", "completion": "b"}, "unpaired preference, which misses label"),
         ("stepwise", {"prompt": "a", "completion": "b"}, "prompt, completions, labels"),
         ("texts", {"prompt": "a", "completion": "b", "label": False}, r"unpaired preference.*data\.rename"),
+        ("texts", {"promtp": "a", "completoin": "b"}, "Nearest is prompt-completion.*Did you mean .promtp"),
         ("texts", {}, "columns found: none"),
         ("texts", {"text": 3}, r"text is 3 \(int\); allowed are a string or a list"),
         ("texts", {"text": ASK}, "text is .* it must be a string"),

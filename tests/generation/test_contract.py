@@ -565,6 +565,9 @@ def test_nan_weights_are_an_error_and_the_policy_is_restored(engine: Any) -> Non
         model.lm_head.weight[3, 0] = torch.nan
     with pytest.raises(NumericError, match="diverged"):
         run(engine, model, ask(), SAMPLED)
+    engine.sync(model, 0)
+    with pytest.raises(NumericError, match="no step was taken yet.*the model's files"):
+        engine.generate(ask(), SAMPLED)
     assert all(module.training for module in model.modules())
     assert model.generation_config is held
 

@@ -112,6 +112,7 @@ def test_chat_templates_inline_from_a_file_and_wrong(make_model, tmp_path):
         ({"name": " "}, r"model\.name=' ' is empty"),
         ({"name": "./no/such"}, "no such folder"),
         ({"name": "a/b/c"}, "no such folder"),
+        ({"name": "https://huggingface.co/own/model/tree/main"}, r"is an address\. Give the hub id 'own/model'"),
         ({"quantization": "nf4"}, "quantised weights cannot be trained"),
         ({"quantization": "int3", "lora": Lora()}, "nf4, int8"),
         ({"lora": Lora(), "adapter": "x/y"}, "set one of them"),
@@ -219,8 +220,59 @@ def test_quantisation_without_its_package_tells_how_to_install_it(make_model, mo
         LanguageModel(str(make_model()), quantization="nf4", lora=Lora()).load()
 
 
-def test_a_broken_config_file_is_a_storage_error(make_model):
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+BROKEN = {
+    "config cut": ("config.json", "{", StorageError, r"config\.json is damaged.*no JSON object.*Fetch it again"),
+    "config of wrong types": (
+        "config.json",
+        '{"model_type": "qwen2", "hidden_size": "big"}',
+        ConfigError,
+        "'hidden_size'",
+    ),
+    "tokenizer cut": ("tokenizer.json", '{"version', StorageError, r"tokenizer\.json is damaged"),
+    "tokenizer of git": ("tokenizer.json", POINTER, StorageError, r"tokenizer\.json .*run `git lfs pull`"),
+    "settings as a list": ("tokenizer_config.json", "[1]", StorageError, r"tokenizer_config\.json is damaged"),
+    "an end that is text": ("generation_config.json", '{"eos_token_id": "x"}', ConfigError, "eos_token_id is 'x'"),
+    "weights of git": ("model.safetensors", POINTER, StorageError, r"model\.safetensors .*run `git lfs pull`"),
+}
+
+
+@pytest.mark.parametrize("file, content, error, message", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_is_named(make_model, file, content, error, message):
     folder = make_model()
-    (folder / "config.json").write_text("{")
-    with pytest.raises(StorageError, match="JSON"):
-        _ = LanguageModel(str(folder)).config
+    (folder / file).write_text(content)
+    model = LanguageModel(str(folder))
+    with pytest.raises(error, match=message):
+        _ = model.config, model.tokenizer, model.load()
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            r"is an adapter: set model\.adapter='.*', and model\.name",
+        ),
+        (["model-q4.gguf"], "holds GGUF, made for inference"),
+        (["notes.txt"], r"holds no config\.json; it holds notes\.txt"),
+        ([], r"holds no config\.json; it holds nothing"),
+    ],
+    ids=["adapter", "gguf", "other", "empty"],
+)
+def test_a_folder_that_is_no_model_says_what_it_is(tmp_path, files, message):
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    for part in ("tokenizer", "config"):
+        with pytest.raises(ConfigError, match=message):
+            getattr(LanguageModel(str(tmp_path)), part)
+
+
+def test_a_file_is_no_model(make_model):
+    folder = make_model()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match="is a file of GGUF, made for inference"):
+        LanguageModel(str(folder / "model.gguf"))
+    with pytest.raises(ConfigError, match=r"is a file\. Give the folder"):
+        LanguageModel(str(folder / "config.json"))
+    with pytest.raises(ConfigError, match=r"model\.adapter: .* holds a whole model, and no adapter"):
+        LanguageModel(str(folder), adapter=str(folder)).load()

@@ -96,6 +96,14 @@ def test_wrong_shapes_are_refused(returned, told):
         assert part in str(error.value)
 
 
+def never_awaited():
+    async def value(): ...
+
+    coroutine = value()
+    coroutine.close()  # or Python warns of it
+    return coroutine
+
+
 BAD_ELEMENT = {
     "nan": (float("nan"), "not finite"),
     "inf": (float("inf"), "not finite"),
@@ -108,6 +116,7 @@ BAD_ELEMENT = {
     "nested": ([1.0], "is a list"),
     "complex": (1j, "is a complex"),
     "torch_1d": (torch.ones(1), "is a Tensor"),
+    "coroutine": (never_awaited(), "is a coroutine (await it, in an async def), not a number"),
 }
 
 
@@ -248,7 +257,7 @@ def test_async_generators_are_refused_at_once():
 
 @pytest.mark.parametrize("function", [3, None, Judge], ids=["number", "none", "class"])
 def test_what_cannot_score_is_refused(function):
-    with pytest.raises(RewardError, match="'mine'"):
+    with pytest.raises(RewardError, match="'mine'.*(cannot be called|is a class.*of a file, make one there)"):
         Rewards({"mine": function})
 
 

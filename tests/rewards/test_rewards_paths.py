@@ -150,6 +150,12 @@ def test_from_paths_names_weights_and_clashes(folder):
         from_paths(["./other.py:score", "./other.py:bonus"], [1.0])
 
 
+@pytest.mark.parametrize("fn", [None, 3, [], [None], {"score": 1}], ids=str)
+def test_what_is_no_path_is_refused(fn):
+    with pytest.raises(ConfigError, match=r"reward\.fn=.* names no function; allowed are './my_reward"):
+        from_paths(fn)
+
+
 DEFAULTS = {
     key: value for key, value in inspect.signature(from_paths).parameters.items() if key not in ("fn", "weights")
 }

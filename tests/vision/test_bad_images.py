@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -57,6 +58,13 @@ def test_a_template_that_shows_another_number_of_images(toy: Toy) -> None:
     with pytest.raises(DataError, match="shows 1 of the prompt's 2 images"):
         marker = min((token for token in processor.reserved if "video" not in token), key=len)
         processor.process(marker, [image(1), image(2)], "rows[0]")
+
+
+def test_damaged_pixels_are_refused_with_their_row(toy_of: Any) -> None:
+    whole = io.BytesIO()
+    picture(1, 32, 32).save(whole, "PNG")
+    with pytest.raises(DataError, match=r"^rows\[0\]: bytes: the image is damaged"):
+        read(toy_of("idefics3"), {"prompt": ASKED, "image": whole.getvalue()[:-40]})
 
 
 def test_rows_without_images_count_as_text(toy_of: Any) -> None:

@@ -146,6 +146,7 @@ def animation() -> bytes:
     ("value", "message"),
     [
         ("photos/two.png", r"photos/two\.png cannot be read: No such file.*one\.png"),
+        ("photos", r"photos cannot be read: Is a directory\.$"),
         ("https://example.org/one.png", "is a URL, and nothing is fetched.*Download it"),
         ("file:///etc/passwd", "is a URL"),
         ("../one.png", r"outside the data's folder.*absolute path"),

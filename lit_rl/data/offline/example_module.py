@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_rl.data.corpus import list_counts, set_key
+from lit_rl.data.corpus import set_key
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader
 from lit_rl.data.offline import streaming
@@ -282,6 +282,4 @@ class ExampleDataModule(SourcedDataModule):
 
     def _order(self, shuffle: bool) -> RolloutOrder:
         corpus = self.corpus
-        return self.order_of(
-            corpus.sizes, self.batch_size, shuffle, "data.batch_size", list_counts(corpus.report["train"])
-        )
+        return self.order_of(corpus.sizes, self.batch_size, shuffle, "data.batch_size", corpus.report["train"])

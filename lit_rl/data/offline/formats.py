@@ -127,17 +127,22 @@ def _recognised(found: Mapping[str, Any], where: str, kind: Kind) -> str:
         return name
     other = next((name for name, columns in COLUMNS.items() if all(column in found for column in columns)), None)
     what = f" (format {other})" if other else " (a prompt alone)" if "prompt" in found else ""
-    # Nearest: of the formats that miss the fewest columns the one that has the most.
+    # Nearest: of the formats that miss the fewest columns, misspelt ones aside, the one that has the most.
     lacks = {name: [column for column in COLUMNS[name] if column not in found] for name in USABLE[kind]}
-    nearest = min(lacks, key=lambda name: (len(lacks[name]), -len(COLUMNS[name])))
+    others = {name: [column for column in found if column not in COLUMNS[name]] for name in USABLE[kind]}
+    nearest = min(lacks, key=lambda name: (_unlike(lacks[name], others[name]), len(lacks[name]), -len(COLUMNS[name])))
     missing = lacks[nearest]
-    hint = did_you_mean(missing[0], [column for column in found if column not in COLUMNS[nearest]])
+    hint = did_you_mean(missing[0], others[nearest])
     needed = " or ".join(dict.fromkeys(", ".join(COLUMNS[name]) for name in USABLE[kind]))
     raise DataError(
         f"{where}: columns found: {', '.join(found) or 'none'}{what}; a method that learns from {kind} needs the "
         f"columns {needed}. Nearest is {nearest}, which misses {', '.join(missing)}: name columns with data.rename, or "
         f"make them with data.map_row.{hint}"
     )
+
+
+def _unlike(missing: list[str], found: list[str]) -> int:
+    return sum(not did_you_mean(column, found) for column in missing)
 
 
 def _prompted(name: str, found: Mapping[str, Any], where: str, system: str | None, more: dict[str, Any]) -> Record:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError, did_you_mean
@@ -22,6 +23,20 @@ SHIPPED = {"tiny": TINY, "digits": DIGITS}
 
 _MODEL_FILES = ("config.json", "adapter_config.json")
 """What a folder that can be read as a model or as an adapter holds one of."""
+
+_PAGE = re.compile(r"https?://[^/]+/([^/?#]+/[^/?#]+)")
+"""A model's page on the hub."""
+
+_LFS = b"version https://git-lfs"
+_CONFIG_ERRORS = {"StrictDataclassFieldValidationError", "StrictDataclassClassValidationError"}
+"""Of huggingface_hub, for fields of a config."""
+
+_JSON_FILES = (
+    "config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab",
+    "processor_config", "preprocessor_config", "model.safetensors.index", "adapter_config",
+)  # fmt: skip
+_JSON_ERRORS = {"JSONDecodeError", "UnicodeDecodeError", "AttributeError", "TypeError"}
+"""What reading one of them may raise: its values are asked for as if it were an object."""
 
 _LOCAL = re.compile(r"[./~\\]|[A-Za-z]:\\")
 """How a name begins that can only mean a folder."""
@@ -50,7 +65,10 @@ def resolve(key: str, name: str, revision: str | None = None) -> str:
     if folder.is_dir():
         return str(folder.resolve())
     if folder.exists():
-        raise ConfigError(f"{key}={name!r} is a file. Give the folder that holds it.")
+        what = "GGUF, made for inference: give a folder with safetensors" if folder.suffix == ".gguf" else ""
+        raise ConfigError(f"{key}={name!r} is a file{f' of {what}' if what else '. Give the folder that holds it'}.")
+    if page := _PAGE.match(name):
+        raise ConfigError(f"{key}={name!r} is an address. Give the hub id {page[1]!r}, or a folder.")
     if _LOCAL.match(name) or name.count("/") > 1:
         near = did_you_mean(folder.name, _models_in(folder.parent))
         raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
@@ -68,6 +86,7 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
 
     Raises:
         StorageError: there are pickled weights only, or none at all.
+        ConfigError: an adapter's weights are looked for in the folder of a whole model.
     """
     folder = Path(path)
     if not folder.is_dir() or any(folder.glob(f"{stem}*.safetensors")):
@@ -79,6 +98,8 @@ def refuse_pickle(key: str, path: str, stem: str) -> None:
             "whatever code is inside. Only safetensors are read: convert the files once, where you trust them, with "
             "transformers' save_pretrained."
         )
+    if stem and (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+        raise ConfigError(f"{key}: {folder} holds a whole model, and no adapter: name it in model.name, without {key}.")
     raise StorageError(f"{key}: {folder} holds no {stem}*.safetensors. Is the download complete?")
 
 
@@ -158,10 +179,16 @@ def _from_hub(key: str, name: str, error: Exception) -> LitRLError | None:
 def _from_file(key: str, name: str, path: str, error: Exception) -> LitRLError | None:
     text = " ".join(str(error).split())
     kinds = {type(cause).__name__ for cause in _chain(error)}
+    if key.endswith(("name", "chat_template")) and (what := _no_model(name, Path(path))):
+        return ConfigError(f"{key}={name!r} {what}")
     if "SafetensorError" in kinds:
-        return StorageError(f"{key}: {_broken(path)} is damaged or only partly downloaded: {text}. Fetch it again.")
+        return _damaged(key, _broken(path), text)
+    if kinds & _JSON_ERRORS and (file := _broken_json(path)):
+        return _damaged(key, file, f"it is no JSON object ({text})")
     if "JSONDecodeError" in kinds or "UnicodeDecodeError" in kinds:
         return StorageError(f"{key}={name!r}: a JSON file of the model is damaged: {text}")
+    if kinds & _CONFIG_ERRORS:
+        return ConfigError(f"{key}={name!r}: config.json, or model.init_kwargs, has a value that cannot be: {text}")
     if isinstance(error, ImportError):
         return BackendError(f"{key}={name!r} needs a package that is not installed: {text}")
     if isinstance(error, RuntimeError) and "mismatched_sizes" in text:
@@ -177,6 +204,36 @@ def _from_file(key: str, name: str, path: str, error: Exception) -> LitRLError |
     if isinstance(error, ValueError | KeyError):
         return ConfigError(f"{key}={name!r}: transformers cannot use this model: {text[:400]}")
     return None
+
+
+def _no_model(name: str, folder: Path) -> str:
+    """What a folder without config.json holds in a model's place; empty where it has one, or is no folder."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return ""
+    if (folder / "adapter_config.json").is_file():
+        return f"is an adapter: set model.adapter={name!r}, and model.name to the model that it was trained on."
+    if any(folder.glob("*.gguf")):
+        return "holds GGUF, made for inference: give a folder with safetensors."
+    held = ", ".join(sorted(item.name for item in folder.iterdir())[:5]) or "nothing"
+    return f"holds no config.json; it holds {held}. Give the folder that a model was saved in."
+
+
+def _damaged(key: str, file: str, why: str) -> StorageError:
+    with suppress(OSError), open(file, "rb") as begin:
+        if begin.read(len(_LFS)) == _LFS:
+            return StorageError(f"{key}: {file} is not there yet, only its pointer of Git LFS: run `git lfs pull`.")
+    return StorageError(f"{key}: {file} is damaged or only partly downloaded: {why}. Fetch it again.")
+
+
+def _broken_json(path: str) -> str:
+    """The first of a model's own JSON files that holds no object; empty where there is none."""
+    for file in filter(Path.is_file, (Path(path) / f"{stem}.json" for stem in _JSON_FILES)):
+        try:
+            if not isinstance(json.loads(file.read_bytes()), dict):
+                return str(file)
+        except (ValueError, OSError):
+            return str(file)
+    return ""
 
 
 def _broken(path: str) -> str:

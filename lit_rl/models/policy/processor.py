@@ -132,8 +132,11 @@ class VisionProcessor:
         moving = [each for each in visuals if isinstance(each, VideoRef)]
         self._check_places("images", self._places(text, _NAMES), len(images), where)
         self._check_places("videos", self._places(text, _VIDEO_NAMES), len(moving), where)
-        pixels = {"images": [[image.open() for image in images]]} if images else {}
-        pixels |= videos.arguments(moving, [video.open() for video in moving])
+        try:
+            pixels = {"images": [[image.open() for image in images]]} if images else {}
+            pixels |= videos.arguments(moving, [video.open() for video in moving])
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
         try:
             made = self.processor(text=[text], **pixels, add_special_tokens=False, return_tensors="pt")
         except (ValueError, TypeError, IndexError, ZeroDivisionError, RuntimeError) as error:

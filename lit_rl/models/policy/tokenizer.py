@@ -100,7 +100,17 @@ def choose_pad(tokenizer: PreTrainedTokenizerBase, eos_ids: Iterable[int]) -> No
 
 
 def as_ids(value: Any) -> set[int]:
-    """The ids in an ``eos_token_id`` field, which holds none, one or a list."""
+    """The ids in an ``eos_token_id`` field, which holds none, one or a list.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
     if value is None:
         return set()
-    return {int(one) for one in value} if isinstance(value, list | tuple) else {int(value)}
+    try:
+        return {int(one) for one in value} if isinstance(value, list | tuple) else {int(value)}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"The model's eos_token_id is {value!r}; a token id or a list of them is needed. Mend its config.json or "
+            "generation_config.json."
+        ) from error

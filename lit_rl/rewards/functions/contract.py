@@ -85,7 +85,8 @@ def check_callable(name: str, function: Any) -> None:
         )
     if isinstance(function, type):
         raise RewardError(
-            f"reward function {name!r} is a class. Give an object of it, made by {function.__name__}(...)."
+            f"reward function {name!r} is a class. Give an object of it, made by {function.__name__}(...); of a file, "
+            "make one there and give its name."
         )
     if not callable(function):
         raise RewardError(f"reward function {name!r} is {reprlib.repr(function)}, which cannot be called.")
@@ -191,7 +192,7 @@ def _number(name: str, index: int, value: Any, completion: Completion) -> float:
     if isinstance(value, Opaque):
         shown, fault = (
             value.text,
-            f"is a {value.kind}, not a number, None or a list of (start, end, value) or of (turn, value)",
+            f"is {_named(value.kind)}, not a number, None or a list of (start, end, value) or of (turn, value)",
         )
     elif isinstance(value, int | float):
         try:
@@ -202,11 +203,15 @@ def _number(name: str, index: int, value: Any, completion: Completion) -> float:
             return number
         shown, fault = reprlib.repr(value), "is not finite in float32; return None where the reward does not apply"
     else:
-        shown, fault = reprlib.repr(value), f"is a {type(value).__name__}, not a number"
+        shown, fault = reprlib.repr(value), f"is {_named(type(value).__name__)}, not a number"
     raise RewardError(
         f"reward function {name!r} returned {shown} for completion {index}, which {fault}. "
         f"The completion starts {text_of(completion)[:80]!r}."
     )
+
+
+def _named(kind: str) -> str:
+    return "a coroutine (await it, in an async def)" if kind == "coroutine" else f"a {kind}"
 
 
 def _part(name: str, index: int, part: Any, completion: Completion) -> Part:

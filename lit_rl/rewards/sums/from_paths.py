@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from lit_rl.errors import ConfigError
 from lit_rl.rewards.functions.by_path import FunctionFromPath, load_function
@@ -44,10 +45,17 @@ def from_paths(  # noqa: PLR0913 (one keyword a setting, as in the config)
             still written. Values and metrics are the same.
 
     Raises:
-        ConfigError: a path does not exist, two functions share a name, or a setting is out of range.
+        ConfigError: `fn` is neither a path nor a list of them, a path does not exist, two functions share a name, or a
+            setting is out of range.
         RewardError: a module or file fails on import.
     """
-    functions = [load_function(path) for path in ([fn] if isinstance(fn, str) else fn)]
+    paths = [fn] if isinstance(fn, str) else fn
+    if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(
+            f"reward.fn={fn!r} names no function; allowed are './my_reward.py:score', 'package.module:name' and a list "
+            "of such."
+        )
+    functions = [load_function(path) for path in paths]
     counts = Counter(function.__name__ for function in functions)
     names = [f.__name__ if counts[f.__name__] == 1 else f"{f.owner}.{f.__name__}" for f in functions]
     if len(set(names)) < len(names):

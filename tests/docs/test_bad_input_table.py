@@ -1,0 +1,44 @@
+"""docs/reliability.md names for every kind of bad input a test that is there, and an exit code that is one of ours."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+from doc_blocks import table_rows
+
+from lit_rl import errors
+
+PLACES = re.compile(r"`([\w/]+\.py)::(\w+)`")
+CODES = {0, 130, 137, 143} | {kind.exit_code for kind in errors.LitRLError.__subclasses__()}
+
+
+@cache
+def names(file: Path) -> set[str]:
+    """Of the test functions and classes of a file."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)}
+
+
+def test_every_kind_of_bad_input_has_its_test(root: Path) -> None:
+    rows = table_rows(root / "docs" / "reliability.md", "Bad input: what happens")
+    assert len(rows) > 45
+    for what, _, codes, tests in rows:
+        places = PLACES.findall(tests)
+        assert places and not PLACES.sub("", tests).strip(", "), f"{what}: {tests}"
+        for file, name in places:
+            assert name in names(root / "tests" / file), f"{what}: {file} has no {name}"
+        assert {int(code) for code in codes.replace("its own", "1").split(", ")} <= CODES | {1}, f"{what}: {codes}"
+
+
+def test_every_row_of_the_list_of_bad_inputs_is_there(root: Path) -> None:
+    """64 kinds of bad input were listed before anything was built; their numbers stand in brackets."""
+    numbers: set[int] = set()
+    for what, *_ in table_rows(root / "docs" / "reliability.md", "Bad input: what happens"):
+        for group in re.findall(r"\(([\d, -]+)\)", what):
+            for part in group.split(", "):
+                first, _, last = part.partition("-")
+                numbers |= set(range(int(first), int(last or first) + 1))
+    assert numbers == set(range(1, 65))
