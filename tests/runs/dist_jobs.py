@@ -14,6 +14,7 @@ import torchvision_beside  # noqa: F401, I001  # before transformers, which look
 import dist_episodes
 import dist_masters
 import dist_offline
+import dist_offloaded
 import dist_precomputed
 import dist_resumed
 import dist_shipping
@@ -28,6 +29,7 @@ LISTS = {
     "episodes": dist_episodes.main,
     "masters": dist_masters.main,
     "offline": dist_offline.main,
+    "offloaded": dist_offloaded.main,
     "precomputed": dist_precomputed.main,
     "resumed": dist_resumed.main,
     "shipping": dist_shipping.main,
