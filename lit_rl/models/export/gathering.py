@@ -26,7 +26,9 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         with deepspeed.zero.GatheredParameters([tensor]):
             return _cast(tensor.detach(), dtype).clone()  # taken apart again on the way out
     tensor = _cast(tensor.detach(), dtype)
-    return tensor.to(mesh_device(tensor)).full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(mesh_device(tensor)).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
