@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy, offload_policy
