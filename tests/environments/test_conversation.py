@@ -136,10 +136,9 @@ def test_what_answered_ends_with_its_owner() -> None:
     assert until(lambda: held()[0] == 0)
     before = held()
     several = [texts(tools()) for _ in range(3)]
-    for interaction in several:
-        one(interaction, "multiply(2,3)", "done", prompt="?")
+    assert len([one(each, "multiply(2,3)", "done", prompt="?") for each in several]) == 3
     assert held()[0] == 3 and held()[1] >= before[1] + 9
-    del several, interaction
+    several.clear()
     gc.collect()
     assert until(lambda: held() == before), held()
 
