@@ -12,7 +12,7 @@ import lightning as L
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
@@ -215,7 +215,7 @@ def check_trainer(trainer: L.Trainer) -> None:
     """Refuse what Lightning lets pass and no run can use, before anything is downloaded.
 
     Raises:
-        ConfigError: nothing would end the training.
+        ConfigError: nothing would end the training, or its processes could not give back what they learned.
         BackendError: the device cannot compute in this precision, or there is nothing to spread over.
     """
     if trainer.gradient_clip_val is not None:
@@ -223,6 +223,13 @@ def check_trainer(trainer: L.Trainer) -> None:
     timed = any(isinstance(callback, Timer) for callback in trainer.callbacks)  # pyright: ignore
     if trainer.max_steps == -1 and trainer.max_epochs == -1 and not timed:
         raise ConfigError("Nothing ends the run: set trainer.max_steps, trainer.max_epochs or trainer.max_time.")
+    method = getattr(trainer.strategy, "_start_method", "popen")
+    if isinstance(trainer.strategy, DDPStrategy) and method != "popen":
+        typed = "ddp_spawn" if method == "spawn" else "ddp_fork (ddp_notebook is the same)"
+        raise ConfigError(
+            f"trainer.strategy={typed} makes its processes of this one, and their weights would come back through a "
+            "file that is no checkpoint of a run. Take strategy=ddp, which starts the command for each device."
+        )
     if not isinstance(trainer.accelerator, CPUAccelerator):
         return
     if str(trainer.precision) in ("16-true", "16-mixed"):

@@ -1,11 +1,11 @@
 """A config file whose aliases would blow it up is refused before it is built.
 
-Hydra has no hook there, so the method with which it reads a file is wrapped.
+Neither Hydra nor jsonargparse has a hook there, so the method with which each reads a file is wrapped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,21 +22,38 @@ LARGEST = 100_000
 
 @contextmanager
 def bounded() -> Iterator[None]:
-    """Every file is checked before it is read, while this lasts."""
+    """Every file of Hydra's is checked before it is read, while this lasts."""
     # Hydra loads its plugins by itself: the class that an import gives is another one.
     kinds: list[Any] = Plugins.instance().discover(ConfigSource)
     files = next(kind for kind in kinds if kind.scheme() == "file")
-    read = files.load_config
 
-    def checked(source: Any, config_path: str) -> Any:
-        check_size(Path(source.path) / source._normalize_file_name(config_path))
-        return read(source, config_path)
+    def file_of(source: Any, config_path: str) -> Path:
+        return Path(source.path) / source._normalize_file_name(config_path)
 
-    files.load_config = checked
+    with checked_before(files, "load_config", file_of):
+        yield
+
+
+@contextmanager
+def checked_before(kind: type, method: str, file_of: Callable[..., Path]) -> Iterator[None]:
+    """While this lasts, a file is checked before `method` of `kind` reads it.
+
+    Args:
+        kind: A class of who reads.
+        method: Its name.
+        file_of: The file, from what `method` is called with, `self` first.
+    """
+    read = getattr(kind, method)
+
+    def checked(*arguments: Any, **named: Any) -> Any:
+        check_size(file_of(*arguments, **named))
+        return read(*arguments, **named)
+
+    setattr(kind, method, checked)
     try:
         yield
     finally:
-        files.load_config = read
+        setattr(kind, method, read)
 
 
 def check_size(file: Path) -> None:

@@ -21,13 +21,14 @@ from typing import Any
 import lightning as L
 import yaml
 from jsonargparse import set_parsing_settings
+from jsonargparse.typing import Path as ConfigPath
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, let_loggers_fail
-from lit_rl.cli import ends, quiet
+from lit_rl.cli import config_files, ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
@@ -76,7 +77,8 @@ def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
     """
     by_hand = _named_on_the_command_line(arguments)
     settings: dict[str, Any] = {"exit_on_error": False, "dump_header": [f"lightning=={L.__version__}"]}
-    with _importing_only(by_hand):
+    checked = config_files.checked_before(ConfigPath, "read_text", lambda path: Path(path.absolute))
+    with _importing_only(by_hand), checked:
         return CommandLine(
             PolicyModule,
             data_module_of(arguments),

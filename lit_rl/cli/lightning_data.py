@@ -9,6 +9,7 @@ import lightning as L
 import yaml
 
 from lit_rl import algorithms
+from lit_rl.cli.config_files import check_size
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.datamodule import PreferenceDataModule, StepwiseDataModule, SupervisedDataModule
 
@@ -40,6 +41,7 @@ def data_module_of(arguments: Sequence[str]) -> type[L.LightningDataModule]:
 
 def _model_in(path: Path) -> str:
     """The class that a config file gives `model`; empty where it gives none, or cannot be read: the parser says so."""
+    check_size(path)
     try:
         model = (yaml.safe_load(path.read_text()) or {}).get("model")
     except (OSError, ValueError, AttributeError, yaml.YAMLError):

@@ -22,6 +22,7 @@ from torch.distributed.constants import default_pg_timeout
 from lit_rl import errors
 from lit_rl.commands.place import Place
 from lit_rl.errors import BackendError, ConfigError
+from lit_rl.loopback import is_loopback
 
 LONGEST_WAIT = default_pg_timeout.total_seconds()
 """Seconds until one who has not come is given up: as long as torch waits."""
@@ -225,23 +226,19 @@ class Rendezvous:
         """What starts the other nodes, where that is for the user to do."""
         if not self.place.by_hand or self.place.rank != 0:
             return ""
-        reachable = socket.gethostname() if _is_loopback(self.place.address) else self.place.address
+        reachable = socket.gethostname() if is_loopback(self.place.address) else self.place.address
         there = f"MASTER_ADDR={reachable} MASTER_PORT={self.place.port}"
         lines = [f"\n  {there} NODE_RANK={node} {self._command}" for node in range(1, self.place.nodes)]
         return f" Type there:{''.join(lines)}"
 
     def _advice(self) -> str:
         here = f"here it is {self.place.address}"
-        if _is_loopback(self.place.address):
+        if is_loopback(self.place.address):
             here += ", which leads every machine to itself"
         return (
             f" Where it was started: MASTER_ADDR has to be an address of node 0 that the others reach ({here}), "
             f"MASTER_PORT={self.place.port} the same on every node and open in firewalls.{self._to_type()}"
         )
-
-
-def _is_loopback(address: str) -> bool:
-    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 def _first_line(error: BaseException) -> str:

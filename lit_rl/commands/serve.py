@@ -23,10 +23,10 @@ from lit_rl.generation.vllm.settings import (
     require_vllm,
     runs_on_cpu,
 )
+from lit_rl.loopback import is_loopback
 from lit_rl.models.policy.language_model import LanguageModel
 
 _LOOK_EVERY = 0.5
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -83,7 +83,7 @@ def _server(job: Serve) -> ServerProcess:
     log = temporary_log() if job.log is None else Path(job.log).expanduser()
     reached = _EVERYWHERE.get(job.host, job.host)
     url = f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-    if job.host not in _LOOPBACK and not keyed.key():
+    if not is_loopback(job.host) and not keyed.key():
         raise ConfigError(
             f"serve.host={job.host} without a key: whoever reaches this port could replace the weights and run code in "
             f"the server. Set the environment variable {keyed.KEY} to a secret, here and where the training runs, or "

@@ -644,3 +644,19 @@ def test_the_plan_is_near_what_a_process_takes(root):
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["planned"] == pytest.approx(found["measured"], rel=0.1)
+
+
+def test_shards_on_the_host_take_its_memory_and_not_that_of_the_device():
+    spread = memory(gathered=GATHERED, spread_over=2, engine=100)
+    on_host = replace(spread, shards_on_host=True)
+    here, there = (sizes.plan(2, 1, steps_in_parts=False) for sizes in (spread, on_host))
+    moved = (4 + 4 + 8) * SHAPE.parameters // 2 + 1000 // 2
+    assert here.host == 0 and there.host == pytest.approx(moved, abs=4)
+    assert here.learning["engine"] == there.learning["engine"] == 100
+    for before, after in ((here.learning, there.learning), (here.generating, there.generating)):
+        assert sum(before.values()) - sum(after.values()) == there.host
+    fitting = there.host + (1 << 30)
+    step = Step(units=1, rows=4, sequences=4)
+    assert chosen(step, replace(on_host, host=fitting), 1 << 40).micro_batches == 1
+    with pytest.raises(ConfigError, match="in main memory, which can give"):
+        chosen(step, replace(on_host, host=there.host // 2), 1 << 40)

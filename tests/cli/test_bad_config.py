@@ -144,6 +144,8 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     # what this machine lacks
     ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
     ("fsdp-one-cpu", ["strategy=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"], 8, ["fsdp", "strategy=auto"]),
+    ("spawn", ["trainer.strategy=ddp_spawn", "trainer.devices=2"], 2, ["trainer.strategy=ddp_spawn", "strategy=ddp,"]),
+    ("fork", ["trainer.strategy=ddp_notebook"], 2, ["trainer.strategy=ddp_fork (ddp_notebook", "strategy=ddp,"]),
     ("accelerator", ["trainer.accelerator=tpu"], 8, ["torch_xla"]),
     ("accelerator-word", ["trainer.accelerator=gpuu"], 2, ["gpuu"]),
 ]

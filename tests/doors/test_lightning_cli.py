@@ -338,6 +338,27 @@ def test_yaml_that_makes_objects_is_refused(lit_rl_run: CommandLine, tmp_path: P
     assert not (tmp_path / "canary").exists()
 
 
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 8)}]\n" for i in range(1, 9)
+)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    "key, text, word",
+    [
+        ("config", BOMB, "once its aliases"),
+        ("config", "seed_everything: " + "[" * 3000 + "]" * 3000, "nested too deeply"),
+        ("model", BOMB, "once its aliases"),
+    ],
+)
+def test_a_file_that_would_blow_up_is_refused_unbuilt(key, text, word, lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    """A file that another key names is read by jsonargparse alone."""
+    (tmp_path / "theirs.yaml").write_text(text)
+    outcome = lit_rl_run("fit", *LEAST, REWARD, f"--{key}=theirs.yaml")
+    assert outcome.code == 2 and word in outcome.err and "theirs.yaml" in outcome.err
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package of the user's own; importing it leaves a trace."""

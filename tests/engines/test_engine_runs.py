@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -258,6 +259,59 @@ def test_a_server_that_stays_away_ends_the_run_saved_and_one_that_comes_back_doe
     resumed = run(*SMALL, "generator=native", f"trainer.max_steps={done + 2}", "ckpt_path=last", folder="two")
     assert resumed.end() == 0, resumed.said
     assert len(resumed.column("train/reward")) == done + 2
+
+
+def asked_by(url: str) -> int:
+    """Connections that a server of this machine has from those that ask it."""
+    port, rows = int(url.rpartition(":")[2]), Path("/proc/net/tcp").read_text().splitlines()[1:]
+    established = [row.split()[1] for row in rows if row.split()[3] == "01"]
+    return sum(int(local.rpartition(":")[2], 16) == port for local in established)
+
+
+def draws_for(ranks: int, url: str) -> bool:
+    """Whether so many have been waiting for completions for a while: a probe's requests are over sooner."""
+    for _ in range(8):
+        if asked_by(url) < ranks:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.exhaustive  # siblings: test_engine_updates.py has one process and two servers, two ranks share one above
+def test_two_ranks_of_two_servers_lose_one_in_a_rollout_and_take_it_back(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    servers = [start(folder) for folder in folders]
+    try:
+        first, url = (each.wait_ready().url for each in servers)
+        two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp"]
+        ask = ["generator=vllm_server", f"generator.urls=[{first},{url}]", "generator.transport=gloo"]
+        long = ["sampling.max_new_tokens=64", "sampling.min_new_tokens=64", "algo.group_size=8"]
+        one = run(*SMALL, *two, *ask, *long, "generator.answer_deadline=20", "trainer.max_steps=2000")
+        one.reach(2)
+        assert until(lambda: draws_for(2, url) or one.process.poll() is not None, SECONDS)
+        os.killpg(servers[1].group, signal.SIGKILL)
+        servers[1].process.wait(60)
+        end(servers[1])
+        one.reach(len(one.column("train/reward")) + 2)
+        said = " ".join(one.said.split())
+        assert "that it has not answered are asked of the others" in said, said
+        assert f"1 of 2; {url} will be tried again" in said
+
+        servers[1] = start(folders[1], f"serve.port={url.rpartition(':')[2]}").wait_ready()
+        assert until(lambda: "Servers that take the weights: 2 of 2." in one.said, SECONDS), one.said
+        assert until(lambda: draws_for(2, url) or one.process.poll() is not None, SECONDS), "it is asked again"
+        one.reach(len(one.column("train/reward")) + 2)
+        one.process.send_signal(signal.SIGTERM)
+        assert one.end() == 143, one.said
+    finally:
+        for each in servers:
+            end(each)
+    # Of the probe alone: an EOS that min_new_tokens forbids is in what an engine reports of every other token.
+    assert max(one.column("train/sampling/sampling_logp_difference/probe_max")) < 1e-4
 
 
 def test_another_model_is_refused_before_anything_is_drawn(

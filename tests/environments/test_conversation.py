@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import random
+import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -118,6 +122,34 @@ def test_text_that_spells_a_control_token_stays_text() -> None:
     assert answer.token_ids and interaction._tokenizer.eos_token_id not in answer.token_ids
     assert talk.read(answer) == end
     talk.conversations.close()
+
+
+def test_what_answered_ends_with_its_owner() -> None:
+    """A notebook builds many. A thread has an event loop, and that three descriptors."""
+
+    def held() -> tuple[int, int]:
+        threads = [thread for thread in threading.enumerate() if thread.name == "lit_rl-environments"]
+        return len(threads), len(list(Path("/proc/self/fd").iterdir()))
+
+    one(texts(tools()), "multiply(2,3)", "done", prompt="?")  # loads what is kept for all
+    gc.collect()
+    assert until(lambda: held()[0] == 0)
+    before = held()
+    several = [texts(tools()) for _ in range(3)]
+    assert len([one(each, "multiply(2,3)", "done", prompt="?") for each in several]) == 3
+    assert held()[0] == 3 and held()[1] >= before[1] + 9
+    several.clear()
+    gc.collect()
+    assert until(lambda: held() == before), held()
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 MEETING: list[asyncio.Event] = []

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lit_rl.errors import ConfigError
 from lit_rl.models import LanguageModel, Lora
-from lit_rl.models.policy.sharding import decoder_layers, full_state_dict, shard, unsharded
+from lit_rl.models.policy.sharding import decoder_layers, full_state_dict, move_all_but_shards, shard, unsharded
 
 
 def test_a_plain_module_is_left_alone(make_model):
@@ -39,3 +41,16 @@ def test_the_full_state_is_detached_and_complete(make_model):
     assert state.keys() == policy.state_dict().keys()
     assert not any(tensor.requires_grad for tensor in state.values())
     assert all(torch.equal(tensor, policy.state_dict()[name]) for name, tensor in state.items())
+
+
+def test_what_is_moved_to_a_device_leaves_shards_on_the_host(make_model, mesh):
+    """`meta` stands for a GPU. FSDP2 refuses to gather shards that `module.to` has taken off the host."""
+    policy = LanguageModel(str(make_model())).load()
+    module = L.LightningModule()
+    module.policy = shard(policy, mesh, offload=CPUOffloadPolicy(pin_memory=False))
+    module.head = nn.BatchNorm1d(2)
+    move_all_but_shards(module, torch.device("meta"))
+    assert {parameter.device.type for parameter in policy.parameters()} == {"cpu"}
+    assert module.device.type == "meta"
+    apart = [*module.head.parameters(), *module.buffers()]
+    assert len(apart) > 5 and {tensor.device.type for tensor in apart} == {"meta"}

@@ -11,6 +11,7 @@ import torch
 
 from lit_rl.errors import RewardError
 from lit_rl.rewards import Rewards
+from lit_rl.rewards.execution.event_loops import BackgroundLoop
 
 PROMPTS = ["p"] * 4
 COMPLETIONS = ["one", "two", "three", "four"]
@@ -198,3 +199,11 @@ def test_async_functions_bind_like_any_other():
 
     with pytest.raises(RewardError, match="Did you mean 'answer'"):
         Rewards(my_reward).bind(["answer"])
+
+
+def test_a_loop_that_nobody_holds_ends_after_what_it_was_asked_for():
+    future = BackgroundLoop("of-nobody").submit(asyncio.sleep(0.1, result=5))
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "of-nobody"]
+    assert future.result(20) == 5
+    thread.join(20)
+    assert not thread.is_alive()

@@ -59,10 +59,14 @@ def train_and_leave(module: Any, data: Any, runner: L.Trainer, path: Path, **bes
     metrics = logged(runner)
     runner.limit_val_batches = 1.0
     runner.validate(module, datamodule=data, verbose=False)
-    metrics |= logged(runner)
+    leave(module, runner, path, metrics=metrics | logged(runner), **beside)
+
+
+def leave(module: Any, runner: L.Trainer, path: Path, **beside: Any) -> None:
+    """Leave a file: the weights, as they are exported, and what the caller adds."""
     weights = full_state_dict(module.policy)
     if runner.is_global_zero:
-        torch.save({"weights": weights, "metrics": metrics, **beside}, path)
+        torch.save({"weights": weights, **beside}, path)
     runner.strategy.barrier()
 
 

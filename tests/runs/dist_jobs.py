@@ -15,6 +15,7 @@ import dist_alarms
 import dist_episodes
 import dist_masters
 import dist_offline
+import dist_offloaded
 import dist_precomputed
 import dist_resumed
 import dist_shipping
@@ -30,6 +31,7 @@ LISTS = {
     "episodes": dist_episodes.main,
     "masters": dist_masters.main,
     "offline": dist_offline.main,
+    "offloaded": dist_offloaded.main,
     "precomputed": dist_precomputed.main,
     "resumed": dist_resumed.main,
     "shipping": dist_shipping.main,

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
@@ -24,7 +25,7 @@ from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_mas
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
 from lit_rl.algorithms.optim.schedules import Linear, Schedule, as_schedule, by_group
-from lit_rl.algorithms.optim.strategies import flattens, shards
+from lit_rl.algorithms.optim.strategies import flattens, offload_policy, shards
 from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
@@ -229,6 +230,7 @@ class PolicyModule(L.LightningModule):
             spread_over=trainer.world_size if shards(trainer.strategy) else 1,
             ranks=trainer.world_size,
             gathered=gathered(policy, numbers, critic, reference=reference > 0, stored=stored) if fsdp2 else None,
+            shards_on_host=device.type == "cuda" and isinstance(offload_policy(trainer.strategy), CPUOffloadPolicy),
             masters=masters_at_once(networks, numbers, self.optimizer),
             block=block_numbers(device, NO_TRUNCATION),
             part=part_numbers(device),
@@ -342,10 +344,10 @@ class PolicyModule(L.LightningModule):
         if isinstance(strategy, ZeROStrategy):
             model_fits_zero(policy, strategy)
         if isinstance(strategy, ModelParallelStrategy):
-            mesh, precision = strategy.device_mesh["data_parallel"], shard_precision(strategy)
+            mesh, how = strategy.device_mesh["data_parallel"], (shard_precision(strategy), offload_policy(strategy))
             for module in (policy, reference, *others.values()):
                 if isinstance(module, nn.Module):
-                    shard(module, mesh, precision)
+                    shard(module, mesh, *how)
         self.policy, self.reference_policy = policy, reference
         for name, module in others.items():
             setattr(self, name, module)

@@ -10,10 +10,11 @@ import torch
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lit_rl.algorithms.optim.zero import ZeROStrategy
-from lit_rl.errors import StorageError
-from lit_rl.models.policy.sharding import unsharded
+from lit_rl.errors import ConfigError, StorageError
+from lit_rl.models.policy.sharding import move_all_but_shards, unsharded
 
 
 class FSDP2Strategy(ModelParallelStrategy):
@@ -22,8 +23,12 @@ class FSDP2Strategy(ModelParallelStrategy):
     Lightning's own default is the other way round: all devices of a node in the tensor-parallel mesh.
     """
 
-    def __init__(self, process_group_backend: str | None = None, **kwargs: Any) -> None:
-        """`process_group_backend`: None lets torch choose (nccl on GPUs, gloo on CPUs)."""
+    def __init__(self, process_group_backend: str | None = None, cpu_offload: bool = False, **kwargs: Any) -> None:
+        """`process_group_backend`: None takes nccl on GPUs, gloo on CPUs, and both where `cpu_offload` needs both.
+
+        `cpu_offload`: Keep shards of weights and gradients, the optimizer's state and its step in the host's memory.
+            What is gathered of weights is on the GPU. On a CPU nothing moves.
+        """
         super().__init__(
             data_parallel_size="auto",
             tensor_parallel_size=1,
@@ -31,6 +36,35 @@ class FSDP2Strategy(ModelParallelStrategy):
             process_group_backend=process_group_backend,
             **kwargs,
         )
+        self.cpu_offload = cpu_offload
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """Where `fully_shard` keeps shards. Those on the host are pinned, so that copies to the GPU do not wait."""
+        if not self.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")
+
+    def _get_process_group_backend(self) -> str:
+        """Norms of gradients, and parts of a checkpoint, are summed and gathered where the shards are."""
+        backend = super()._get_process_group_backend()
+        if not self.cpu_offload or self.root_device.type == "cpu" or "cpu:" in backend:
+            return backend
+        if self._process_group_backend is not None:
+            raise ConfigError(
+                f"trainer.strategy.process_group_backend={backend} sends tensors of GPUs alone, and with "
+                "trainer.strategy.cpu_offload=true gradients are in the host's memory. Leave it unset, or set it to "
+                f"cpu:gloo,{self.root_device.type}:{backend}."
+            )
+        return f"cpu:gloo,{self.root_device.type}:{backend}"
+
+    def model_to_device(self) -> None:
+        """As Lightning's, but for shards that belong into the host's memory."""
+        if not self.cpu_offload:
+            super().model_to_device()
+            return
+        assert self.model is not None
+        move_all_but_shards(self.model, self.root_device)
 
     def setup_environment(self) -> None:
         self._data_parallel_size = self.num_nodes * self.num_processes
@@ -63,6 +97,11 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "model settings of the run's config.yaml, or start a new run from the exported model: "
                 "model.name=<run_dir>/hf."
             )
+
+
+def offload_policy(strategy: Any) -> OffloadPolicy:
+    """Where FSDP2 keeps the shards of a run."""
+    return strategy.offload_policy if isinstance(strategy, FSDP2Strategy) else OffloadPolicy()
 
 
 def shards(strategy: Any) -> bool:

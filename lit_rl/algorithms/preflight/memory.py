@@ -213,7 +213,7 @@ class MemoryPlan:
     learning: Mapping[str, int]
     generating: Mapping[str, int]
     host: int = 0
-    """Bytes that leave the device for main memory while the policy learns."""
+    """Bytes that wait in main memory and not on the device while the policy learns."""
 
     @property
     def total(self) -> int:
@@ -299,6 +299,7 @@ class Memory:
         spread_over: Ranks over which weights, gradients and optimizer state are spread.
         ranks: Of the run, whether weights are spread over them or not.
         gathered: What is whole all the same; None where the strategy is not FSDP2.
+        shards_on_host: Whether what is spread waits in main memory, where its optimizer steps.
         masters: Bytes of the float32 masters of narrow weights that there are at a time in the optimizer's step.
         block: Logits in a block of the fused head.
         part: Logits of a block that are worked on at a time.
@@ -320,6 +321,7 @@ class Memory:
     spread_over: int = 1
     ranks: int = 1
     gathered: Gathered | None = None
+    shards_on_host: bool = False
     masters: int = 0
     block: int = 2**22
     part: int = 2**18
@@ -349,14 +351,17 @@ class Memory:
             decoded: Sequences that are decoded at once.
             steps_in_parts: Whether a step has several micro-batches, so that gradients are summed.
         """
-        held = self.held(steps_in_parts)
+        held, waiting = self.held(steps_in_parts), 0
+        if self.shards_on_host:
+            waiting = sum(size for name, size in held.items() if name not in _WHOLE)
+            held = {name: size for name, size in held.items() if name in _WHOLE}
         learning = self._activations(rows) | self._working(rows, steps_in_parts)
         generating = self._cache(self.decoding, decoded) if self.decoding else {}
         if self.gathered is not None:
             learning |= self.gathered.learning
             generating |= self.gathered.generating if generating else {}
         generating = held | _with_holes(generating) if generating else {}
-        return MemoryPlan(held | _with_holes(learning), generating, self._on_host(rows))
+        return MemoryPlan(held | _with_holes(learning), generating, waiting + self._on_host(rows))
 
     def held(self, steps_in_parts: bool) -> dict[str, int]:
         """What is there whatever is computed."""

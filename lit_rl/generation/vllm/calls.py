@@ -13,8 +13,8 @@ from urllib.parse import urlencode, urlsplit
 
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.vllm import keyed
+from lit_rl.loopback import is_loopback
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _LONGEST_MESSAGE = 600
 LARGEST_ANSWER = 2**28
 """Bytes: a completion of a million tokens with its log-probs has less."""
@@ -68,7 +68,7 @@ class JSONCalls:
     def __init__(self, url: str, key: str = "generator.urls") -> None:
         self.url = checked_url(url, key)
         handlers: list[Any] = [_NoRedirect]
-        if urlsplit(self.url).hostname in _LOOPBACK:
+        if is_loopback(urlsplit(self.url).hostname):
             handlers.append(urllib.request.ProxyHandler({}))
         self._opener = urllib.request.build_opener(*handlers)
 

@@ -26,6 +26,7 @@ from lit_rl.generation.vllm.settings import EngineSettings
 from lit_rl.generation.vllm.work import Completing, Work
 from lit_rl.generation.vllm.worker import shape_of
 from lit_rl.models.export.shipping import fingerprint
+from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import placeholder_ids
@@ -237,7 +238,7 @@ class EngineGenerator(Generator):
     def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
         if self.engine is None or self._policy is None or self._pushed is None:
             raise GenerationError(f"{type(self).__name__}.generate was called before sync: its engine has no policy.")
-        device, version = next(self._policy.parameters()).device, self._version
+        device, version = device_of(self._policy), self._version
         work = together(lambda: self._work(prompts, sampling))
         self._run(work)
         if isinstance(work, Conversing):

@@ -21,6 +21,7 @@ from lit_rl.generation.base import Gap, rollout_mode
 from lit_rl.generation.batches import left_pad
 from lit_rl.generation.vllm.engine import Engine, Facts, complete
 from lit_rl.generation.vllm.requests import Answer, Request, completions_of, requests_of
+from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Completions, Prompts, Sampling
 
@@ -113,7 +114,7 @@ class Probe:
     def _apart(self, policy: nn.Module, prompts: Prompts | None, answers: list[Answer]) -> Tensor:
         """Differences of the log-probs of what the engine wrote, ``(t,)``."""
         assert prompts is not None
-        device = next(policy.parameters()).device
+        device = device_of(policy)
         written = completions_of(prompts, [answers], version=0, device=device, never=self._never)
         return _logprobs(policy, written) - written.sampler_logprobs[0].cpu()
 
@@ -170,8 +171,9 @@ def coarser(dtype: str, policy: nn.Module) -> str:
     """The coarser of the engine's type, the policy's and autocast's, by mantissa."""
     first = next(policy.parameters())
     kinds = [dtype, str(first.dtype).removeprefix("torch.")]
-    if torch.is_autocast_enabled(first.device.type):
-        kinds.append(str(torch.get_autocast_dtype(first.device.type)).removeprefix("torch."))
+    kind = device_of(policy).type
+    if torch.is_autocast_enabled(kind):
+        kinds.append(str(torch.get_autocast_dtype(kind)).removeprefix("torch."))
     return max((kind for kind in kinds if kind in LIMITS), key=lambda kind: LIMITS[kind].mean)
 
 
@@ -183,7 +185,7 @@ def _requests(ids: list[int]) -> list[Request]:
 
 
 def _as_completions(prompt: list[int], response: list[int], policy: nn.Module) -> Completions:
-    device = next(policy.parameters()).device
+    device = device_of(policy)
     ids, mask = left_pad([prompt], 0)
     answer = torch.tensor([response])
     return Completions(

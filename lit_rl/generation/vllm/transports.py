@@ -21,6 +21,7 @@ from lit_rl.generation.vllm.calls import ServerDead
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.engine import Shapes
 from lit_rl.generation.vllm.host import shared_memory
+from lit_rl.loopback import is_loopback
 
 Result = TypeVar("Result")
 
@@ -234,8 +235,8 @@ def _free_port() -> int:
 
 def here(urls: Sequence[str]) -> bool:
     """Whether every server runs on this machine."""
-    names = ("localhost", "127.0.0.1", "::1", socket.gethostname(), os.uname().nodename)
-    return all(urlsplit(url).hostname in names for url in urls)
+    names, hosts = (socket.gethostname(), os.uname().nodename), [urlsplit(url).hostname for url in urls]
+    return all(is_loopback(host) or host in names for host in hosts)
 
 
 TRANSPORTS: dict[str, type[Transport]] = {"shared_memory": SharedMemory, "gloo": Gloo, "nccl": NCCL}

@@ -8,10 +8,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.device import mesh_device
 
 
 def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The whole tensor, detached, on its own device; a collective where it is sharded.
+    """The whole tensor, detached, on the device that computes with it; a collective where it is sharded.
 
     A tensor that is whole already comes without a copy, so that writing to it writes to the model.
 
@@ -25,7 +26,9 @@ def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         with deepspeed.zero.GatheredParameters([tensor]):
             return _cast(tensor.detach(), dtype).clone()  # taken apart again on the way out
     tensor = _cast(tensor.detach(), dtype)
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(mesh_device(tensor)).full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lit_rl.errors import ConfigError
+from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.forward import score
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.options import DEFAULT
@@ -37,7 +38,7 @@ def refuse_foresight(model: nn.Module, prompt_ids: Sequence[int], vision: Prompt
     Raises:
         ConfigError: the log-prob of a token changes with a later one.
     """
-    device, config = next(model.parameters()).device, base_of(model).config
+    device, config = device_of(model), base_of(model).config
     barred = placeholder_ids(config)
     tokens = islice((token for token in range(config.get_text_config().vocab_size) if token not in barred), _TOKENS + 1)
     *told, last, another = tokens

@@ -6,17 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.partitions import has_partitions, whole_state
 from lit_rl.models.policy.vision_parts import seeing_model, trained_by_images
 
 
-def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy | None = None) -> nn.Module:
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy | None = None,
+    offload: OffloadPolicy | None = None,
+) -> nn.Module:
     """Shard ``module`` in place: each decoder layer is a unit, what is left (embedding, norm, head, and what sees) is
     the last.
 
@@ -26,6 +34,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy |
         module: What is sharded.
         mesh: Over which ranks.
         precision: The types of what is gathered and of reduced gradients. None is that of the weights.
+        offload: Where the shards are between passes. None is the mesh's device.
 
     Raises:
         ConfigError: the model does not say which of its modules are its layers.
@@ -33,7 +42,11 @@ def shard(module: nn.Module, mesh: DeviceMesh, precision: MixedPrecisionPolicy |
     layers = decoder_layers(module)
     if not layers:
         raise ConfigError(f"{type(module).__name__} names no decoder layers, so it cannot be sharded. Use DDP instead.")
-    how: dict[str, Any] = {"mesh": mesh, "mp_policy": precision or MixedPrecisionPolicy()}
+    how: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": precision or MixedPrecisionPolicy(),
+        "offload_policy": offload or OffloadPolicy(),
+    }
     for layer in layers:
         fully_shard(layer, reshard_after_forward=True, **how)
     fully_shard(module, reshard_after_forward=False, **how)
@@ -63,6 +76,17 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
     seeing = seeing_model(module)
     home = module if seeing is None else seeing.get_decoder()
     return [part for part in home.modules() if type(part).__name__ in names]
+
+
+def move_all_but_shards(model: nn.Module, device: torch.device) -> None:
+    """What `model.to(device)` does, with the shards of FSDP2 left where they are."""
+    for part in model.modules():
+        if not any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False)):
+            part._apply(lambda tensor: tensor.to(device), recurse=False)
+        for name, tensor in part.named_buffers(recurse=False):
+            part._buffers[name] = tensor.to(device)
+        if isinstance(part, _DeviceDtypeModuleMixin):
+            part._device = device  # what `module.device` says
 
 
 @contextmanager

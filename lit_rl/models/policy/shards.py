@@ -44,5 +44,6 @@ def values_for(ours: Tensor, theirs: Tensor) -> Tensor:
 def laid_out(whole: Tensor, like: Tensor) -> Tensor:
     if isinstance(like, DTensor):
         # No broadcast: every rank has read the same checkpoint.
-        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+        shard = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return shard.to(like.device)  # the host, where the strategy keeps shards there
     return whole.to(like.device, copy=True)

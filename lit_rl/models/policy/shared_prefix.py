@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.models.policy.attention import turns_alike
+from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.head import Targets, TargetScores, run
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.models.policy.modes import evaluation_mode
@@ -267,7 +268,7 @@ def _runs_alike(model: nn.Module) -> bool:
 
 def _trial(base: Any) -> Completions:
     """Two prompts of five and three tokens, and two responses to each, of which one is shorter and one has a hole."""
-    device, size = next(base.parameters()).device, base.config.get_text_config(decoder=True).vocab_size
+    device, size = device_of(base), base.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(36, device=device) * 7 + 1).view(4, 9) % size
     prompt_ids = ids[::2, :5].repeat_interleave(2, 0)
     prompt_mask, attended = torch.ones_like(prompt_ids, dtype=torch.bool), torch.ones_like(ids[:, 5:], dtype=torch.bool)

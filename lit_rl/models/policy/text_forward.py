@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch
+from lit_rl.models.policy.device import device_of
 from lit_rl.models.policy.forward import no_router
 from lit_rl.models.policy.fused_accumulation import fused_accumulation
 from lit_rl.models.policy.head import Targets, TargetScores, run
@@ -122,7 +123,7 @@ def refuse_leaks(model: nn.Module) -> None:
     Raises:
         ConfigError: the second text of a row changes with the first.
     """
-    device = next(model.parameters()).device
+    device = device_of(model)
     rows = base_of(model).config.get_text_config().vocab_size
     half = 8
     second = torch.arange(half, device=device) * 7 % rows

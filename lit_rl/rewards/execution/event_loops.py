@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -18,6 +19,8 @@ T = TypeVar("T")
 
 class BackgroundLoop:
     """An event loop in a daemon thread, started when first asked for, and anew in a forked process.
+
+    When nobody holds it any more, the thread ends as soon as nothing runs on it, and gives its descriptors back.
 
     Args:
         name: Of the thread.
@@ -59,6 +62,7 @@ class BackgroundLoop:
                 self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
                 self._thread = threading.Thread(target=self._run, args=(self._loop,), name=self.name, daemon=True)
                 self._thread.start()
+                weakref.finalize(self, _end, self._loop, self._pid).atexit = False
             return self._loop
 
     @staticmethod
@@ -66,6 +70,20 @@ class BackgroundLoop:
         torch.set_grad_enabled(False)  # per thread; rewards in the training's own thread have none either
         asyncio.set_event_loop(loop)
         loop.run_forever()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, pid: int) -> None:
+    """Stop a loop once what runs on it is over. In a forked process it is the parent's: only its memory is here."""
+    if pid == os.getpid():
+        asyncio.run_coroutine_threadsafe(_stop_when_idle(loop), loop)
+
+
+async def _stop_when_idle(loop: asyncio.AbstractEventLoop) -> None:
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        await asyncio.wait(others)
+    loop.stop()
 
 
 FUNCTION_LOOP = BackgroundLoop("lit_rl-async-rewards")

@@ -19,9 +19,9 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 
 from lit_rl.errors import ConfigError, RewardError, in_range
+from lit_rl.loopback import is_loopback
 from lit_rl.rewards.functions.contract import ARGUMENTS
 
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _REQUESTS_PER_SERVER = 4
 _LONGEST_WAIT = 30.0
 _LARGEST_ANSWER = 64 * 2**20
@@ -140,7 +140,7 @@ class RemoteReward:
             headers["Authorization"] = f"Bearer {os.environ.get(self.token_env, '').strip()}"
         request = urllib.request.Request(url, body, headers, method="POST")
         handlers: list[Any] = [_NoRedirect]
-        if urlsplit(url).hostname in _LOOPBACK:
+        if is_loopback(urlsplit(url).hostname):
             handlers.append(urllib.request.ProxyHandler({}))
         until = time.monotonic() + self.timeout
         try:
@@ -211,7 +211,7 @@ def _check(url: str, allow_http: bool) -> None:
         raise ConfigError(
             f"urls: {shown!r} holds a user name: put a token into an environment variable, token_env=NAME."
         )
-    if parts.scheme == "http" and not allow_http and parts.hostname not in _LOOPBACK:
+    if parts.scheme == "http" and not allow_http and not is_loopback(parts.hostname):
         raise ConfigError(
             f"urls: {shown!r} would send prompts and completions unencrypted over the network. Use https, or say "
             "that this network is yours: allow_http=true."
