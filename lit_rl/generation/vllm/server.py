@@ -268,8 +268,9 @@ class VLLMServerGenerator(EngineGenerator):
             sys.stdout.flush()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.stop()
+        process, self._process = self._process, None  # a thread that still draws finds none that it could start again
+        if process is not None:
+            process.stop()
         super().close()
 
 
