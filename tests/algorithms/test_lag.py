@@ -340,6 +340,27 @@ def test_what_a_lost_engine_owed_is_drawn_anew(tmp_path):
     assert [c.version for _, _, c in drawn.rollouts] == [0, 0, 0, 3, 3, 3, 4]
 
 
+def test_an_update_beside_leaves_the_training_its_autocast_copies_of_weights():
+    class Casts(CopiedPolicyGenerator):
+        def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+            with torch.autocast("cpu", enabled=False):
+                return super().generate(prompts, sampling)
+
+    module, data, weight = module_of(generator=Casts(lag=2)), data_of(), torch.ones(2, 2, requires_grad=True)
+    module.configure_model()
+    data.prepare(module.tokenizer, stage="predict")
+
+    def cast() -> Any:
+        product: Any = (torch.ones(2, 2) @ weight).grad_fn
+        return product.next_functions[1][0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        before = cast()
+        module.source.request_ahead([module.request(data.peek(1))])
+        assert len(module.source._ahead.peek()) == 1
+        assert cast() is before, "the weight is cast once, and its gradients are added before they are cast back"
+
+
 # ---------------------------------------------------------------------- checkpoints and failures
 
 
