@@ -148,8 +148,9 @@ class PromptBatch:
     """Index of the rollout since the start of the run, over all epochs."""
     slot: int = 0
     """0..R-1: which of the R micro-batches of this rollout Lightning's loop is at. 0 generates."""
-    upcoming: PromptBatch | None = None
-    """At slot 0, where the generator lags: the prompts of the next rollout. None elsewhere, and in a run's last one."""
+    upcoming: Sequence[PromptBatch] = ()
+    """At slot 0, where the generator lags: the prompts of as many rollouts to come; fewer where the run ends before.
+    Empty elsewhere."""
     vision: Callable[[Sequence[int]], Sequence[PromptVision | None]] | None = None
     """Makes what the model sees of prompts beside their tokens, of the numbers of their rows. None where no prompt of
     the data has images."""

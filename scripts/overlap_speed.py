@@ -1,10 +1,10 @@
-"""What drawing ahead is worth: seconds of a rollout with `generator.lag=0` and `1`, the table of docs/scale.md.
+"""What drawing ahead is worth: seconds of a rollout with `generator.lag=0`, `1` and `2`, the table of docs/scale.md.
 
     .venv-engines/bin/python scripts/overlap_speed.py [--rounds N] [--rollouts N] [--dry]
 
 One vLLM server answers all runs. They take turns, round after round, so that a neighbour's load falls on all of them;
-the table has medians over all rollouts but the first two of a run. Also measured: what the asking alone costs this
-process, which is what a process of its own for it could save.
+the table has medians over all rollouts of a run but the first two, and the last two, which no other is drawn beside.
+Also measured: what the asking alone costs this process, which is what a process of its own for it could save.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from lit_rl.rollout import Prompts, Sampling
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
 PROMPTS, COMPLETIONS, TOKENS = 16, 8, 64
-LAGS = (0, 1)
+LAGS = (0, 1, 2)
 UNCOUNTED = 2
 """Rollouts at the beginning of a run: with a lag the first is drawn before anything is ahead of it."""
+UNACCOMPANIED = max(LAGS) - 1
+"""Rollouts before a run's last one, which has no end here: at the longest lag nothing is asked for in them."""
 SAMPLING = Sampling(max_new_tokens=TOKENS, min_new_tokens=TOKENS)
 
 
@@ -101,8 +103,8 @@ def asking(generator: VLLMServerGenerator, model: LanguageModel, rounds: int) ->
 
 def table(runs: dict[int, list[Seconds]], alone: tuple[float, float], load: tuple[float, float]) -> str:
     """Medians over the counted rollouts of all rounds, as Markdown."""
-    whole = {lag: [s for run in each for s in run.whole[UNCOUNTED:]] for lag, each in runs.items()}
-    waited = {lag: [s for run in each for s in run.waited[UNCOUNTED:]] for lag, each in runs.items()}
+    whole = {lag: [s for run in each for s in run.whole[UNCOUNTED:-UNACCOMPANIED]] for lag, each in runs.items()}
+    waited = {lag: [s for run in each for s in run.waited[UNCOUNTED:-UNACCOMPANIED]] for lag, each in runs.items()}
     first = statistics.median(whole[LAGS[0]])
     lines = [
         "| `generator.lag` | rollouts a minute: median | lowest to highest | to `lag=0` | seconds of a rollout "
@@ -152,7 +154,7 @@ def measure(rounds: int, rollouts: int) -> str:
 def main(given: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--rollouts", type=int, default=10, help="of each run")
+    parser.add_argument("--rollouts", type=int, default=10, help="of each run, 5 or more")
     parser.add_argument("--dry", action="store_true", help="print the table, and leave the page as it is")
     args = parser.parse_args(given)
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -133,11 +133,13 @@ class RolloutDataModule(SourcedDataModule):
     def train_dataloader(self) -> RolloutLoader:
         trainer, (rank, world_size) = self.trainer_of_run(), self.rank()
         generator = getattr(trainer.lightning_module, "generator", None)  # a module of yours may have none
+        lag = 0 if generator is None else generator.lag
         return RolloutLoader(
             self._prepared().train,
             self._order(self.shuffles()),
             repeat=self.module_attribute("slots_per_rollout"),
-            run=self._length() if generator is not None and generator.lag else None,
+            ahead=lag,
+            run=self._length() if lag else (math.inf, math.inf),
             rank=rank,
             world_size=world_size,
             epoch=trainer.current_epoch,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -170,8 +171,8 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
         data: The rows.
         order: Which rows make up which rollout.
         repeat: Slots of a rollout: micro-batches that Lightning's loop takes of it.
-        run: How long the run is, `(rollouts, epochs)`, infinite where nothing ends it: slot 0 then brings the prompts
-            of the next rollout too, `PromptBatch.upcoming`. None: it does not.
+        ahead: Of how many rollouts to come slot 0 brings the prompts too, `PromptBatch.upcoming`.
+        run: How long the run is, `(rollouts, epochs)`: infinite where nothing ends it. Nothing comes after its end.
         position: Further arguments of `SlottedLoader`.
     """
 
@@ -181,33 +182,34 @@ class RolloutLoader(SlottedLoader[PromptBatch]):
         order: RolloutOrder,
         *,
         repeat: int = 1,
-        run: tuple[float, float] | None = None,
+        ahead: int = 0,
+        run: tuple[float, float] = (math.inf, math.inf),
         **position: Any,
     ) -> None:
         super().__init__(data.fingerprint, order, slots=repeat, **position)
-        self.data, self.run = data, run
+        self.data, self.ahead, self.run = data, ahead, run
 
     def batches(self, rows: list[int], number: int) -> list[PromptBatch]:
         batch = self._batch(rows, number)
-        upcoming = None if self.run is None else self._upcoming(number, *self.run)
-        return [
-            dataclasses.replace(batch, slot=slot, upcoming=None if slot else upcoming) for slot in range(self.slots)
-        ]
+        upcoming = self._upcoming(number)
+        return [dataclasses.replace(batch, slot=slot, upcoming=() if slot else upcoming) for slot in range(self.slots)]
 
     def _batch(self, rows: list[int], number: int) -> PromptBatch:
         occurrences = count_occurrences(rows)[self.ours]
         return self.data.batch(rows[self.ours], occurrences=occurrences, rollout=number)
 
-    def _upcoming(self, number: int, rollouts: float, epochs: float) -> PromptBatch | None:
-        """Our prompts of the rollout after number `number`, be it of the next epoch; None where the run ends there."""
+    def _upcoming(self, number: int) -> tuple[PromptBatch, ...]:
+        """Our prompts of the rollouts after number `number`, of later epochs too; fewer where the run ends before."""
         size, steps = self.order.prompts_per_rollout, self.order.rollouts_per_epoch
         used = -(-self._last // self.slots)  # of an epoch that `limit_train_batches` cuts
-        epoch, index = divmod(number, steps)
-        epoch, index = (epoch, index + 1) if index + 1 < used else (epoch + 1, 0)
-        if epoch >= epochs or epoch * used + index >= rollouts:
-            return None
-        rows = self.order.epoch(epoch)[index * size : (index + 1) * size]
-        return self._batch(rows, epoch * steps + index)
+        (epoch, index), (rollouts, epochs), found = divmod(number, steps), self.run, []
+        for _ in range(self.ahead):
+            epoch, index = (epoch, index + 1) if index + 1 < used else (epoch + 1, 0)
+            if epoch >= epochs or epoch * used + index >= rollouts:
+                break
+            rows = self.order.epoch(epoch)[index * size : (index + 1) * size]
+            found.append(self._batch(rows, epoch * steps + index))
+        return tuple(found)
 
 
 class EvalLoader:

@@ -1,30 +1,38 @@
-"""Completions that are asked for before they are needed, drawn while something else goes on: one request at a time."""
+"""Completions that are asked for before they are needed: a queue of requests, drawn while something else goes on."""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from lit_rl.generation.ranks import beside
+from lit_rl.generation.base import Gap
 from lit_rl.rollout import Completions
 
 Name = tuple[int, tuple[int, ...]]
 """Which completions: the index of the rollout, and the data-set rows of its prompts."""
 
 
-class Ahead:
-    """At most one request in flight, or its completions, not taken yet.
+@dataclass(frozen=True)
+class Drawn:
+    """Completions that were asked for ahead."""
 
-    For a generator that draws elsewhere, with weights of its own: nothing that the request needs may change until it
-    is done, so whoever changes the engine's weights waits first. A copy or a pickle holds no request.
+    completions: Completions
+    gap: Gap | None = None
+    """What the probe saw of the weights that they were drawn with; None where nothing was probed."""
+
+
+class Ahead:
+    """Requests in the order in which they are needed, each drawn once the one before it is: one at a time.
+
+    For a generator that draws elsewhere, with weights of its own. Nothing that a request in flight needs may change,
+    so who wants the generator for anything else waits first. A copy or a pickle holds no request.
     """
 
     def __init__(self) -> None:
-        self._name: Name | None = None
-        self._thread: threading.Thread | None = None
-        self._completions: Completions | None = None
-        self._error: BaseException | None = None
+        self._requests: deque[_Request] = deque()
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(Ahead())
@@ -32,48 +40,79 @@ class Ahead:
     @property
     def pending(self) -> bool:
         """Whether there is a request, in flight or done."""
-        return self._name is not None
+        return bool(self._requests)
 
-    def start(self, name: Name, draw: Callable[[], Completions]) -> None:
-        """Begin to draw in a thread. The one before has been taken."""
-        assert self._name is None
-        self._name = name
+    @property
+    def names(self) -> list[Name]:
+        """Of all requests, waiting, in flight or done."""
+        return [request.name for request in self._requests]
 
-        def work() -> None:
-            try:
-                with beside():
-                    self._completions = draw()
-            except BaseException as error:  # raised by `take`, where the run can end in order
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name=f"rollout {name[0]}", daemon=True)
-        self._thread.start()
+    def start(self, name: Name, draw: Callable[[], Drawn]) -> None:
+        """Draw in a thread, behind all that was asked for before. Where one of those fails, this one fails with it."""
+        request = _Request(name)
+        request.begin(draw, self._requests[-1] if self._requests else None)
+        self._requests.append(request)
 
     def wait(self) -> None:
         """Until nothing is in flight. What came of it is kept, an error too."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        for request in self._requests:
+            request.wait()
 
-    def take(self) -> tuple[Name, Completions] | None:
-        """The completions that were asked for, waited for; None where nothing was.
+    def take(self) -> tuple[Name, Drawn] | None:
+        """The next completions, waited for; None where nothing was asked for.
 
         Raises:
-            Exception: the generator's own, if it failed.
+            Exception: the generator's own, if it failed. All requests are gone then.
         """
-        self.wait()
-        name, completions, error = self._name, self._completions, self._error
-        self._name = self._completions = self._error = None
-        if error is not None:
+        if not self._requests:
+            return None
+        self._requests[0].wait()
+        if (error := self._requests[0].error) is not None:
+            self.forget()
             raise error
-        return None if name is None or completions is None else (name, completions)
+        request = self._requests.popleft()
+        assert request.drawn is not None
+        return request.name, request.drawn
 
-    def peek(self) -> tuple[Name, Completions] | None:
-        """What `take` would return, left in its place; None where the generator failed."""
+    def peek(self) -> list[tuple[Name, Drawn]]:
+        """All completions, waited for and left in their place, up to where the generator failed."""
         self.wait()
-        return None if self._name is None or self._completions is None else (self._name, self._completions)
+        return [(request.name, request.drawn) for request in self._requests if request.drawn is not None]
 
-    def put(self, name: Name, completions: Completions) -> None:
-        """Completions that were drawn in another life of the run."""
+    def put(self, name: Name, drawn: Drawn) -> None:
+        """Completions that were drawn in another life of the run, behind all others."""
+        self._requests.append(_Request(name, drawn))
+
+    def forget(self) -> None:
+        """Wait until nothing is in flight, and throw all of it away."""
         self.wait()
-        self._name, self._completions, self._error = name, completions, None
+        self._requests.clear()
+
+
+class _Request:
+    """One request, and what became of it."""
+
+    def __init__(self, name: Name, drawn: Drawn | None = None) -> None:
+        self.name, self.drawn = name, drawn
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def begin(self, draw: Callable[[], Drawn], before: _Request | None) -> None:
+        self._thread = threading.Thread(
+            target=self._work, args=(draw, before), name=f"rollout {self.name[0]}", daemon=True
+        )
+        self._thread.start()
+
+    def _work(self, draw: Callable[[], Drawn], before: _Request | None) -> None:
+        if before is not None:
+            before.wait()
+            self.error = before.error
+        if self.error is None:
+            try:
+                self.drawn = draw()
+            except BaseException as error:  # raised by `take`, where the run can end in order
+                self.error = error
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()

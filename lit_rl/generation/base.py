@@ -61,9 +61,10 @@ class Generator(ABC):
     kernels of its own says False: its log-probs are then held against the training's, and its samples weighted."""
 
     lag: int = 0
-    """How many rollouts older than the policy the samples of a rollout are: 0, or 1. With 1 the generator runs
-    elsewhere: ``generate`` is called in a thread while the policy learns, on every rank by itself. It uses no
-    collective, no random generator of this process and nothing of the policy's."""
+    """How many rollouts older than the policy the samples of a rollout are. With 1 the generator runs elsewhere:
+    ``generate`` is called in a thread while the policy learns, on every rank by itself. It uses no collective, no
+    random generator of this process and nothing of the policy's. With 2 or more, ``sync`` is called there too, with a
+    copy of the policy that nothing else has, in a run of one process."""
 
     reports_kept_mass: bool = False
     """Whether ``Completions.kept_logmass`` is there wherever truncation is in force. Without it, training with top-k,

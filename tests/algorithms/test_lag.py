@@ -1,10 +1,9 @@
-"""`generator.lag=1`: the next rollout is drawn with the weights of this one, while this one is learned from."""
+"""`generator.lag=N`: rollouts to come are drawn with the weights of this one, while this one is learned from."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import threading
 import time
 from pathlib import Path
@@ -15,16 +14,21 @@ import pytest
 import torch
 from copied_engines import CopiedPolicyGenerator
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from small_rollouts import EachBatch, completions, trainer
 
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO
+from lit_rl.algorithms.preflight.sampling import weights_are_copied
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks import GracefulStop
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.generation.ahead import Ahead
+from lit_rl.generation.ahead import Drawn as DrawnAhead
+from lit_rl.generation.base import EngineLost, Gap
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.policy.forward import score
 from lit_rl.rewards import Rewards, exact_match
 from lit_rl.rollout import Completions, Prompts, Sampling
 
@@ -155,15 +159,20 @@ def test_prompts_go_on_over_the_end_of_an_epoch_and_end_with_the_run(tmp_path):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             upcoming.append((batch.rollout, batch.slot, batch.rows, batch.upcoming))
 
-    cases: list[tuple[dict[str, Any], int]] = [({"max_steps": 6}, 5), ({"max_epochs": 2, "max_steps": -1}, 7)]
-    for settings, last in cases:
+    cases: list[tuple[dict[str, Any], int, int]] = [
+        ({"max_steps": 6}, 5, 1),
+        ({"max_epochs": 2, "max_steps": -1}, 7, 3),
+    ]
+    for settings, last, lag in cases:
         upcoming.clear()
-        fitted(tmp_path, module_of(), callbacks=[Look()], accumulate_grad_batches=2, **settings)
+        module = module_of(generator=CopiedPolicyGenerator(lag=lag))
+        fitted(tmp_path, module, callbacks=[Look()], accumulate_grad_batches=2, **settings)
         starts = [entry for entry in upcoming if entry[1] == 0]
-        assert [entry[3] for entry in upcoming if entry[1] == 1] == [None] * len(starts)
-        assert len(starts) == last + 1 and starts[-1][3] is None
-        for (_, _, _, named), (number, _, rows, _) in itertools.pairwise(starts):
-            assert named.rollout == number and list(named.rows) == list(rows)
+        assert [entry[3] for entry in upcoming if entry[1] == 1] == [()] * len(starts)
+        assert len(starts) == last + 1 and starts[-1][3] == ()
+        each = [(number, list(rows)) for number, _, rows, _ in starts]
+        for k, (_, _, _, named) in enumerate(starts):
+            assert [(batch.rollout, list(batch.rows)) for batch in named] == each[k + 1 : k + 1 + lag]
 
 
 @pytest.mark.all
@@ -221,6 +230,137 @@ def test_validation_and_fresh_groups_wait_for_what_is_in_flight(tmp_path):
     assert [c.version for _, _, c in redrawn.rollouts] == [0, 0, 1, 2]
 
 
+# ---------------------------------------------------------------------- more than one ahead
+
+
+@pytest.mark.all
+def test_a_slow_rollout_is_waited_for_only_when_it_is_needed(tmp_path):
+    """Rollout 2 is not drawn until rollout 1 is learned from, although the weights of then draw rollout 3."""
+    happened = threading.Event()
+
+    class Waits(CopiedPolicyGenerator):
+        def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+            if threading.current_thread().name == "rollout 2":
+                assert happened.wait(60), "rollout 1 waited for rollout 2"
+            return super().generate(prompts, sampling)
+
+    class Learned(L.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch.rollout == 1:
+                happened.set()
+
+    drawn, _ = fitted(tmp_path, module_of(generator=Waits(lag=2)), callbacks=[Learned()])
+    assert [c.version for _, _, c in drawn.rollouts] == [0, 0, 0, 1]
+
+
+class Late(CopiedPolicyGenerator):
+    """Takes weights over in a thread once the policy has moved on from them; its probe's gap says which they are."""
+
+    def __init__(self) -> None:
+        super().__init__(lag=2)
+        self.module: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"module": None}
+
+    def sync(self, policy: torch.nn.Module, version: int) -> None:
+        until = time.monotonic() + 60
+        while threading.current_thread() is not threading.main_thread() and self.module.global_step <= version:
+            assert time.monotonic() < until, "the policy waits for the update"
+            time.sleep(0.01)
+        super().sync(policy, version)
+        self.gap = Gap(float(version), float(version), 1, "float32")
+
+
+def late(**settings: Any) -> Any:
+    module = module_of(generator=Late(), minibatches=2, **settings)
+    module.generator.module = module
+    return module
+
+
+class Policies(L.Callback):
+    """Keeps the policy as it was when each rollout began."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch.slot == 0:
+            self.kept.append(copy.deepcopy(pl_module.policy))
+
+
+def probed(looks: EachBatch) -> list[float]:
+    """What each rollout, of two steps, logged of its probe."""
+    ends = looks.seen[::-2][::-1]
+    return [float(metrics["train/sampling/sampling_logp_difference/probe_mean"]) for metrics in ends]
+
+
+@pytest.mark.all
+def test_two_ahead_are_drawn_with_the_weights_of_two_rollouts_before_and_a_resumed_run_is_the_same(tmp_path):
+    whole, looks, policies = late(), EachBatch(lambda m: dict(m.trainer.callback_metrics)), Policies()
+    drawn, _ = fitted(tmp_path, whole, max_steps=12, callbacks=[looks, policies, Saves(tmp_path)])
+    versions = [2 * max(0, k - 2) for k in range(6)]
+    assert [(number, now, c.version) for number, now, c in drawn.rollouts] == [
+        (k, 2 * k, versions[k]) for k in range(6)
+    ]
+    assert whole.generator.synced == versions and probed(looks) == versions
+    for k, (_, _, c) in enumerate(drawn.rollouts):
+        then, now = (score(policies.kept[i], c, whole.sampling).logprobs for i in (max(0, k - 2), k))
+        torch.testing.assert_close(then[c.response_mask], c.sampler_logprobs[c.response_mask], atol=1e-4, rtol=0)
+        assert k == 0 or float((now - c.sampler_logprobs).detach()[c.response_mask].abs().max()) > 1e-3
+    trained = sum(p.numel() for p in whole.policy.parameters())
+    assert whole.memory().others["copies for rollouts ahead"] == 2 * 4 * trained
+
+    for step in (1, 4, 7):  # the first and the last step of a rollout, and one whose queue is of two epochs
+        again, looks = late(), EachBatch(lambda m: dict(m.trainer.callback_metrics))
+        rest, _ = fitted(tmp_path, again, max_steps=12, callbacks=[looks], resume=tmp_path / f"{step}.ckpt")
+        assert_same(weights_of(whole), weights_of(again))
+        first = (step + 1) // 2
+        for (_, _, one), (_, _, two) in zip(drawn.rollouts[first:], rest.rollouts, strict=True):
+            assert_same_tokens(one, two)
+            assert one.version == two.version
+        assert probed(looks) == versions[step // 2 :]
+
+    validated, _ = fitted(tmp_path, late(), max_steps=6, limit_val_batches=1.0, val_check_interval=1)
+    for (_, _, one), (_, _, two) in zip(drawn.rollouts, validated.rollouts):
+        assert_same_tokens(one, two)
+        assert one.version == two.version
+
+
+@pytest.mark.all
+def test_what_a_lost_engine_owed_is_drawn_anew(tmp_path):
+    class Lost(CopiedPolicyGenerator):
+        def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+            if threading.current_thread().name == "rollout 3":
+                raise EngineLost("the engine is gone")
+            return super().generate(prompts, sampling)
+
+    with pytest.warns(UserWarning, match="the engine is gone What was drawn ahead is lost"):
+        drawn, _ = fitted(tmp_path, module_of(generator=Lost(lag=2)), max_steps=7)
+    assert [c.version for _, _, c in drawn.rollouts] == [0, 0, 0, 3, 3, 3, 4]
+
+
+def test_an_update_beside_leaves_the_training_its_autocast_copies_of_weights():
+    class Casts(CopiedPolicyGenerator):
+        def generate(self, prompts: Prompts, sampling: Sampling) -> Completions:
+            with torch.autocast("cpu", enabled=False):
+                return super().generate(prompts, sampling)
+
+    module, data, weight = module_of(generator=Casts(lag=2)), data_of(), torch.ones(2, 2, requires_grad=True)
+    module.configure_model()
+    data.prepare(module.tokenizer, stage="predict")
+
+    def cast() -> Any:
+        product: Any = (torch.ones(2, 2) @ weight).grad_fn
+        return product.next_functions[1][0]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        before = cast()
+        module.source.request_ahead([module.request(data.peek(1))])
+        assert len(module.source._ahead.peek()) == 1
+        assert cast() is before, "the weight is cast once, and its gradients are added before they are cast back"
+
+
 # ---------------------------------------------------------------------- checkpoints and failures
 
 
@@ -259,11 +399,20 @@ def test_what_was_drawn_ahead_does_not_go_over_to_another_number_of_processes():
     assert "drawn ahead is dropped" in module.dropped(saved, 1)
 
 
+def test_the_only_completions_ahead_of_an_earlier_versions_checkpoint_are_taken():
+    kept, module = module_of(), module_of()
+    kept.source._ahead.put((3, (1, 2)), DrawnAhead(completions([1], 1)))
+    (only,) = kept.source.state()["ahead"]
+    earlier = {name: value for name, value in only.items() if name != "gap"}
+    module.source.load_state({"ahead": earlier}, torch.device("cpu"), lambda row: None, lambda: None)
+    assert module.source.state()["ahead"][0]["rows"] == [1, 2] and module.source._ahead.names == [(3, (1, 2))]
+
+
 @pytest.mark.all
 def test_completions_of_other_prompts_are_thrown_away_and_said(tmp_path):
-    fitted(tmp_path, module_of(), max_steps=2, callbacks=[Saves(tmp_path)])
     module = module_of()
-    module.source._ahead.put((7, (1, 2)), completions([1], 1))
+    for name in ((7, (1, 2)), (8, (3, 4))):
+        module.source._ahead.put(name, DrawnAhead(completions([1], 1)))
     with pytest.warns(UserWarning, match="rollout 7.*rollout 0"):
         drawn, _ = fitted(tmp_path, module, max_steps=1)
     assert drawn.rollouts[0][2].version == 0
@@ -276,19 +425,24 @@ class Dies(CopiedPolicyGenerator):
         return super().generate(prompts, sampling)
 
 
-def test_a_failure_in_the_thread_ends_the_run_where_it_is_needed_and_all_is_saved(tmp_path):
-    module = module_of(generator=Dies(lag=1))
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.all)])
+def test_a_failure_in_the_thread_ends_the_run_where_it_is_needed_and_all_is_saved(tmp_path, lag):
+    module = module_of(generator=Dies(lag=lag))
     checkpoint = ModelCheckpoint(dirpath=tmp_path / "kept", every_n_train_steps=100)
     saves = [GracefulStop(), checkpoint, Saves(tmp_path)]
     drawn = Drawn()
     run = trainer(tmp_path, max_steps=5, callbacks=[drawn, *saves], enable_checkpointing=True)
     with pytest.raises(GenerationError, match="the server died") as caught:
         run.fit(module, datamodule=data_of())
-    assert caught.value.exit_code == 5 and run.global_step == 2  # asked for at step 1, needed at step 2
-    assert (tmp_path / "2.ckpt").exists()  # saved while the failure was known, and not asked for yet
-    for saved in (tmp_path / "kept" / "step_00000002.ckpt", tmp_path / "2.ckpt"):
-        rest, _ = fitted(tmp_path, module_of(), max_steps=5, resume=saved)
-        assert [(number, c.version) for number, _, c in rest.rollouts] == [(2, 2), (3, 2), (4, 3)]
+    needed = 1 + lag  # what the weights of step 1 were to draw
+    assert caught.value.exit_code == 5 and run.global_step == needed
+    known = {  # saved when it was raised, and earlier, while it was known and not asked for yet
+        tmp_path / "kept" / f"step_{needed:08d}.ckpt": {1: [(2, 2), (3, 2), (4, 3)], 2: [(3, 3), (4, 3)]}[lag],
+        tmp_path / "2.ckpt": {1: [(2, 2), (3, 2), (4, 3)], 2: [(2, 0), (3, 2), (4, 2)]}[lag],
+    }
+    for saved, versions in known.items():
+        rest, _ = fitted(tmp_path, module_of(generator=CopiedPolicyGenerator(lag=lag)), max_steps=5, resume=saved)
+        assert [(number, c.version) for number, _, c in rest.rollouts] == versions
 
 
 def test_completions_that_are_too_old_are_not_learned_from(tmp_path):
@@ -306,11 +460,12 @@ def test_completions_that_are_too_old_are_not_learned_from(tmp_path):
 
 REFUSED = [
     ({"correction": None}, r"generator\.lag=1.*algo/correction"),
-    ({"generator": CopiedPolicyGenerator(lag=2)}, r"generator\.lag=2.*0 .*1 "),
+    ({"generator": CopiedPolicyGenerator(lag=2), "correction": None}, r"generator\.lag=2.*algo/correction"),
+    ({"generator": CopiedPolicyGenerator(lag=-1)}, r"generator\.lag=-1.*0 .*or more"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=["uncorrected", "two"])
+@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=["uncorrected", "two", "negative"])
 def test_a_lag_that_nothing_corrects_is_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         module_of(**settings)
@@ -323,6 +478,15 @@ def test_a_lag_of_the_policy_itself_is_refused():
         module_of(generator=generator)
 
 
+def test_two_ahead_are_refused_where_weights_are_several_processes():
+    two = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
+    one = L.Trainer(accelerator="cpu", devices=1, strategy=ModelParallelStrategy(), logger=False)
+    for run, words in ((two, "has 2 with DDPStrategy"), (one, "has 1 with ModelParallelStrategy")):
+        with pytest.raises(ConfigError, match=rf"generator\.lag=2.*{words}.*generator\.lag=1"):
+            weights_are_copied(CopiedPolicyGenerator(lag=2), run)
+        weights_are_copied(CopiedPolicyGenerator(lag=1), run)
+
+
 def test_methods_of_pairs_refuse_a_lag():
     with pytest.raises(ConfigError, match=r"generator\.lag=1.*OnlineDPO"):
         OnlineDPO("tiny", exact_match, generator=CopiedPolicyGenerator(lag=1))
@@ -331,18 +495,24 @@ def test_methods_of_pairs_refuse_a_lag():
 # ---------------------------------------------------------------------- the thread
 
 
-def test_a_request_that_failed_is_told_once_and_then_forgotten():
-    ahead = Ahead()
+def test_a_request_that_failed_is_told_once_and_forgotten_with_those_behind_it():
+    ahead, begun = Ahead(), list[str]()
 
-    def fails() -> Completions:
+    def fails() -> DrawnAhead:
         raise GenerationError("no")
 
-    ahead.start((0, (1,)), fails)
-    ahead.wait()
-    assert ahead.pending and ahead.peek() is None
+    def draws() -> DrawnAhead:
+        begun.append(threading.current_thread().name)
+        return DrawnAhead(completions([1], 1))
+
+    for number, draw in enumerate((draws, fails, draws)):
+        ahead.start((number, (1,)), draw)
+    assert [name for name, _ in ahead.peek()] == [(0, (1,))] and len(ahead.names) == 3
+    taken = ahead.take()
+    assert taken is not None and taken[0] == (0, (1,))
     with pytest.raises(GenerationError, match="no"):
         ahead.take()
-    assert not ahead.pending and ahead.take() is None
+    assert not ahead.pending and ahead.take() is None and begun == ["rollout 0"]
 
 
 def test_a_copy_has_no_request():

@@ -109,15 +109,18 @@ def test_both_engines_learn_what_native_learns(run: Callable[..., Run], started:
         assert abs(rewards[name][1] - reached) < 0.15, rewards
 
 
-def test_a_rollout_ahead_while_the_policy_learns(run: Callable[..., Run], started: Callable[[str], Case]) -> None:
-    """`generator.lag=1`: every rollout but the first is one old; a run that was stopped goes on where it was."""
+@pytest.mark.parametrize(("lag", "ages"), [(1, [0, 1, 1, 1, 1, 1]), (2, [0, 1, 2, 2, 2, 2])])
+def test_rollouts_ahead_while_the_policy_learns(
+    run: Callable[..., Run], started: Callable[[str], Case], lag: int, ages: list[float]
+) -> None:
+    """Every rollout is as old as the lag, or as the run; one that was stopped goes on where it was."""
     server = started("server-tied")
     server.fresh()
     url = server.generator.engine.clients[0].url  # pyright: ignore
-    ahead = [*SMALL, "generator=vllm_server", f"generator.urls=[{url}]", "generator.lag=1", "trainer.max_steps=6"]
+    ahead = [*SMALL, "generator=vllm_server", f"generator.urls=[{url}]", f"generator.lag={lag}", "trainer.max_steps=6"]
     whole = run(*ahead, folder="whole")
     assert whole.end() == 0, whole.said
-    assert whole.column("train/sampling/staleness/max") == [0, 1, 1, 1, 1, 1]
+    assert whole.column("train/sampling/staleness/max") == ages
     assert max(whole.column("train/sampling/sampling_logp_difference/probe_max")) < 1e-4
     part = run(*ahead, folder="part")
     part.reach(3)
@@ -125,7 +128,7 @@ def test_a_rollout_ahead_while_the_policy_learns(run: Callable[..., Run], starte
     assert part.end() == 143, part.said
     rest = run(*ahead, "ckpt_path=last", folder="part")
     assert rest.end() == 0, rest.said
-    assert rest.column("train/sampling/staleness/max") == [0, 1, 1, 1, 1, 1]
+    assert rest.column("train/sampling/staleness/max") == ages
     for name in ("train/reward", "train/completions/mean_length", "train/num_tokens"):
         assert rest.column(name) == whole.column(name), "the same seeds and weights draw the same samples"
 
@@ -191,11 +194,19 @@ LAUNCHED = ["generator=vllm_server", "generator.launch=true", "generator.answer_
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive)], ids=["killed", "hangs"]
+    ("number", "lag"),
+    [
+        (signal.SIGKILL, 0),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, 2, marks=pytest.mark.exhaustive),
+    ],
+    ids=["killed", "hangs", "two-ahead"],
 )
-def test_a_launched_server_that_is_lost_is_started_again(run: Callable[..., Run], number: signal.Signals) -> None:
+def test_a_launched_server_that_is_lost_is_started_again(
+    run: Callable[..., Run], number: signal.Signals, lag: int
+) -> None:
     """In the middle of the run, which goes on and leaves nothing. One of several: `test_engine_updates.py`."""
-    one = run(*SMALL, *LAUNCHED, "trainer.max_steps=40")
+    one = run(*SMALL, *LAUNCHED, f"generator.lag={lag}", "trainer.max_steps=40")
     one.reach(2)
     lost = server_group(one)
     os.killpg(lost, number)
@@ -206,7 +217,9 @@ def test_a_launched_server_that_is_lost_is_started_again(run: Callable[..., Run]
     assert one.said.count("It is back.") == 1 and "last lines" in one.said
     assert ("no answer within" in one.said) == (number == signal.SIGSTOP)
     assert len(one.column("train/reward")) == 40
-    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
+    assert one.column("train/sampling/staleness/max") == [min(k, lag) for k in range(40)], "drawn by the same weights"
+    if not lag:
+        assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
     assert not children(one.process.pid)
 
 

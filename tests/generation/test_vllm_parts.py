@@ -103,7 +103,7 @@ def test_completions_are_told_as_their_group_is_done(temperature: float) -> None
         ({}, r"generator\.urls=\[\] with generator\.launch=false.*lit-rl serve"),
         ({"urls": ["http://127.0.0.1:1"], "launch": True}, "with generator.launch=true"),
         ({"urls": "http://127.0.0.1:1"}, "takes a list"),
-        ({"urls": ["http://127.0.0.1:1"], "lag": 2}, r"generator\.lag=2"),
+        ({"urls": ["http://127.0.0.1:1"], "lag": -1}, r"generator\.lag=-1"),
         ({"urls": ["http://127.0.0.1:1"], "deadline": 0}, r"generator\.deadline=0"),
         ({"urls": ["http://127.0.0.1:1"], "transport": "smoke"}, r"generator\.transport='smoke'.*shared_memory"),
         ({"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"], "transport": "nccl"}, "nccl sends to one server"),

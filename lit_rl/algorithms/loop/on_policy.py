@@ -20,7 +20,8 @@ from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight import environments, footprint
 from lit_rl.algorithms.preflight.cut import Cut, Step
-from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths
+from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths, Memory
+from lit_rl.algorithms.preflight.sampling import weights_are_copied
 from lit_rl.algorithms.records import Records
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.micro_batches import (
@@ -222,9 +223,8 @@ class OnPolicyModule(GeneratingModule, ABC):
         """The completions of a rollout's prompts, drawn with the weights of now."""
         return self.generate_to_score(batch)
 
-    def _request_ahead(self, upcoming: PromptBatch | None) -> None:
-        if upcoming is not None:
-            self.source.request_ahead(self.request(upcoming))
+    def _request_ahead(self, upcoming: Sequence[PromptBatch]) -> None:
+        self.source.request_ahead([self.request(batch) for batch in upcoming])
 
     def choose(self, scored: Scored) -> tuple[Scored, Metrics]:
         """The groups, and members of groups, that are learned from."""
@@ -327,6 +327,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         self._check_data(data, stage)
         self.reward_functions.load()
         if stage == "fit":
+            weights_are_copied(self.generator, self.trainer)
             self._plan_batches(data)
         else:
             self.fit_decoding()
@@ -415,6 +416,13 @@ class OnPolicyModule(GeneratingModule, ABC):
     def read_only(self) -> dict[str, int]:
         # They are loaded by now: what is free on this machine is without them, what the user says is there is not.
         return super().read_only() | ({REWARD_MODELS: self.reward_functions.weight_bytes} if self.memory_gb else {})
+
+    def memory(self) -> Memory | None:
+        found, lag = super().memory(), self.generator.lag
+        if found is None or lag < 2:
+            return found
+        copies = lag * footprint.copy_bytes(found.policy, found.numbers)
+        return replace(found, others={**found.others, "copies for rollouts ahead": copies})
 
     def resume_cut(self, cut: Cut) -> None:
         super().resume_cut(cut)

@@ -145,10 +145,14 @@ def reference_bytes(reference: Reference, model: LanguageModel, policy: Network,
     if isinstance(reference, OtherModel):
         other = getattr(reference, "model", None)
         return frozen_bytes(other) if isinstance(other, LanguageModel) else 0
-    held = 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
     narrow = numbers.weight < 4 and not policy.adapters
     averages = reference.kept_copies(narrow=narrow) if isinstance(reference, Moving) else 0
-    return held + 4 * averages * policy.trained
+    return copy_bytes(policy, numbers) + 4 * averages * policy.trained
+
+
+def copy_bytes(policy: Network, numbers: Numbers) -> int:
+    """Of a copy of the policy, which shares the frozen weights under adapters with it."""
+    return 4 * policy.trained if policy.adapters else numbers.weight * policy.shape.parameters
 
 
 def buckets(networks: Sequence[Network], numbers: Numbers, *, viewed: bool) -> Buckets:

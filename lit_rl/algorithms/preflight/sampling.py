@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from lit_rl.algorithms.optim.strategies import flattens, shards
 from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
 from lit_rl.rollout import Sampling
@@ -57,8 +60,10 @@ def lag_is_corrected(generator: Generator, *, weighted: bool) -> None:
         ConfigError: says what to set.
     """
     lag, name = generator.lag, type(generator).__name__
-    if lag not in (0, 1):
-        raise ConfigError(f"generator.lag={lag}: allowed are 0 (draw with the newest weights) and 1 (one rollout old).")
+    if not isinstance(lag, int) or lag < 0:
+        raise ConfigError(
+            f"generator.lag={lag}: it counts rollouts, 0 (draw with the newest weights), 1 (one rollout old) or more."
+        )
     if lag and generator.exact:
         raise ConfigError(
             f"generator.lag={lag}: {name} decodes with the policy itself, which cannot be learned from meanwhile. Take "
@@ -66,6 +71,22 @@ def lag_is_corrected(generator: Generator, *, weighted: bool) -> None:
         )
     if lag and not weighted:
         raise ConfigError(
-            f"generator.lag={lag} draws with weights that are a rollout old, and nothing weighs the samples by what "
+            f"generator.lag={lag} draws with weights of an earlier rollout, and nothing weighs the samples by what "
             "changed since: set algo/correction (auto is token_truncate here), or generator.lag=0."
         )
+
+
+def weights_are_copied(generator: Generator, trainer: Any) -> None:
+    """Refuse to draw more than one rollout ahead where a process cannot copy the weights by itself.
+
+    Raises:
+        ConfigError: several processes, or a strategy that may take weights apart.
+    """
+    lag, processes = generator.lag, trainer.world_size
+    if lag < 2 or (processes == 1 and not shards(trainer.strategy) and not flattens(trainer.strategy)):
+        return
+    raise ConfigError(
+        f"generator.lag={lag} is built for one process that holds whole weights, and this run has {processes} with "
+        f"{type(trainer.strategy).__name__}: a thread updates the engine from a copy of them, and may ask no other "
+        "process for a part. Set generator.lag=1, or trainer.devices=1 and strategy=auto."
+    )

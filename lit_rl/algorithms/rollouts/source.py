@@ -3,15 +3,19 @@
 Everything that a completion can be enters here: one answer today, and an episode of several turns with its environment,
 or an answer to an image, by the same request.
 
-With `generator.lag=1`, rollout k takes what was asked for when rollout k - 1 began, so it was drawn with the weights of
-then. The engine is then given the weights of now and asked for rollout k + 1, in a thread, while this one is learned
-from. What the weights have moved since is in the log-probs that the engine reported: the correction weighs by it.
+With `generator.lag=N`, rollout k takes what was asked for when rollout k - N began, so it was drawn with the weights of
+then. The engine is to have the weights of now, and to draw rollout k + N, while this one is learned from. What the
+weights have moved since is in the log-probs that the engine reported: the correction weighs by it.
+
+With N = 1 nothing is in flight by then: the weights go to the engine at once, and a thread only draws. With more,
+rollouts k + 1 to k + N - 1 may still be drawn, each with its older weights: the thread updates the engine when its turn
+has come, from a copy.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,11 +32,13 @@ from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource
 from lit_rl.errors import GenerationError, LitRLError
-from lit_rl.generation.ahead import Ahead, Name
-from lit_rl.generation.base import EngineLost, Generator
+from lit_rl.generation.ahead import Ahead, Drawn, Name
+from lit_rl.generation.base import EngineLost, Gap, Generator
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.native import for_another_policy
+from lit_rl.generation.ranks import beside
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.reference.base import shared_copy
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 from lit_rl.vision import PromptVision
@@ -79,6 +85,8 @@ class RolloutSource:
         """Of the episodes that were drawn for the rollout at hand."""
         self._stopwatch = stopwatch
         self._ahead = Ahead()
+        self._gap: Gap | None = None
+        """What the probe saw of the weights that drew the rollout at hand."""
 
     def begin_rollout(self) -> None:
         """What is drawn from now on is drawn for another rollout."""
@@ -91,6 +99,7 @@ class RolloutSource:
         """The completions, with groups that are numbered over all ranks."""
         with self._stopwatch.measure("generate"), self._waited(asked.interaction):
             completions = self._begin(asked)()
+        self._gap = self.generator.gap
         return self._received(completions, asked.batch, ranks)
 
     @contextmanager
@@ -123,26 +132,52 @@ class RolloutSource:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Draw what is no part of the rollout at hand: neither its seconds nor its tokens count."""
-        sampled, failures = self.sampled_tokens, self.failures
+        sampled, failures, gap = self.sampled_tokens, self.failures, self._gap
         self.failures = Failures()
         with self._stopwatch.aside():
             yield
-        self.sampled_tokens, self.failures = sampled, failures
+        self.sampled_tokens, self.failures, self._gap = sampled, failures, gap
 
     # ------------------------------------------------------------------ ahead
 
-    def request_ahead(self, asked: RolloutRequest) -> None:
-        """Begin to draw the completions of the next rollout, with the weights of now. Once a rollout."""
-        with self._stopwatch.measure("generate"):  # the update of the engine: nothing else goes on
-            try:
-                draw = self._begin(asked)
-            except GenerationError as error:
-                error.on_every_rank = True  # ranks fail to update an engine together
-                raise
-        self._ahead.start(_name(asked.batch), draw)
+    def request_ahead(self, asked: Sequence[RolloutRequest]) -> None:
+        """Have the completions of rollouts to come drawn, with the weights of now. Once a rollout.
+
+        Args:
+            asked: The next rollouts, as many as the generator lags; of those that were asked for already, nothing is.
+        """
+        known = self._ahead.names
+        new = [each for each in asked if _name(each.batch) not in known]
+        if not new:
+            return
+        with self._stopwatch.measure("generate"):
+            if self.generator.lag == 1:
+                self._update_and_draw(*new)
+            else:
+                self._draw_with_a_copy(new)
+
+    def _update_and_draw(self, asked: RolloutRequest) -> None:
+        """The update of the engine is a collective over ranks, so it is done here; nothing else goes on."""
+        try:
+            draw = self._begin(asked)
+        except GenerationError as error:
+            error.on_every_rank = True  # ranks fail to update an engine together
+            raise
+
+        def drawn() -> Drawn:
+            with beside():
+                return Drawn(draw(), self.generator.gap)
+
+        self._ahead.start(_name(asked.batch), drawn)
+
+    def _draw_with_a_copy(self, asked: Sequence[RolloutRequest]) -> None:
+        """Update and draw in the thread, which may: there is one process. So it also brings a lost engine back."""
+        policy = shared_copy(asked[0].policy)
+        for each in asked:
+            self._ahead.start(_name(each.batch), _drawn_with(self.generator, replace(_seen_now(each), policy=policy)))
 
     def take_ahead(self, asked: RolloutRequest, ranks: Ranks, *, oldest: int) -> Completions | None:
-        """What was drawn for this rollout while the one before it was learned from; None where nothing was.
+        """What was drawn for this rollout while earlier ones were learned from; None where nothing was.
 
         Args:
             asked: The prompts of this rollout, and the policy of now.
@@ -167,25 +202,31 @@ class RolloutSource:
             rank_zero_warn(f"{error} What was drawn ahead is lost with it, and drawn with the weights of now.")
         if found is None or worst:
             return None
-        name, completions = found
+        name, drawn = found
         if name != _name(asked.batch):
+            self._ahead.forget()
             rank_zero_warn(
                 f"Completions were drawn ahead for rollout {name[0]}, and this is rollout {asked.batch.rollout} of "
                 "other prompts: they are thrown away, and drawn with the weights of now."
             )
             return None
-        if (age := asked.version - completions.version) > oldest:
+        if (age := asked.version - drawn.completions.version) > oldest:
             raise GenerationError(
                 f"The completions of rollout {asked.batch.rollout} are {age} optimizer steps old; with "
                 f"generator.lag={self.generator.lag} they may be {oldest}. They are not learned from."
             )
-        return self._received(completions, asked.batch, ranks)
+        self._gap = drawn.gap
+        return self._received(drawn.completions, asked.batch, ranks)
 
     # ------------------------------------------------------------------ the generator
 
     def proof(self, device: torch.device) -> Metrics:
-        """What the generator saw when it held its engine's log-probs against the policy's, after the last update."""
-        gap = self.generator.gap
+        """What the generator saw when it held its engine's log-probs against the policy's, after the last update.
+
+        Where a thread updates the engine, which update is the last one depends on the clock: there it is that of the
+        weights which drew the rollout.
+        """
+        gap = self._gap if self.generator.lag > 1 else self.generator.gap
         if gap is None:
             return {}
         mean, most = torch.tensor([gap.mean, gap.max], device=device)
@@ -196,11 +237,11 @@ class RolloutSource:
 
     def state(self) -> dict[str, Any]:
         """The completions drawn ahead; waits until they are."""
-        found = self._ahead.peek()
-        if found is None:
-            return {}
-        (rollout, rows), completions = found
-        return {"ahead": {"rollout": rollout, "rows": list(rows), "completions": state.to_plain(completions)}}
+        kept = [
+            {"rollout": rollout, "rows": list(rows), **state.to_plain(drawn)}
+            for (rollout, rows), drawn in self._ahead.peek()
+        ]
+        return {"ahead": kept} if kept else {}
 
     def load_state(
         self,
@@ -210,9 +251,12 @@ class RolloutSource:
         processor: Callable[[], Processor | None],
     ) -> None:
         """The counterpart of `state`; `see` and `processor` are those of `state.made`."""
-        if ahead := saved.get("ahead"):
-            name = ahead["rollout"], tuple(ahead["rows"])
-            self._ahead.put(name, state.made(state.completions_of(ahead["completions"], device), see, processor))
+        ahead = saved.get("ahead", [])
+        for each in [ahead] if isinstance(ahead, dict) else ahead:  # earlier versions wrote the only one
+            completions = state.made(state.completions_of(each["completions"], device), see, processor)
+            gap = each.get("gap")
+            name = each["rollout"], tuple(each["rows"])
+            self._ahead.put(name, Drawn(completions, None if gap is None else Gap(**gap)))
 
 
 @contextmanager
@@ -248,6 +292,30 @@ def _ask(generator: Generator, asked: RolloutRequest) -> Callable[[], Completion
         interaction=asked.interaction,
         on_finished=asked.on_finished,
     )
+
+
+def _drawn_with(generator: Generator, asked: RolloutRequest) -> Callable[[], Drawn]:
+    """Gives the generator the weights of a policy that nobody else has, and draws, beside the training."""
+
+    def draw() -> Drawn:
+        # Autocast's copies of weights are one process's. Who leaves its outermost region in any thread drops them, so
+        # this thread never does: the training would cast a weight anew, and add up its gradient in another order.
+        torch.autocast_increment_nesting()
+        # A thread begins with gradients, on the first GPU, and without autocast: the engine is held against the
+        # weights as they are.
+        with torch.no_grad(), torch.cuda.device_of(next(asked.policy.parameters())):
+            return Drawn(_ask(generator, asked)(), generator.gap)
+
+    return draw
+
+
+def _seen_now(asked: RolloutRequest) -> RolloutRequest:
+    """The same, with the pixels of its prompts: the processor that makes them is the training's too."""
+    batch = asked.batch
+    if batch.vision is None:
+        return asked
+    seen = batch.vision(batch.rows)
+    return replace(asked, batch=replace(batch, vision=lambda rows: seen))
 
 
 def _other_rank() -> GenerationError:

@@ -42,7 +42,7 @@ class VLLMServerGenerator(EngineGenerator):
         deadline: Seconds for a completion from when it is asked for: of a rollout without `env=`, all are at once.
         answer_deadline: Seconds for any other call, and for how long a server may be silent.
         start_deadline: Seconds for a server to start, or to come back.
-        lag: Rollouts that are drawn ahead with older weights while the policy learns: 0 or 1.
+        lag: Rollouts that are drawn ahead with older weights while the policy learns. From 2 on, of one process.
         shared: What every `EngineGenerator` takes; of the engine, what a server is launched with.
 
     Raises:
@@ -71,7 +71,7 @@ class VLLMServerGenerator(EngineGenerator):
             "start_deadline": start_deadline,
         }.items():
             in_range(f"generator.{key}", value, low=0, open_low=True)
-        in_range("generator.lag", lag, low=0, high=1)
+        in_range("generator.lag", lag, low=0)
         self.urls, self.launch, self.log = _addresses(urls), launch, log
         self.transport, self.lag = transport, lag
         self.deadline, self.answer_deadline, self.start_deadline = deadline, answer_deadline, start_deadline
@@ -268,8 +268,9 @@ class VLLMServerGenerator(EngineGenerator):
             sys.stdout.flush()
 
     def close(self) -> None:
-        if self._process is not None:
-            self._process.stop()
+        process, self._process = self._process, None  # a thread that still draws finds none that it could start again
+        if process is not None:
+            process.stop()
         super().close()
 
 
