@@ -27,7 +27,16 @@ Start = Literal["new", "anew", "resumed"]
 """How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
 checkpoint."""
 
-REPLACED = ("summary.json", "error.json", "checkpoints/*.ckpt", "hf", "hf_ema", "hf_steps/step_*", "bad_batch*.pt", *FILES)
+REPLACED = (
+    "summary.json",
+    "error.json",
+    "checkpoints/*.ckpt",
+    "hf",
+    "hf_ema",
+    "hf_steps/step_*",
+    "bad_batch*.pt",
+    *FILES,
+)
 """Names that a run writes, and would replace or add to, beside config.yaml."""
 
 HF_STEPS = "hf_steps"
