@@ -25,6 +25,7 @@ HYDRA = {
     "doctor": "doctor",
     "replay": "replay",
     "transcripts": "transcripts",
+    "report": "report",
 }
 """Our commands, and the task that each stands for."""
 LIGHT = ("list", "env", "completion")
