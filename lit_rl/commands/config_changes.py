@@ -33,17 +33,44 @@ def changes(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         config: As a run writes it to config.yaml.
     """
     found: list[tuple[str, Any, Any]] = []
-    for key, value in config.items():
-        if key in _OF_OTHER_COMMANDS:
-            continue
-        if key == "algo" and isinstance(value, Mapping):
-            repeated = {name for name in _SAID_TWICE if name in value and value[name] == config.get(name)}
-            if value.get("evaluation") == config.get("eval"):
-                repeated.add("evaluation")
-            value = {name: each for name, each in value.items() if name not in repeated}
+    for key, value in _once(config).items():
         known = _shipped_trainer() if key == "trainer" else {}
         found += _differing(key, value, 0 if key == "seed" else None, known)
     return [change for change in found if not change[0].startswith(_WHERE_IT_WRITES)]
+
+
+def between(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ in the configs of two runs, with both; None where a config has no such key."""
+    return [each for each in _apart("", _once(first), _once(second)) if not each[0].startswith(_WHERE_IT_WRITES)]
+
+
+def _apart(key: str, one: Any, two: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Of parts that are made otherwise: what makes them, and what both have."""
+    if not (isinstance(one, Mapping) and isinstance(two, Mapping)):
+        if _plain(one) != _plain(two):
+            yield key, _made_by(one), _made_by(two)
+        return
+    alike = one.get("_target_") == two.get("_target_")
+    names = dict.fromkeys([*one, *two]) if alike else [name for name in one if name in two]
+    for name in names:
+        if name != "_partial_":
+            yield from _apart(f"{key}.{name}" if key else str(name), one.get(name), two.get(name))
+
+
+def _made_by(value: Any) -> Any:
+    return value["_target_"] if isinstance(value, Mapping) and "_target_" in value else value
+
+
+def _once(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without keys of other commands, and without what `algo` repeats of the top."""
+    found = {key: value for key, value in config.items() if key not in _OF_OTHER_COMMANDS}
+    algo = found.get("algo")
+    if isinstance(algo, Mapping):
+        repeated = {name for name in _SAID_TWICE if name in algo and algo[name] == config.get(name)}
+        if algo.get("evaluation") == config.get("eval"):
+            repeated.add("evaluation")
+        found["algo"] = {name: each for name, each in algo.items() if name not in repeated}
+    return found
 
 
 def _differing(key: str, value: Any, default: Any, known: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -13,8 +13,8 @@ from lit_rl.commands.run_files import RunFiles, Series
 
 _LEARNED = (
     "reward", "win_rate", "pass@*", "accuracy", "rewards/accuracies", "margin", "rewards/margins",
-    "mean_token_accuracy", "rewards/chosen", "rewards/rejected", "rewards/*/mean", "verifiers/*", "mean_reward",
-    "objective/scores*",
+    "mean_token_accuracy", "rewards/chosen", "rewards/rejected", "rewards/*/mean", "verifiers/*",
+    "*_reward", "objective/scores*",
 )  # fmt: skip
 _SIGNAL = (
     "frac_reward_zero_std", "reward_std", "frac_rows_skipped", "rewards/*/std", "rewards/*", "groups/*", "replay/*",

@@ -321,7 +321,7 @@ def _config(run: RunFiles) -> str:
     if not run.config_text:
         return '<h2 id="config">Config</h2><p class="dim">There is no config.yaml.</p>\n'
     differing = [
-        tuple(f'<span class="mono">{safe(_short(each))}</span>' for each in row) for row in changes(run.config)
+        tuple(f'<span class="mono">{safe(one_line(each))}</span>' for each in row) for row in changes(run.config)
     ]
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
@@ -332,7 +332,7 @@ def _config(run: RunFiles) -> str:
     )
 
 
-def _short(value: Any) -> str:
+def one_line(value: Any) -> str:
     """A value of a config in one line."""
     if value is None:
         return "null"

@@ -146,7 +146,7 @@ def read_file(path: Path, most: int) -> RecordedRollout:
     try:
         table = pyarrow.parquet.read_table(path)
         columns = table.select(["step", "prompt", "reward"]).to_pydict()
-        groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else _asked(table))
+        groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else asked(table))
         rows = table.slice(0, whole_groups(groups, most)).to_pylist()
         shown = [_recorded(i, group, row) for i, (group, row) in enumerate(zip(groups, rows))]
     except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
@@ -157,10 +157,13 @@ def read_file(path: Path, most: int) -> RecordedRollout:
     return RecordedRollout(path.stem, step, len(table), mean, shown)
 
 
-def _asked(table: pyarrow.Table) -> list[Any]:
+ASKED = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
+"""Columns that say what a completion answers."""
+
+
+def asked(table: pyarrow.Table) -> list[Any]:
     """Of each row what its prompt says and shows."""
-    names = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
-    return table.select([name for name in names if name in table.column_names]).to_pylist()
+    return table.select([name for name in ASKED if name in table.column_names]).to_pylist()
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
