@@ -217,7 +217,7 @@ function list() {
     return line_of(row, place, mean, place && sort === 'row' && row.p !== row_at(order[place - 1]).p);
   }));
   at('count').textContent = order.length + ' of ' + file.rows.length;
-  choose(0);
+  choose(sort === 'row' ? Math.max(0, order.findIndex(i => row_at(i).a)) : 0);
 }
 
 function choose(place) {
