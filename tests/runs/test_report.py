@@ -212,7 +212,7 @@ def test_a_huge_run_has_a_small_page_that_is_made_in_a_moment(tmp_path: Path) ->
     report(folder)
     began = time.perf_counter()
     page = page_of(folder)
-    assert time.perf_counter() - began < 5  # 0.4 seconds where nothing else runs
+    assert time.perf_counter() - began < 5  # on a busy machine; a real run of 700 steps took 0.3 to 0.7
     assert (folder / "report.html").stat().st_size < 5e6
     assert len(page.samples) == 4 and {len(each["rows"]) for each in page.samples} == {ROWS}
     assert all(
