@@ -38,6 +38,8 @@ def said(content: Any) -> Any:
 
 def visible(text: str) -> str:
     """The text with its control characters as escapes, line ends left as they are."""
+    if all(line.isprintable() for line in text.split("\n")):
+        return text  # most are, and long ones take a hundred times as long character by character
     return "".join(
         char if char == "\n" or unicodedata.category(char)[0] != "C" else char.encode("unicode_escape").decode()
         for char in text

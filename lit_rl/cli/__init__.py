@@ -25,9 +25,10 @@ HYDRA = {
     "doctor": "doctor",
     "replay": "replay",
     "transcripts": "transcripts",
+    "report": "report",
 }
 """Our commands, and the task that each stands for."""
-LIGHT = ("list", "env", "completion")
+LIGHT = ("compare", "list", "env", "completion")
 """Commands that compose no config."""
 
 
@@ -106,7 +107,11 @@ def _said(command: str | None, rest: Sequence[str]) -> str:
 
 
 def _light(command: str | None, rest: list[str], commands: Sequence[str]) -> int:
-    """A command that needs file names and versions only."""
+    """A command that needs file names, versions, or what runs have written."""
+    if command == "compare":
+        from lit_rl.cli import comparing
+
+        return comparing.run(rest)
     if command == "list":
         from lit_rl.cli import listing
 

@@ -106,6 +106,18 @@ COMMANDS = {
             ("transcripts.tokens", "how many of each episode"),
         ),
     ),
+    "report": Command(
+        "a run as a page for the browser: curves, samples, config, time, alarms",
+        ("lit-rl report run_dir=runs/x",),
+        (_RUN,),
+        "A run writes it at its end. It loads no weights, and changes nothing of the run.",
+    ),
+    "compare": Command(
+        "two runs on the same validation prompts: paired tests, curves on top of each other",
+        ("lit-rl compare runs/a runs/b",),
+        (),
+        "It loads no weights, and writes one page into the first folder.",
+    ),
     "env-check": Command(
         "is an environment fit to train on",
         ("lit-rl env-check env=environment env.path=./my_game.py:Game reward=environment data.path=mine.jsonl",),

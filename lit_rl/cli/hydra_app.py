@@ -31,6 +31,7 @@ from lit_rl.cli import (
     own_keys,
     quiet,
     replays,
+    reporting,
     schemas,
     serving,
     transcribing,
@@ -41,7 +42,7 @@ from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.cli.trainers import trainer_of
-from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, train
+from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, run_report, train
 from lit_rl.commands.carried_files import carry, take_over
 from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started, wait_for_those_started
 from lit_rl.commands.place import place_of
@@ -69,6 +70,7 @@ _WITHOUT_A_RUN = {
     "serve": serving.run,
     "doctor": doctoring.run,
     "transcripts": transcribing.run,
+    "report": reporting.run,
 }
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
@@ -224,6 +226,8 @@ def _run(
                 if not job.dry:
                     where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
                     first = run_dir.write_error(described(error) | where | {"command": job.command})
+                    if config.task == "fit" and job.trainer.is_global_zero and run_dir.metrics.is_file():
+                        run_report.write_at_the_end(run_dir.path)
                     if first is not None and has_lost_another(error):
                         raise OtherRankFailed(first) from error
                 raise

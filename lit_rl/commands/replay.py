@@ -21,6 +21,7 @@ from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.callbacks.rollouts import SavedRollout
 from lit_rl.commands.replay_report import Outcome, Report, say, write
+from lit_rl.commands.replay_tokens import SeenTokens, write_tokens
 from lit_rl.errors import StorageError
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
@@ -60,11 +61,8 @@ def replay(job: Replay) -> int:
     with torch.random.fork_rng(devices=[]):
         step = _load(job)
     notes = [*job.notes, *_notes(job, step)]
-    outcomes, gradients = [], []
-    for name, module in job.modules:
-        outcome, gradient = _measure(name, module, job)
-        outcomes.append(outcome)
-        gradients.append(gradient)
+    measured = [_measure(name, module, job) for name, module in job.modules]
+    gradients = [each.gradient for each in measured]
     cosines = [[_cosine(one, two) for two in gradients] for one in gradients]
     report = Report(
         rollout=str(job.source),
@@ -73,12 +71,23 @@ def replay(job: Replay) -> int:
         checkpoint=str(job.checkpoint),
         policy_step=step,
         notes=notes,
-        objectives=outcomes,
+        objectives=[each.outcome for each in measured],
         cosines=cosines,
     )
     say(report)
     write(report, job.folder)
+    write_tokens(measured[0].tokens, job.rollout.step, job.folder, job.modules[0][1].tokenizer)
     return 0
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What came of one objective."""
+
+    outcome: Outcome
+    gradient: Tensor
+    """Float32, one vector, on the CPU."""
+    tokens: SeenTokens
 
 
 # ---------------------------------------------------------------------- what all objectives share
@@ -146,18 +155,18 @@ def _notes(job: Replay, step: int) -> list[str]:
 # ---------------------------------------------------------------------- one objective
 
 
-def _measure(name: str, module: PolicyGradient, job: Replay) -> tuple[Outcome, Tensor]:
-    """The outcome, and the gradient as one float32 vector on the CPU."""
+def _measure(name: str, module: PolicyGradient, job: Replay) -> _Measured:
+    """Loss and gradient of one objective, and what it saw."""
     devices = [job.fabric.device] if job.fabric.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(module.seed)  # dropout, where there is any, and random shares are the same for all
         with job.fabric.autocast(), module.rollout_context():
-            rollout = _credited(module, job)
+            scored, rollout = _credited(module, job)
         module.policy.train()
-        return _backward(name, module, rollout, job)
+        return _backward(name, module, SeenTokens.of(scored, rollout), job)
 
 
-def _credited(module: PolicyGradient, job: Replay) -> Rollout:
+def _credited(module: PolicyGradient, job: Replay) -> tuple[Scored, Rollout]:
     """The rollout with this objective's advantages. Log-probs that were saved with it are never taken anew."""
     saved, device = job.rollout, job.fabric.device
     greedy = None if saved.greedy_rewards is None else saved.greedy_rewards.to(device)
@@ -169,7 +178,7 @@ def _credited(module: PolicyGradient, job: Replay) -> Rollout:
     if module.needs_reference and ref is None:
         ref = module.ref_logprobs(scored.completions)
     rollout, _ = module.advantages(scored, _old_logprobs(saved).to(device), ref)
-    return rollout
+    return scored, rollout
 
 
 def _prompts(saved: SavedRollout) -> list[tuple[Tensor, Tensor]]:
@@ -177,8 +186,8 @@ def _prompts(saved: SavedRollout) -> list[tuple[Tensor, Tensor]]:
     return list(zip(saved.completions.prompt_ids[::group], saved.completions.prompt_mask[::group]))
 
 
-def _backward(name: str, module: PolicyGradient, rollout: Rollout, job: Replay) -> tuple[Outcome, Tensor]:
-    plan, saved = module.plan, job.rollout
+def _backward(name: str, module: PolicyGradient, seen: SeenTokens, job: Replay) -> _Measured:
+    plan, saved, rollout = module.plan, job.rollout, seen.rollout
     assert plan is not None
     (counts,) = step_counts(rollout, plan, seed=module.seed, index=saved.number)
     slots = rows_of_slots(rollout, plan, seed=module.seed, index=saved.number)
@@ -188,17 +197,18 @@ def _backward(name: str, module: PolicyGradient, rollout: Rollout, job: Replay) 
     parameters = _trained(module.policy)
     gradient = torch.zeros(sum(p.numel() for p in parameters))
     averages, total = Averages(), 0.0
-    for micro in micros:
+    for rows, micro in zip(slots, micros):
         with job.fabric.autocast():
             scores = module.token_scores(micro.completions)
             scores.logprobs.retain_grad()
             loss, metrics = module.loss(micro, scores, totals_of(counts, plan), step)
+        seen.add(rows, scores)
         loss.backward()
         total += float(loss.detach())
         _add_gradient(gradient, parameters)
         averages.add(metrics | _of_tokens(micro, scores.logprobs.grad))
     numbers = averages.reduce(Ranks(job.fabric.device))
-    return Outcome(name, total, math.sqrt(_dot(gradient, gradient)), numbers), gradient
+    return _Measured(Outcome(name, total, math.sqrt(_dot(gradient, gradient)), numbers), gradient, seen)
 
 
 def _of_tokens(micro: Rollout, gradient: Tensor | None) -> Metrics:

@@ -27,9 +27,13 @@ Start = Literal["new", "anew", "resumed"]
 """How a run begins in its folder: with nothing there; in place of one that died before its first checkpoint; or from a
 checkpoint."""
 
+PAGE = "report.html"
+"""What `lit-rl report` makes of the rest: written anew at each end of a run."""
+
 REPLACED = (
     "summary.json",
     "error.json",
+    PAGE,
     "checkpoints/*.ckpt",
     "hf",
     "hf_ema",
@@ -67,6 +71,10 @@ class RunDir:
     @property
     def error(self) -> Path:
         return self.path / "error.json"
+
+    @property
+    def page(self) -> Path:
+        return self.path / PAGE
 
     @property
     def metrics(self) -> Path:
@@ -201,7 +209,8 @@ class RunDir:
         if self.path not in made or learned:
             return
         theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
-        for path in (self.path / NAME, self.config, self.summary, self.error, theirs, *record_files(self.path)):
+        ours = (self.path / NAME, self.config, self.summary, self.error, self.page, *record_files(self.path))
+        for path in (*ours, theirs):
             path.unlink(missing_ok=True)
         inside = sorted((path for path in self.path.rglob("*") if path.is_dir()), reverse=True)
         for folder in (*inside, *made):

@@ -24,7 +24,8 @@ from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.graceful_stop import GracefulStop, signals_of
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
-from lit_rl.commands import report
+from lit_rl.callbacks.unwritten import not_written
+from lit_rl.commands import report, run_report
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import out_of_memory
@@ -120,6 +121,7 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
     _save(run, summary)
     if run.trainer.is_global_zero:
         report.closing_table(summary)
+        run_report.write_at_the_end(run.run_dir.path)
         logged = any(isinstance(logger, TensorBoardLogger) for logger in run.trainer.loggers)
         prompts = summary.get("prompts")
         for line in report.closing_lines(
@@ -232,7 +234,8 @@ def _save_last_step(run: Run) -> None:
 
 def _save(run: Run, summary: dict[str, Any]) -> None:
     if run.trainer.is_global_zero:
-        run.run_dir.write_summary(summary)
+        missing = [str(each) for each in not_written(run.trainer)]
+        run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 
 def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
@@ -241,6 +244,7 @@ def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
         _save_last_step(run)
     if run.trainer.is_global_zero and not run.dry:
         _save(run, summary | {"status": "stopped"})
+        run_report.write_at_the_end(run.run_dir.path)
         Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
     return SIGNALLED + signum
 

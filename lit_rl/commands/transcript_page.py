@@ -7,7 +7,6 @@ lets no script run but its own.
 from __future__ import annotations
 
 import base64
-import hashlib
 import html
 import math
 import sys
@@ -17,7 +16,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from lit_rl.callbacks.text import printable, said, visible
+from lit_rl.callbacks.text import printable, said
+from lit_rl.commands.html_file import document
+from lit_rl.commands.html_file import safe as _safe
 from lit_rl.commands.transcript_record import Recorded, RecordedRollout, Tokens
 from lit_rl.commands.transcript_style import COLOURINGS, LEVELS, SCRIPT, style
 from lit_rl.data.images import image_of
@@ -68,24 +69,12 @@ def page(title: str, rollouts: Sequence[RecordedRollout], most_tokens: int) -> s
         most_tokens: Of an episode; what is beyond them is left out, and it says so.
     """
     scale = Scale.of(rollouts)
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     shown = [each for rollout in rollouts for each in rollout.shown]
-    seen = "img-src data:; " if any(each.images or each.returned for each in shown) else ""
-    policy = f"default-src 'none'; {seen}style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
     ends = sorted({each.end for each in shown})
     sections = "".join(_rollout(rollout, scale, most_tokens) for rollout in rollouts)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Transcripts: {_safe(title)}</title><style>{style()}</style></head>"
-        f'<body data-by="author"><h1>Transcripts: {_safe(title)}</h1>\n'
-        f"{_controls(ends, scale)}{_legends(scale)}<main>\n{sections}</main>\n<script>{SCRIPT}</script></body></html>\n"
-    )
-
-
-def _safe(text: str) -> str:
-    return html.escape(visible(text))
+    body = f"<h1>Transcripts: {_safe(title)}</h1>\n{_controls(ends, scale)}{_legends(scale)}<main>\n{sections}</main>\n"
+    images = any(each.images or each.returned for each in shown)
+    return document(f"Transcripts: {title}", style(), body, SCRIPT, attributes='data-by="author"', images=images)
 
 
 # ---------------------------------------------------------------------- what is chosen

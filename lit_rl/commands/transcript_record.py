@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.algorithms.evaluation.tables import RETURNED_IMAGES
+from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.images import COLUMNS as IMAGE_COLUMNS
 from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
@@ -33,6 +34,12 @@ class Tokens:
     advantages: list[float]
     old_logprobs: list[float] | None
     """Of the policy that drew them, as training scores them; None where the run took none."""
+    logprobs: list[float] | None = None
+    """Of another policy, that `lit-rl replay` scored them with; None in what a run wrote itself."""
+    ref_logprobs: list[float] | None = None
+    """Likewise of the reference."""
+    entropies: list[float] | None = None
+    """Likewise of that policy's next-token distributions, in nats."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -64,6 +71,10 @@ class Recorded:
     """Of the prompt, each with its `bytes` or its `path`."""
     returned: list[dict[str, Any]] = field(default_factory=list)
     """Likewise those that tools and environments showed, in their order."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Of each reward function; NaN where it did not apply."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """The data's own columns, and what rewards noted, as text."""
 
     @property
     def turns(self) -> int:
@@ -111,7 +122,7 @@ def read(run_dir: Path, files: str, rollouts: int, episodes: int) -> list[Record
             "(callbacks.samples); transcripts.files names others, such as 'val_*'."
         )
     chosen = spread(found, min(rollouts, episodes))
-    return [_read_file(path, episodes // len(chosen)) for path in chosen]
+    return [read_file(path, episodes // len(chosen)) for path in chosen]
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -123,14 +134,19 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def _read_file(path: Path, most: int) -> RecordedRollout:
+def read_file(path: Path, most: int) -> RecordedRollout:
+    """One file, of which so many completions are shown at most.
+
+    Raises:
+        StorageError: it is damaged.
+    """
     import pyarrow
     import pyarrow.parquet
 
     try:
         table = pyarrow.parquet.read_table(path)
         columns = table.select(["step", "prompt", "reward"]).to_pydict()
-        groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else _asked(table))
+        groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else asked(table))
         rows = table.slice(0, whole_groups(groups, most)).to_pylist()
         shown = [_recorded(i, group, row) for i, (group, row) in enumerate(zip(groups, rows))]
     except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
@@ -141,10 +157,13 @@ def _read_file(path: Path, most: int) -> RecordedRollout:
     return RecordedRollout(path.stem, step, len(table), mean, shown)
 
 
-def _asked(table: pyarrow.Table) -> list[Any]:
+ASKED = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
+"""Columns that say what a completion answers."""
+
+
+def asked(table: pyarrow.Table) -> list[Any]:
     """Of each row what its prompt says and shows."""
-    names = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)
-    return table.select([name for name in names if name in table.column_names]).to_pylist()
+    return table.select([name for name in ASKED if name in table.column_names]).to_pylist()
 
 
 def _groups(keys: Sequence[Any]) -> list[int]:
@@ -182,7 +201,22 @@ def _recorded(number: int, group: int, row: Mapping[str, Any]) -> Recorded:
             *(image for name in VIDEO_COLUMNS for image in _first_frames(row.get(name))),
         ],
         returned=_images(row.get(RETURNED_IMAGES)),
+        rewards={name.removeprefix(_REWARDS): value for name, value in row.items() if name.startswith(_REWARDS)},
+        columns={
+            name: str(value)
+            for name, value in row.items()
+            if isinstance(value, _PLAIN) and not name.startswith((_REWARDS, PREFIX)) and name not in _OF_THE_TABLE
+        },
     )
+
+
+_PLAIN = (str, int, float, bool)
+_REWARDS = "rewards/"
+_OF_THE_TABLE = {
+    "step", "prompt", "completion", "reward", "advantage", "ended", "group", "end", "turn_rewards", "messages",
+    "episode_error",
+}  # fmt: skip
+"""Columns that a completion's own fields hold."""
 
 
 def _images(value: Any) -> list[dict[str, Any]]:
@@ -223,4 +257,7 @@ def _tokens(row: Mapping[str, Any]) -> Tokens:
         sampler_logprobs=row["tokens/sampler_logprobs"],
         advantages=row.get("tokens/advantages") or [0.0] * len(row["tokens/ids"]),
         old_logprobs=row.get("tokens/old_logprobs"),
+        logprobs=row.get("tokens/logprobs"),
+        ref_logprobs=row.get("tokens/ref_logprobs"),
+        entropies=row.get("tokens/entropies"),
     )

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lit_rl.commands.html_file import write
 from lit_rl.commands.transcript_page import page
 from lit_rl.commands.transcript_record import read
-from lit_rl.errors import ConfigError, StorageError, in_range
+from lit_rl.errors import ConfigError, in_range
 
 NAME = "transcripts.html"
 """In the run's folder. It is written anew each time."""
@@ -38,12 +39,7 @@ def transcripts(run_dir: Path, files: str = "step_*", rollouts: int = 4, episode
         )
     found = read(run_dir, files, rollouts, episodes)
     target = run_dir / NAME
-    partial = target.with_suffix(".partial")
-    try:
-        partial.write_text(page(str(run_dir), found, tokens), encoding="utf-8")
-        partial.replace(target)
-    except OSError as error:
-        raise StorageError(f"{target} could not be written: {error.strerror}.") from error
+    write(target, page(str(run_dir), found, tokens))
     shown, there = (sum(counts) for counts in zip(*((len(each.shown), each.completions) for each in found)))
     text = f"transcripts  {target}  ({shown} of {there} episodes of {len(found)} rollouts; open it in a browser)"
     Console().print(text, soft_wrap=True, highlight=False, markup=False)

@@ -86,6 +86,13 @@ def logged(run_dir: Path) -> set[str]:
     return {name for row in rows for name in row} - {"step"}
 
 
+def assert_its_page_names(run_dir: Path) -> None:
+    """The page that a run of each family writes at its end has every metric, as a curve or in a line."""
+    page = (run_dir / "report.html").read_text()
+    ours = {name.partition("/")[2] for name in logged(run_dir) if name.startswith("train/")}
+    assert ours and not {name for name in ours if name not in page} and "finished" in page, run_dir
+
+
 @pytest.fixture
 def names(train: Train, cwd: Path) -> set[str]:
     """What small runs log: GRPO with KL, RLOO with a named validation set, a test, and every term of an objective."""
@@ -104,6 +111,8 @@ def names(train: Train, cwd: Path) -> set[str]:
         assert train(*terms, f"run_dir=terms{number}", "logger=none", *COMMON) == 0, terms
     for number, method in enumerate(METHODS):
         assert train(*method, f"run_dir=method{number}", "logger=none") == 0, method
+    for folder in (cwd / "grpo", *cwd.glob("method*")):
+        assert_its_page_names(folder)
     (tested,) = (cwd / "test").glob("test_*")
     (events,) = {path.parent for path in (cwd / "grpo").glob("events.*")}
     board = EventAccumulator(str(events))

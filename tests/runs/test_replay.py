@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
+import pyarrow.parquet
 import pytest
 import torch
 import yaml
@@ -26,7 +27,9 @@ from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, shortest
 from lit_rl.callbacks import Rollouts, SavedRollout
 from lit_rl.callbacks.rollouts import saved_rollouts
 from lit_rl.cli import run_trust
+from lit_rl.commands import run_files
 from lit_rl.commands.replay import Replay, replay
+from lit_rl.commands.run_samples import samples_of
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.ops.kl import k1, k3
 from lit_rl.ops.losses import kl_cov_loss
@@ -140,6 +143,28 @@ def test_at_the_step_of_the_rollout_it_is_the_step_that_training_took(finished, 
     assert own["gradient_norm"] == pytest.approx(logged["train/grad_norm"], rel=tolerance)
     assert own["loss"] == pytest.approx(logged["train/loss"], abs=1e-2 * tolerance * 100 * own["gradient_norm"])
     assert own["metrics"]["ratio_mean"] == pytest.approx(1, abs=tolerance)
+
+
+def test_what_the_first_objective_saw_of_each_token_is_a_file_that_the_page_shows(finished, compare):
+    folder = finished(*MINIBATCHES)
+    found = numbers(compare(folder, "run", "rloo"))["run"]["metrics"]
+    table = pyarrow.parquet.read_table(folder / "samples" / "replay_00000004.parquet").to_pylist()
+    rollout = newest_rollout(folder)
+    tokens = [dict(zip(_OF_TOKENS, each)) for row in table for each in zip(*(row[f"tokens/{n}"] for n in _OF_TOKENS))]
+    learned = [each for each in tokens if each["learned"]]
+    for name, value in (
+        ("ratio_mean", sum(math.exp(each["logprobs"] - each["old_logprobs"]) for each in learned)),
+        ("entropy", sum(each["entropies"] for each in learned)),
+        ("advantage_size", sum(abs(each["advantages"]) for each in learned)),
+    ):
+        assert found[name] == pytest.approx(value / len(learned), rel=1e-4), name
+    ids = rollout.completions.response_ids[rollout.completions.response_mask].tolist()
+    assert [each["ids"] for each in tokens] == ids and [row["reward"] for row in table] == rollout.scores.total.tolist()
+    (shown,) = [each for each in samples_of(run_files.read(folder)).files if each["name"].startswith("replayed")]
+    assert {"ratio", "entropy", "mask", "advantage", "logprob", "text"} == shown["rows"][0]["t"].keys()
+
+
+_OF_TOKENS = ("ids", "learned", "logprobs", "old_logprobs", "entropies", "advantages")
 
 
 def test_the_same_objective_twice_is_the_same_column(finished, compare):

@@ -30,9 +30,18 @@ def test_an_error_is_written_down_until_the_run_goes_on(train, tmp_path: Path) -
     assert (said["error"], said["exit_code"], said["rank"]) == ("RewardError", 4, 0)
     assert said["step"] > 0 and "Traceback" in said["traceback"] and "mine.py" in said["traceback"]
     assert "sk-abc" not in (folder / "error.json").read_text(), "secrets are redacted"
+    page = (folder / "report.html").read_text()
+    assert 'class="failed"' in page and "RewardError" in page and "sk-abc" not in page
     reward.write_text(REWARD.format("pass"))
     assert train(*run, "ckpt_path=last") == 0
-    assert not (folder / "error.json").exists()
+    assert not (folder / "error.json").exists() and 'class="failed"' not in (folder / "report.html").read_text()
+
+
+def test_a_page_that_cannot_be_written_ends_no_run(train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "report.html" / "mine").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text("{algo: 1, data: 1, run_dir: 1, task: fit, trainer: 1}")  # a run's
+    assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}") == 0
+    assert "not written   report.html (StorageError: " in capsys.readouterr().out
 
 
 def test_memory_that_runs_out_is_told_with_what_was_planned(

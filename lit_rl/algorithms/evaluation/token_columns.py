@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,9 +15,13 @@ PREFIX = "tokens/"
 """Of the names of these columns."""
 
 
-def token_columns(completions: Completions, rollout: Rollout | None, tokenizer: Any) -> dict[str, list[Any]]:
+def token_columns(
+    completions: Completions, rollout: Rollout | None, tokenizer: Any, more: Mapping[str, Tensor] | None = None
+) -> dict[str, list[Any]]:
     """`tokens/ids`, `text`, `turn`, `by_policy` (what it wrote: the others it read), `sampler_logprobs`; of a rollout
     that is learned from also `learned` (in the loss), `advantages`, and `old_logprobs` where the run took them.
+
+    `more`: other numbers `(b, t)` of what the policy wrote, by the names that they get.
 
     Numbers are numpy arrays, so that long rollouts take little memory; they are 0 on what the policy read.
     """
@@ -35,6 +40,7 @@ def token_columns(completions: Completions, rollout: Rollout | None, tokenizer: 
             columns["advantages"] = _per_token(rollout.advantages, written)
         if rollout.old_logprobs is not None:
             columns["old_logprobs"] = rollout.old_logprobs.masked_fill(~written, 0.0)
+    columns |= {name: values.masked_fill(~written, 0.0) for name, values in (more or {}).items()}
     found: dict[str, list[Any]] = {PREFIX + name: _rows(values, there) for name, values in columns.items()}
     return found | {f"{PREFIX}text": pieces_of(found[f"{PREFIX}ids"], tokenizer)}
 

@@ -1,0 +1,22 @@
+"""`lit-rl report`: of which run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lit_rl.cli import own_keys
+from lit_rl.commands.run_report import report
+from lit_rl.errors import ConfigError
+
+KEYS = ("run_dir",)
+"""What may be set on the command line."""
+
+
+def run(config: DictConfig) -> int:
+    """Find the folder, and write its page."""
+    own_keys.check("lit-rl report", own_keys.typed(), KEYS)
+    if not config.run_dir:
+        raise ConfigError("lit-rl report needs the folder of a run: run_dir=runs/...")
+    return report(Path(str(config.run_dir)).expanduser())

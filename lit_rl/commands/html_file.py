@@ -1,0 +1,67 @@
+"""One HTML file that needs no network: it loads nothing, no script runs but its own, and foreign text stays text."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from lit_rl.callbacks.text import visible
+from lit_rl.errors import StorageError
+
+
+def safe(text: str) -> str:
+    """Text that is not to be trusted, for an element or an attribute in quotes; control characters as escapes."""
+    return html.escape(visible(text))
+
+
+def data(value: Any) -> str:
+    """A value for the page's script to parse: as JSON in which no tag can end or begin, and every character is ASCII.
+
+    Raises:
+        ValueError: there is NaN or infinity in it, which JSON has not.
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def document(title: str, style: str, body: str, script: str, *, attributes: str = "", images: bool = False) -> str:
+    """The whole file.
+
+    Args:
+        title: Plain text.
+        style: The style sheet.
+        body: Markup, with everything foreign in it `safe`.
+        script: The only one that may run. It ends the body.
+        attributes: Of the body.
+        images: Whether the body shows some, which it holds itself.
+    """
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    seen = "img-src data:; " if images else ""
+    policy = f"default-src 'none'; {seen}style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{safe(title)}</title><style>{style}</style></head>"
+        f"<body{attributes and ' ' + attributes}>{body}<script>{script}</script></body></html>\n"
+    )
+
+
+def write(target: Path, text: str) -> None:
+    """Beside the target first, then renamed: it is there whole or as it was.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    partial = target.with_suffix(".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise StorageError(f"{target} could not be written: {error.strerror}.") from error

@@ -1,0 +1,200 @@
+"""Which curves a run is read by: its metrics in groups, training and validations of one name in one picture."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from lit_rl.commands.curves import Line
+from lit_rl.commands.run_files import RunFiles, Series
+
+_LEARNED = (
+    "reward", "win_rate", "pass@*", "accuracy", "rewards/accuracies", "margin", "rewards/margins",
+    "mean_token_accuracy", "rewards/chosen", "rewards/rejected", "rewards/*/mean", "verifiers/*",
+    "*_reward", "objective/scores*",
+)  # fmt: skip
+_SIGNAL = (
+    "frac_reward_zero_std", "reward_std", "frac_rows_skipped", "rewards/*/std", "rewards/*", "groups/*", "replay/*",
+    "judge/*", "win_rate_*",
+)  # fmt: skip
+_COMPLETIONS = (
+    "completions/*",
+    "turns/*",
+    "tools/*",
+    "env/*",
+    "template/*",
+    "*contain_eos_token",
+    "value/num_eos_tokens",
+)
+_POLICY = (
+    "entropy", "kl", "approx_kl", "ratio_mean", "clip_ratio/region_mean", "clip_ratio/*", "*clip*", "objective/*",
+    "logps/*", "logits/*", "sampling/*", "off_policy_kept", "policy/*", "nll_loss", "log_odds*", "teacher/*",
+)  # fmt: skip
+_STEPS = (
+    "loss", "grad_norm", "lr", "skipped_steps", "loss/*", "*_loss", "lr_*", "value/*", "return/*", "*_coef", "beta",
+    "alpha",
+)  # fmt: skip
+_SPEED = ("tokens_per_second", "time/*", "*memory*", "num_tokens")
+
+GROUPS = (
+    ("What it learns", _LEARNED),
+    ("Is there a signal", _SIGNAL),
+    ("What it writes", _COMPLETIONS),
+    ("The policy", _POLICY),
+    ("Optimizer steps", _STEPS),
+    ("Speed", _SPEED),
+)
+"""A title, and names without `train/` or `val/` in the order of what is looked at first; `*` is any text. A name is of
+the first group that lists it, and of a last one, `Other`, where none does."""
+
+_NO_CURVE = ("*_low", "*_high", "prompts", "epoch")
+"""Ends of intervals, and counts that say nothing of the run."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pictures that belong together."""
+
+    title: str
+    charts: list[tuple[str, list[Line]]] = field(default_factory=list)
+    """Names with what is drawn of them, the first one first."""
+    constant: list[tuple[str, float]] = field(default_factory=list)
+    """Names whose number was always the same."""
+    repeated: list[tuple[str, str]] = field(default_factory=list)
+    """Names that have the numbers of another one, and that one."""
+
+
+def groups_of(runs: Sequence[tuple[str, RunFiles]]) -> list[Group]:
+    """Every metric of the runs, those that have none left out.
+
+    Args:
+        runs: With a name for each in the legends, empty for a single one.
+    """
+    lines: dict[str, list[Line]] = {}
+    for number, (label, run) in enumerate(runs):
+        for name, line in _lines_of(run, label, number if len(runs) > 1 else None):
+            lines.setdefault(name, []).append(line)
+    groups = {title: Group(title) for title, _ in (*GROUPS, ("Other", ()))}
+    seen: dict[str, set[bytes]] = {}
+    for name in sorted(lines, key=_place):
+        _put(groups[_group_of(name)], name, sorted(lines[name], key=lambda line: line.points), seen)
+    return [group for group in groups.values() if group.charts or group.constant or group.repeated]
+
+
+def _put(group: Group, name: str, lines: list[Line], seen: dict[str, set[bytes]]) -> None:
+    values = {value for line in lines for value in line.series.values}
+    numbers = {line.series.values.tobytes() for line in lines}
+    same = next((other for other, theirs in seen.items() if numbers <= theirs), None)
+    if len(values) == 1:
+        group.constant.append((name, values.pop()))
+    elif same is not None:
+        group.repeated.append((name, same))
+    else:
+        seen[name] = numbers
+        group.charts.append((name, lines))
+
+
+def _group_of(name: str) -> str:
+    return next((title for title, names in GROUPS if _matches(name, names)), "Other")
+
+
+def _place(name: str) -> tuple[int, int, str]:
+    for group, (_, names) in enumerate(GROUPS):
+        for place, pattern in enumerate(names):
+            if fnmatchcase(name, pattern):
+                return group, place, name
+    return len(GROUPS), 0, name
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def sets_of(names: Iterable[str]) -> list[str]:
+    """The validation sets of a run, by the names of its metrics; the one without a name is ""."""
+    found = (re.fullmatch(r"val/(?:(.+)/)?(?:reward|loss|prompts|win_rate)", name) for name in names)
+    return list(dict.fromkeys(match[1] or "" for match in found if match))
+
+
+def of_set(leaf: str, name: str) -> str:
+    """The name that a metric has in `metrics.jsonl` for a validation set."""
+    return f"val/{name}/{leaf}" if name else f"val/{leaf}"
+
+
+def _lines_of(run: RunFiles, label: str, colour: int | None) -> Iterator[tuple[str, Line]]:
+    """Names without their prefixes, each with a line: training first."""
+    before = f"{label}: " if label else ""
+    sets = sorted((name for name in sets_of(run.series) if name), key=len, reverse=True)
+    known = sets_of(run.series)
+    for full, series in run.series.items():
+        phase, _, leaf = full.partition("/")
+        name = ""
+        if phase == "val":
+            name = next((each for each in sets if leaf.startswith(f"{each}/")), "")
+            leaf = leaf.removeprefix(f"{name}/") if name else leaf
+        elif phase != "train":
+            leaf = full
+        if _matches(leaf, _NO_CURVE):
+            continue
+        if phase != "val":
+            yield leaf, Line(f"{before}training" if phase == "train" else label or "", series, colour or 0)
+            continue
+        place = 1 + known.index(name) if name in known else 1
+        yield from _of_validation(run, leaf, name, f"{before}{name or 'held-out'}", place if colour is None else colour)
+
+
+def _of_validation(run: RunFiles, leaf: str, name: str, label: str, colour: int) -> Iterator[tuple[str, Line]]:
+    """The validations as points; and those at the training's temperature, which a run makes at its ends, hollow."""
+    full = of_set(leaf, name)
+    series = run.series[full].first_of_each_step()
+    ends = [_at(run.series.get(f"{full}_{end}"), series.steps) for end in ("low", "high")]
+    decodings = _decodings(run, name, leaf)
+    by = f", {decodings[0]}" if decodings else ""
+    yield leaf, Line(f"{label}{by}", series, colour, points=True, low=ends[0], high=ends[1])
+    for decoding in decodings[1:]:
+        found = measured(run.summary, name, decoding)
+        there = [(step, numbers) for step, numbers in zip((0.0, float(run.last_step)), found) if leaf in numbers]
+        if there:
+            low, high = (
+                [numbers.get(f"{leaf}_{end}", numbers[leaf]) for _, numbers in there] for end in ("low", "high")
+            )
+            both = Series(array("d", [step for step, _ in there]), array("d", [numbers[leaf] for _, numbers in there]))
+            yield leaf, Line(f"{label}, {decoding}", both, colour, points=True, hollow=True, low=low, high=high)
+
+
+def _at(series: Series | None, steps: Sequence[float]) -> list[float] | None:
+    if series is None:
+        return None
+    first = series.first_of_each_step()
+    found = dict(zip(first.steps, first.values))
+    return [found[step] for step in steps] if all(step in found for step in steps) else None
+
+
+def _decodings(run: RunFiles, name: str, leaf: str) -> list[str]:
+    """How the validations at the ends of a run decoded, the `eval` group's way first; none where nothing says it."""
+    found: dict[str, None] = {}
+    for when in ("before", "after"):
+        of_name = _mapping(_mapping(run.summary.get(when)).get(name))
+        found |= {decoding: None for decoding, numbers in of_name.items() if leaf in _mapping(numbers)}
+    return list(found)
+
+
+def measured(
+    summary: Mapping[str, object], name: str, decoding: str
+) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """What `summary.json` says of a set and a decoding before and after the training; empty where it says nothing."""
+    before, after = (
+        _mapping(_mapping(_mapping(summary.get(when)).get(name)).get(decoding)) for when in ("before", "after")
+    )
+    return _numbers(before), _numbers(after)
+
+
+def _mapping(value: object) -> Mapping:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _numbers(found: Mapping) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}

@@ -1,0 +1,343 @@
+"""A run as one HTML page: where it stands, its curves, what it wrote, its config, its time, what went wrong."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from lit_rl.commands.config_changes import changes
+from lit_rl.commands.curves import chart, histograms, number
+from lit_rl.commands.html_file import data, document, safe
+from lit_rl.commands.run_alarms import Alarm, alarms
+from lit_rl.commands.run_curves import Group, groups_of, measured, of_set, sets_of
+from lit_rl.commands.run_files import RunFiles
+from lit_rl.commands.run_page_style import SCRIPT, STYLE
+from lit_rl.commands.run_samples import SampleFiles, distributions, samples_of
+
+_FIRST = 6
+"""Charts of a group that are open from the start."""
+
+_MOST_CHARTS = 90
+_MOST_CONFIG = 60_000
+"""Characters of a config that are shown."""
+
+HIGHER = ("reward", "win_rate", "accuracy", "rewards/accuracies", "margin", "rewards/margins", "mean_token_accuracy")
+"""What a run is judged by, where it has it: the higher the better."""
+LOWER = ("loss",)
+
+
+def page(run: RunFiles) -> str:
+    """The whole page, of a few megabytes at most whatever the run's size."""
+    found, written = alarms(run), samples_of(run)
+    body = (
+        f"<header>{_head(run)}</header>{_contents(found, written)}<main>"
+        f'{alarm_list(found)}<h2 id="results">Results</h2>{_results(run)}'
+        f'<h2 id="curves">Curves</h2>{curves(groups_of([("", run)]))}{_histograms(run)}'
+        f"{_samples(run, written)}{_time(run)}{_config(run)}</main>\n"
+    )
+    return document(f"{run.path.name}: report", STYLE, body, SCRIPT)
+
+
+def _contents(found: Sequence[Alarm], written: SampleFiles) -> str:
+    there = {"alarms": bool(found), "samples-of-run": bool(written.files)}
+    names = {
+        "alarms": f"Alarms ({len(found)})",
+        "results": "Results",
+        "curves": "Curves",
+        "samples-of-run": "Samples",
+        "time": "Time",
+        "config": "Config",
+    }
+    links = "".join(f'<a href="#{at}">{name}</a>' for at, name in names.items() if there.get(at, True))
+    return f'<nav aria-label="Contents">{links}</nav>\n'
+
+
+# ---------------------------------------------------------------------- head and results
+
+
+def _head(run: RunFiles) -> str:
+    status = status_of(run)
+    facts = {
+        "algorithm": _short_target(run.config.get("algo")),
+        "model": str(_part(run.config, "model").get("name") or "-"),
+        "data": _data_name(_part(run.config, "data")),
+        "steps": f"{run.summary.get('steps') or run.last_step}",
+        "time": duration(run.summary.get("seconds")),
+    }
+    said = " · ".join(f'<span class="dim">{name}</span> {safe(value)}' for name, value in facts.items())
+    return f'<h1>{safe(run.path.name)} <span class="status {status}">{status}</span></h1><p>{said}</p>\n'
+
+
+def status_of(run: RunFiles) -> str:
+    """finished, stopped, failed, running (or killed: nobody is left to say so), or unknown."""
+    said = run.summary.get("status")
+    if run.error:
+        return "failed"
+    return str(said) if said in ("finished", "stopped", "running") else "unknown"
+
+
+def duration(seconds: Any) -> str:
+    """For people; `-` where it is not known."""
+    if not isinstance(seconds, (int, float)):
+        return "-"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _part(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    part = config.get(key)
+    return part if isinstance(part, Mapping) else {}
+
+
+def _short_target(node: Any) -> str:
+    target = node.get("_target_") if isinstance(node, Mapping) else None
+    return str(target).rpartition(".")[2] if target else "-"
+
+
+def _data_name(node: Mapping[str, Any]) -> str:
+    return str(node.get("path") or "") or (_short_target(node.get("task")) if node.get("task") else _short_target(node))
+
+
+def _results(run: RunFiles) -> str:
+    rows = [*_measured_rows(run), *_training_rows(run)]
+    if not rows:
+        return '<p class="dim">Nothing was measured yet.</p>\n'
+    head = ("", "first", "last", "best", "at step")
+    return table(head, rows)
+
+
+def _measured_rows(run: RunFiles) -> Iterator[Sequence[str]]:
+    """Of each validation set what the run is judged by, with intervals where there are any."""
+    for name in sets_of(run.series):
+        for leaf in (*HIGHER, *LOWER):
+            series = run.series.get(of_set(leaf, name))
+            if series is None:
+                continue
+            series = series.first_of_each_step()
+            best = (min if leaf in LOWER else max)(range(len(series)), key=series.values.__getitem__)
+            where = [series.steps[i] for i in (0, len(series) - 1, best)]
+            cells = [_with_interval(run, of_set(leaf, name), step) for step in where]
+            yield (safe(f"{name or 'held-out'}: {leaf}"), *cells, number(where[2]))
+        decodings = dict.fromkeys(
+            decoding for when in ("after", "before") for decoding in _part(_part(run.summary, when), name)
+        )
+        for decoding in list(decodings)[1:]:
+            before, after = measured(run.summary, name, decoding)
+            cells = (_interval_of(before, "reward"), _interval_of(after, "reward"))
+            yield (safe(f"{name or 'held-out'}: reward, {decoding}"), *cells, "", "")
+
+
+def _training_rows(run: RunFiles) -> Iterator[Sequence[str]]:
+    # A policy gradient's loss is about 0 on policy, whatever is learned.
+    for leaf in HIGHER if "train/reward" in run.series else (*HIGHER, *LOWER):
+        if (series := run.series.get(f"train/{leaf}")) is not None:
+            best = (min if leaf in LOWER else max)(range(len(series)), key=series.values.__getitem__)
+            values = (series.values[i] for i in (0, len(series) - 1, best))
+            yield (safe(f"training: {leaf}"), *(f"{value:.4g}" for value in values), number(series.steps[best]))
+
+
+def _with_interval(run: RunFiles, name: str, step: float) -> str:
+    numbers = {}
+    for end in ("", "_low", "_high"):
+        series = run.series.get(f"{name}{end}")
+        found = dict(zip(reversed(series.steps), reversed(series.values))) if series is not None else {}
+        if step in found:
+            numbers[f"m{end}"] = found[step]
+    return _interval_of(numbers, "m")
+
+
+def _interval_of(numbers: Mapping[str, float], leaf: str) -> str:
+    if leaf not in numbers:
+        return "-"
+    ends = [numbers.get(f"{leaf}_{end}") for end in ("low", "high")]
+    between = "" if None in ends else f' <span class="interval-of">[{ends[0]:.3f}, {ends[1]:.3f}]</span>'
+    return f"{numbers[leaf]:.3f}{between}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[int] | None = None) -> str:
+    """Rows of markup; the first cell of each names it.
+
+    Args:
+        head: Texts of ours.
+        rows: Everything foreign in them `safe`.
+        numbers: Columns that are aligned to the right; all but the first where nothing is said.
+    """
+    right = set(range(1, len(head)) if numbers is None else numbers)
+    kind = ['class="number"' if i in right else "" for i in range(len(head))]
+    top = "".join(f'<th scope="col" {kind[i]}>{name}</th>' for i, name in enumerate(head))
+    body = "".join(
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(f"<td {kind[i]}>{row[i]}</td>" for i in range(1, len(row)))
+        + "</tr>"
+        for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>\n'
+
+
+# ---------------------------------------------------------------------- alarms and curves
+
+
+def alarm_list(found: Sequence[Alarm]) -> str:
+    """Under a title; nothing where there is none."""
+    if not found:
+        return ""
+    lines = "".join(f'<li class="{each.weight}"><b>{each.weight}</b>{safe(each.text[:2000])}</li>' for each in found)
+    return f'<h2 id="alarms">Alarms</h2><ul class="alarms">{lines}</ul>\n'
+
+
+def curves(groups: Sequence[Group]) -> str:
+    """Groups with a title each, their first charts open."""
+    parts, left = [], _MOST_CHARTS
+    for group in groups:
+        taken = group.charts[:left]
+        left -= len(taken)
+        drawn = [chart(name, lines) for name, lines in taken]
+        parts.append(f"<h3>{group.title}</h3>" + _grid(drawn[:_FIRST]))
+        if rest := drawn[_FIRST:]:
+            parts.append(f"<details><summary>{len(rest)} more</summary>{_grid(rest)}</details>")
+        parts.append(_asides(group, len(group.charts) - len(taken)))
+    return "".join(parts) if parts else '<p class="dim">metrics.jsonl holds no number yet.</p>'
+
+
+def _grid(charts: Sequence[str]) -> str:
+    return f'<div class="charts">{"".join(charts)}</div>\n' if charts else ""
+
+
+def _asides(group: Group, left_out: int) -> str:
+    said = []
+    if group.constant:
+        said.append("always the same: " + ", ".join(f"{safe(name)} {number(value)}" for name, value in group.constant))
+    if group.repeated:
+        said.append("equal curves: " + ", ".join(f"{safe(name)} = {safe(other)}" for name, other in group.repeated))
+    if left_out:
+        said.append(f"{left_out} more in metrics.jsonl")
+    return f'<p class="aside">{"; ".join(said)}</p>\n' if said else ""
+
+
+def _histograms(run: RunFiles) -> str:
+    drawn = [histograms(name, rows) for name, rows in distributions(run)]
+    return f"<h3>Distributions over the completions of a rollout</h3>{_grid(drawn)}" if drawn else ""
+
+
+# ---------------------------------------------------------------------- samples
+
+
+_COLOURS = {
+    "advantage": "advantage",
+    "logprob": "log-prob of the sampler",
+    "ratio": "ratio",
+    "kl": "KL to the reference",
+    "entropy": "entropy",
+    "mask": "why it is (not) learned from",
+    "none": "nothing",
+}
+_SORTS = {
+    "row": "as drawn",
+    "high": "highest reward",
+    "low": "lowest reward",
+    "advantage": "largest advantage",
+    "long": "longest",
+}
+
+
+def _samples(run: RunFiles, written: SampleFiles) -> str:
+    left_out = "".join(f'<p class="dim">{safe(each)}</p>' for each in written.left_out)
+    if not written.files:
+        return f'<h2 id="samples-of-run">Samples</h2>{left_out or _NO_SAMPLES}'
+    files = "".join(f'<option value="{i}">{html.escape(each["name"])}</option>' for i, each in enumerate(written.files))
+    sorts, colours = (
+        "".join(f'<option value="{key}">{name}</option>' for key, name in choices.items())
+        for choices in (_SORTS, _COLOURS)
+    )
+    return (
+        '<h2 id="samples-of-run">Samples</h2><noscript><p>The browser of samples needs JavaScript.</p></noscript>'
+        f'<div class="tools"><label>of<select id="file">{files}</select></label>'
+        f'<label>order<select id="sort">{sorts}</select></label>'
+        f'<label>colour by<select id="by">{colours}</select></label>'
+        '<label>search<input id="words" type="search"></label><output id="count"></output></div>'
+        '<p class="dim" id="held"></p><div class="browser">'
+        '<div id="rows" role="listbox" tabindex="0" aria-label="Completions; arrow keys choose one"></div>'
+        '<div id="shown" aria-live="polite"></div></div><p id="legend"></p>'
+        f"{_by_tokens(run, written)}{left_out}"
+        f'<script type="application/json" id="samples">{data(written.files)}</script>\n'
+    )
+
+
+_NO_SAMPLES = '<p class="dim">This run wrote no samples (callbacks.samples writes them).</p>'
+
+
+def _by_tokens(run: RunFiles, written: SampleFiles) -> str:
+    """What gives colours that no file here has, where there is a rollout to take them from."""
+    held = {name for each in written.files for row in each["rows"] for name in row.get("t", ())}
+    missing = [_COLOURS[name] for name in ("logprob", "ratio", "kl", "entropy", "mask") if name not in held]
+    if not missing or not any((run.path / "rollouts").glob("step_*.pt")):
+        return ""
+    return (
+        f'<p class="dim">No file here holds, token by token: {", ".join(missing)}. '
+        "<code>lit-rl replay run_dir=... losses=[run]</code> writes them of the newest rollout (a KL where the "
+        "objective has one), and <code>lit-rl report run_dir=...</code> then shows them.</p>"
+    )
+
+
+# ---------------------------------------------------------------------- time and config
+
+
+PHASES = ("generate", "reward", "update")
+
+
+def _time(run: RunFiles) -> str:
+    spent = {name[5:]: sum(series.values) for name, series in run.series.items() if name.startswith("time/")}
+    phases = {name: spent[name] for name in PHASES if name in spent}
+    within = {f"of generate: {name}": value for name, value in spent.items() if name not in PHASES}
+    seconds, whole = phases | within, run.summary.get("seconds")
+    if isinstance(whole, (int, float)):
+        seconds |= {"validation, checkpoints, the rest": whole - sum(phases.values()), "whole run": whole}
+    rows = [(safe(name), f"{value:.1f}", _share(value, whole)) for name, value in seconds.items()]
+    shown = _shares(phases) + table(("phase", "seconds", "of the run"), rows) if rows else ""
+    memory = any("memory" in name for name in run.series)
+    said = "" if memory else '<p class="dim">No metric of this run is memory; lit-rl plan says what a step needs.</p>'
+    return f'<h2 id="time">Time and memory</h2>{shown}{said}\n'
+
+
+def _shares(phases: Mapping[str, float]) -> str:
+    """A bar of the phases, and its keys."""
+    total = sum(phases.values()) or 1
+    parts = [(f"c{i}", safe(name), value / total) for i, (name, value) in enumerate(phases.items())]
+    bar = "".join(f'<i class="{colour}" style="flex: {share:.4f}"></i>' for colour, _, share in parts)
+    keys = " ".join(f'<span class="key {colour}">{name} <b>{share:.0%}</b></span>' for colour, name, share in parts)
+    return f'<div class="share" aria-hidden="true">{bar}</div><p>{keys}</p>'
+
+
+def _share(value: float, whole: Any) -> str:
+    return f"{value / whole:.0%}" if isinstance(whole, (int, float)) and whole > 0 else ""
+
+
+def _config(run: RunFiles) -> str:
+    if not run.config_text:
+        return '<h2 id="config">Config</h2><p class="dim">There is no config.yaml.</p>\n'
+    differing = [
+        tuple(f'<span class="mono">{safe(one_line(each))}</span>' for each in row) for row in changes(run.config)
+    ]
+    text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
+    more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
+    shown = table(("key", "this run", "default of the constructor"), differing, numbers=()) if differing else ""
+    return (
+        f'<h2 id="config">Config</h2><h3>What differs from the defaults</h3>{shown}'
+        f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
+    )
+
+
+def one_line(value: Any) -> str:
+    """A value of a config in one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        text = value
+    else:
+        text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+    return text if len(text) <= 300 else f"{text[:300]} ..."

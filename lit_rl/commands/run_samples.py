@@ -1,0 +1,225 @@
+"""What a run wrote, for the browser of samples in its page: which files, how much of each, and what colours a token."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lit_rl.callbacks.text import said, visible
+from lit_rl.commands.run_files import RunFiles
+from lit_rl.commands.transcript_record import Recorded, Tokens, read_file, spread
+from lit_rl.episodes import words_of
+from lit_rl.errors import StorageError
+
+ROLLOUTS, ROWS, CHARACTERS, TOKENS = 4, 48, 4000, 800
+"""At most: files of rollouts, completions of a file, characters of a text, tokens of a completion."""
+
+SIZE = 3_000_000
+"""Characters and numbers of all samples together, beyond which no further completion is taken."""
+
+READ = "read"
+REASONS = {
+    "": "learned from",
+    "still": "advantage 0: no gradient of the policy loss",
+    READ: "not written by the policy: read, never learned from",
+    "cut": "not in the loss: the completion was cut (algo.mask_truncated)",
+    "unscored": "not in the loss: no reward applied",
+    "failed": "not in the loss: its environment failed",
+    "left": "not in the loss: the algorithm left it out (groups, rejection)",
+}
+"""Why a token teaches nothing, by what the page calls it."""
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """What of the samples is in the page."""
+
+    files: list[dict[str, Any]] = field(default_factory=list)
+    """As the page's script reads them."""
+    left_out: list[str] = field(default_factory=list)
+    """Sentences."""
+
+
+def samples_of(run: RunFiles) -> SampleFiles:
+    """The first and the last validation of each set and decoding, rollouts from the first to the last, and replays."""
+    chosen = chosen_files(run.samples)
+    found = SampleFiles()
+    total = len(run.samples)
+    if total > len(chosen):
+        found.left_out.append(f"{len(chosen)} of {total} files of samples/ are shown; the others are read likewise.")
+    room = SIZE
+    cut = bool((run.config.get("algo") or {}).get("mask_truncated"))
+    for path in chosen:
+        if room <= 0:
+            found.left_out.append(f"{path.name} and what comes after it: the page would be too large.")
+            break
+        try:
+            room -= _add(found, path, room, cut)
+        except StorageError as error:
+            found.left_out.append(str(error))
+    return found
+
+
+def chosen_files(paths: Sequence[Path]) -> list[Path]:
+    """Which of the files of `samples/`: the newest first in importance, in the order in which they are offered."""
+    validations: dict[str, list[Path]] = {}
+    for path in paths:
+        if match := re.fullmatch(r"val_\d+(_t.*)", path.stem):
+            validations.setdefault(match[1], []).append(path)
+    rollouts = [path for path in paths if re.fullmatch(r"step_\d+", path.stem)]
+    replays = [path for path in paths if re.fullmatch(r"replay_\d+", path.stem)]
+    ends = [path for found in validations.values() for path in dict.fromkeys((found[-1], found[0]))]
+    return [*replays[-1:], *spread(rollouts, ROLLOUTS)[::-1], *ends]
+
+
+def _add(found: SampleFiles, path: Path, room: int, cut: bool) -> int:
+    """The size of what was added."""
+    rollout = read_file(path, ROWS)
+    prompts: list[str] = []
+    rows: list[dict[str, Any]] = []
+    size, last, shortened = 0, -1, 0
+    for each in rollout.shown:
+        if size > room:
+            break
+        prompt, was_cut = _shortened(_prompt_text(each))
+        if each.group != last:
+            prompts.append(prompt)
+            last, size = each.group, size + len(prompt)
+        row, of_row = _row(each, len(prompts) - 1, cut)
+        rows.append(row)
+        size += of_row
+        shortened += was_cut or row.get("cut", False)
+    said_of = f"{len(rows)} of {rollout.completions} completions"
+    if shortened:
+        said_of += f"; long texts and episodes are cut after {CHARACTERS} characters or {TOKENS} tokens"
+    found.files.append({"name": label(path, rollout.step), "said": said_of, "prompts": prompts, "rows": rows})
+    return size
+
+
+def label(path: Path, step: int) -> str:
+    """What a file is, in words."""
+    if match := re.fullmatch(r"val_\d+_t([0-9.e+-]+)(?:_(.+))?", path.stem):
+        decoding = "greedy" if float(match[1]) == 0 else f"sampled at {match[1]}"
+        return visible(f"{match[2] or 'held-out'}, {decoding}, step {step}")
+    if path.stem.startswith("replay_"):
+        return f"replayed rollout of step {step}, by tokens"
+    return f"rollout of step {step}"
+
+
+def _shortened(text: str) -> tuple[str, bool]:
+    if len(text) <= CHARACTERS:
+        return visible(text), False
+    half = CHARACTERS // 2
+    return visible(f"{text[:half]}\n[... {len(text) - CHARACTERS} characters more ...]\n{text[-half:]}"), True
+
+
+def _prompt_text(each: Recorded) -> str:
+    if isinstance(each.prompt, str):
+        return each.prompt
+    words = ({**message, "content": said(message.get("content"))} for message in each.prompt)
+    return "\n".join(f"{message['role']}: {words_of(message)}" for message in words)
+
+
+def _row(each: Recorded, prompt: int, mask_cut: bool) -> tuple[dict[str, Any], int]:
+    row: dict[str, Any] = {"p": prompt, "r": _number(each.reward), "a": _number(each.advantage), "e": visible(each.end)}
+    row["f"] = {visible(name): _number(value) for name, value in each.rewards.items()}
+    row["x"] = {visible(name): _shortened(value)[0] for name, value in each.columns.items()}
+    size = sum(map(len, row["x"].values()))
+    if each.error:
+        row["x"]["error"] = visible(each.error[:CHARACTERS])
+    if each.tokens is None:
+        row["c"], row["cut"] = _shortened(_completion_text(each))
+        return row, size + len(row["c"])
+    row["t"], row["cut"] = _tokens(each, each.tokens, mask_cut), len(each.tokens) > TOKENS
+    return row, size + 8 * sum(map(len, row["t"].values()))
+
+
+def _completion_text(each: Recorded) -> str:
+    if len(each.messages) == 1:
+        return words_of(each.messages[0])
+    return "\n".join(f"{message['role']}: {words_of(message)}" for message in each.messages)
+
+
+def _tokens(each: Recorded, tokens: Tokens, mask_cut: bool) -> dict[str, list[Any]]:
+    """Lists of one length: texts, reasons, and those numbers that the file holds."""
+    columns: dict[str, Sequence[float] | None] = {
+        "advantage": tokens.advantages,
+        "logprob": tokens.sampler_logprobs,
+        **measures(tokens),
+    }
+    found: dict[str, list[Any]] = {"text": [visible(text) for text in tokens.text[:TOKENS]]}
+    found["mask"] = list(reasons(each, tokens, mask_cut))[:TOKENS]
+    found |= {name: [_number(value) for value in values[:TOKENS]] for name, values in columns.items() if values}
+    return found
+
+
+def measures(tokens: Tokens) -> dict[str, list[float]]:
+    """Of each token what the file allows: `ratio` of the policy now, or when it was trained, to the one that drew it;
+    `kl` to the reference by k3; `entropy`."""
+    found: dict[str, list[float]] = {}
+    now = tokens.logprobs or tokens.old_logprobs
+    before = (tokens.old_logprobs or tokens.sampler_logprobs) if tokens.logprobs else tokens.sampler_logprobs
+    if now:
+        found["ratio"] = [_exp(new - old) for new, old in zip(now, before)]
+    if tokens.ref_logprobs:
+        policy = now or tokens.sampler_logprobs
+        found["kl"] = [_exp(ref - new) - (ref - new) - 1 for ref, new in zip(tokens.ref_logprobs, policy)]
+    if tokens.entropies:
+        found["entropy"] = tokens.entropies
+    return found
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 50.0))
+
+
+def reasons(each: Recorded, tokens: Tokens, mask_cut: bool) -> Iterator[str]:
+    """Of each token why it teaches nothing, a key of `REASONS`.
+
+    Args:
+        each: The completion.
+        tokens: Its own.
+        mask_cut: Whether the run masks completions that were cut.
+    """
+    why = "left"
+    if each.end in ("failed", "timeout"):
+        why = "failed"
+    elif math.isnan(each.reward):
+        why = "unscored"
+    elif mask_cut and each.end == "cut":
+        why = "cut"
+    for by_policy, learned, advantage in zip(tokens.by_policy, tokens.learned, tokens.advantages):
+        yield READ if not by_policy else why if not learned else "" if advantage else "still"
+
+
+def _number(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None
+
+
+# ---------------------------------------------------------------------- distributions
+
+
+def distributions(run: RunFiles) -> list[tuple[str, list[tuple[str, list[float]]]]]:
+    """Rewards, advantages and lengths of completions in rollouts from the first to the last: names with rows for
+    `histograms`. A rollout counts that could be read, and a column that is not the same number everywhere."""
+    import pyarrow
+    import pyarrow.parquet
+
+    rollouts = spread([path for path in run.samples if re.fullmatch(r"step_\d+", path.stem)], 6)
+    found: dict[str, list[tuple[str, list[float]]]] = {}
+    for path in rollouts:
+        try:
+            names = pyarrow.parquet.read_schema(path).names
+            wanted = [name for name in ("reward", "advantage", "length") if name in names]
+            table: Mapping[str, list[Any]] = pyarrow.parquet.read_table(path, columns=wanted).to_pydict()
+        except (OSError, pyarrow.ArrowException):
+            continue
+        for name, values in table.items():
+            there = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
+            if there:
+                found.setdefault(name, []).append((f"step {int(path.stem[5:])}", there))
+    return [(name, rows) for name, rows in found.items() if len({value for _, row in rows for value in row}) > 1]

@@ -1,0 +1,128 @@
+"""`lit-rl compare`: the paired tests by hand, what is paired, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import CONFIG, run_folder, samples
+
+from lit_rl import cli
+from lit_rl.commands import run_files
+from lit_rl.commands.compare import compare, comparison
+from lit_rl.commands.paired import mcnemar, newcombe, paired, t_quantile, t_within
+from lit_rl.errors import ConfigError
+
+PROMPTS = ["a", "b", "c", "d"]
+
+
+def run(
+    folder: Path, rewards: Sequence[float], prompts: Sequence[Any] = PROMPTS, name: str = "val_00000040_t0"
+) -> Path:
+    run_folder(folder, [{"step": i, "train/reward": i / 9, "val/reward": 0.5} for i in range(3)])
+    samples(folder, name, prompts, rewards)
+    return folder
+
+
+# ---------------------------------------------------------------------- the statistics
+
+
+def test_the_chance_of_an_uneven_split_by_hand() -> None:
+    assert mcnemar(0, 0) == 1 and mcnemar(1, 1) == 1
+    assert mcnemar(5, 0) == mcnemar(0, 5) == 2 / 2**5
+    assert mcnemar(2, 4) == pytest.approx(2 * (1 + 6 + 15) / 64)
+
+
+def test_the_interval_of_paired_shares_is_that_of_the_paper() -> None:
+    """Newcombe (1998): 36 right in both, 12 in one, 2 in the other, 0 in neither, of 50: 0.0569 to 0.3404."""
+    one, other = [1.0] * 48 + [0.0] * 2, [1.0] * 36 + [0.0] * 12 + [1.0] * 2
+    found = paired(other, one)
+    assert (found.difference, found.test, found.prompts) == (pytest.approx(0.2), "McNemar", 50)
+    assert (found.low, found.high) == (pytest.approx(0.0569, abs=5e-5), pytest.approx(0.3404, abs=5e-5))
+    assert newcombe(one, other) == (pytest.approx(-found.high), pytest.approx(-found.low))
+    low, high = newcombe([1.0] * 20, [1.0] * 20)
+    assert -0.25 < low < 0 < high < 0.25, "twenty equal prompts prove no equality"
+
+
+@pytest.mark.parametrize(("freedom", "t"), [(1, 12.7062), (2, 4.30265), (9, 2.26216), (30, 2.04227), (499, 1.96473)])
+def test_quantiles_of_t_are_those_of_the_tables(freedom: int, t: float) -> None:
+    assert t_quantile(0.95, freedom) == pytest.approx(t, abs=1e-5) and t_within(t, freedom) == pytest.approx(
+        0.95, abs=1e-6
+    )
+
+
+def test_the_t_test_by_hand() -> None:
+    """Differences 1, 2, 3: mean 2, standard error 1/sqrt(3), so t = 2 sqrt(3) of two degrees of freedom."""
+    found = paired([0.5, 0.5, 0.5], [1.5, 2.5, 3.5])
+    t, half = 2 * math.sqrt(3), 4.30265 / math.sqrt(3)
+    assert found.p == pytest.approx(1 - t / math.sqrt(2 + t * t)) and found.test == "t"
+    assert (found.low, found.high) == (pytest.approx(2 - half, abs=1e-5), pytest.approx(2 + half, abs=1e-5))
+    assert paired([0.5, 0.25], [0.5, 0.25]).p == 1 and paired([0.5], [0.75]).high == math.inf
+    assert paired([0.5, 0.5], [0.75, 0.75]).p == 0
+
+
+# ---------------------------------------------------------------------- what is paired
+
+
+def test_prompts_are_paired_by_what_they_say_and_completions_of_one_are_averaged(tmp_path: Path) -> None:
+    first = run(tmp_path / "a", [1, 0, 0, 0, 1, 1, math.nan], ["a", "b", "c", "d", "a", "b", "e"])
+    second = run(tmp_path / "b", [0, 1, 1, 1, 1], ["d", "c", "b", "a", "e"], name="val_00000050_t0")
+    run(tmp_path / "b", [0, 0, 0, 0, 0], ["d", "c", "b", "a", "e"], name="val_00000000_t0")  # an earlier one
+    found = comparison(run_files.read(first), run_files.read(second))
+    ((name, test),) = found.tests
+    assert name == "held-out, greedy: reward, steps 40 and 50"
+    assert (test.prompts, test.first, test.second, test.test) == (4, 1.5 / 4, 3 / 4, "t")
+    assert any("1 prompts without a value" in note for note in found.notes)
+
+
+def test_runs_on_other_prompts_are_refused_with_what_differs(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "a", [1] * 4), run(tmp_path / "b", [1] * 4, ["a", "b", "c", "<other>"])
+    with pytest.raises(
+        ConfigError, match=r"1 of the 4 prompts of a are not in b, such as 'd'; 1 of the 4 .* '<other>'"
+    ):
+        compare(first, second)
+    third = run(tmp_path / "c", [1] * 4, name="val_00000040_t1_hard")
+    with pytest.raises(ConfigError, match="no validation in common: a has held-out, greedy; c has hard, sampled at 1"):
+        compare(first, third)
+    with pytest.raises(ConfigError, match="the same folder"):
+        compare(first, first)
+
+
+def test_rewards_of_other_functions_are_not_compared(tmp_path: Path) -> None:
+    first, second = run(tmp_path / "a", [1] * 4), run(tmp_path / "b", [1] * 4)
+    samples(second, "val_00000040_t0", PROMPTS, [1, 0, 1, 0], **{"rewards/other": [1.0, 0.0, 1.0, 0.0]})
+    found = comparison(run_files.read(first), run_files.read(second))
+    assert [name for name, _ in found.tests] == ["held-out, greedy: right, step 40"]
+    assert any("rewards of different functions (right and other, right)" in note for note in found.notes)
+
+
+def test_runs_that_write_nothing_are_compared_by_their_last_numbers(tmp_path: Path) -> None:
+    folders = []
+    for name, loss in (("a", 2.0), ("b", 1.5)):
+        rows = [{"step": 0, "val/loss": 9.0}, {"step": 4, "val/loss": loss}, {"step": 4, "train/loss": 1.0}]
+        folders.append(run_files.read(run_folder(tmp_path / name, rows)))
+    found = comparison(*folders)
+    assert found.values == [("val/loss", 2.0, 1.5)] and not found.tests and "No test" in found.notes[0]
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_the_command_prints_tables_and_writes_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lit-rl"])
+    first, second = run(tmp_path / "a", [0, 0, 0, 1]), run(tmp_path / "<b>", [1, 1, 1, 1])
+    run_folder(second, [{"step": 1, "train/reward": 0.5}], CONFIG | {"seed": "<i>\x1b[31m"})
+    assert cli.run(["compare", str(first), str(second)]) == 0
+    said = capsys.readouterr().out
+    assert "+0.750" in said and "0.2500" in said and "McNemar" in said and "seed" in said and "\x1b[31m" not in said
+    page = (first / "compare_<b>.html").read_text()
+    assert "&lt;b&gt;" in page and "&lt;i&gt;\\x1b" in page and "<b>:" not in page and "<i>" not in page
+    assert page.count("A: training") > 1 and page.count("B: training") > 0
+    assert cli.run(["compare", str(first)]) == 2
+    assert "takes the folders of two runs" in capsys.readouterr().err

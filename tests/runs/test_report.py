@@ -1,0 +1,348 @@
+"""The page of `lit-rl report`: its numbers, what of a run it shows, and that nothing in it is more than text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from array import array
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_folders import CONFIG, run_folder, samples
+
+from lit_rl.commands import run_files
+from lit_rl.commands.config_changes import between, changes
+from lit_rl.commands.curves import Line, chart, counted, smoothed, thinned, ticks
+from lit_rl.commands.html_file import data
+from lit_rl.commands.run_alarms import alarms
+from lit_rl.commands.run_curves import groups_of
+from lit_rl.commands.run_files import Series
+from lit_rl.commands.run_page import duration
+from lit_rl.commands.run_report import report, show
+from lit_rl.commands.run_samples import CHARACTERS, ROWS, measures, reasons, samples_of
+from lit_rl.commands.transcript_record import Recorded, Tokens
+from lit_rl.errors import ConfigError
+
+NASTY = "</script><script>document.title='hit'</script><img src=x onerror=\"alert(1)\">\x1b[31m\x00&amp;"
+"""What must stay text, wherever it stands."""
+
+HALF = "\ud83d"
+"""Of a surrogate pair: no file in UTF-8 can hold it."""
+
+
+def series(*values: float) -> Series:
+    return Series(array("d", range(len(values))), array("d", values))
+
+
+class Page(HTMLParser):
+    """Tags and attributes, texts, and what stands in `script` elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[tuple[dict[str, str | None], str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self._open, "every element is closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "input", "br"):
+            self._open.append(tag)
+        if tag == "script":
+            self.scripts.append((dict(attrs), ""))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] == ["script"]:
+            attributes, text = self.scripts[-1]
+            self.scripts[-1] = attributes, text + data
+        elif self._open[-1:] != ["style"]:
+            self.texts.append(data)
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        (text,) = [text for attributes, text in self.scripts if attributes.get("id") == "samples"]
+        return json.loads(text)
+
+
+def page_of(folder: Path) -> Page:
+    assert report(folder) == 0
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def nasty(tmp_path: Path) -> Path:
+    """A failed run whose every text is an attack."""
+    rows = [{"step": i, "train/reward": i / 40, f"train/{NASTY}": float(i)} for i in range(1, 41)]
+    rows.append({"step": 40, f"val/{NASTY}/reward": 0.5})
+    config = CONFIG | {"model": CONFIG["model"] | {"name": "<b>&" + NASTY[:60]}}
+    folder = run_folder(tmp_path / "run", rows, config, {"status": "running", "not_written": [NASTY]})
+    (folder / "error.json").write_text(
+        json.dumps({"error": "RewardError", "message": NASTY + HALF, "rank": 0, "step": 40})
+    )
+    more = {"advantage": [1.0, -1.0], "answer": [NASTY, "1"], "note": [HALF, NASTY]}
+    samples(folder, "step_00000039", [NASTY, NASTY], [1.0, math.nan], said=NASTY, **more)
+    samples(folder, "val_00000040_t0_<i>", [[{"role": "user", "content": NASTY}]], [0.0], said=NASTY)
+    return folder
+
+
+def test_what_a_run_says_is_text_and_nothing_is_loaded(nasty: Path) -> None:
+    page = page_of(nasty)
+    text = (nasty / "report.html").read_text(encoding="utf-8")
+    kinds = [attributes.get("type") for attributes, _ in page.scripts]
+    assert kinds == ["application/json", None], "the data, and one script of ours"
+    assert not {"img", "i", "b"} & {tag for tag, attributes in page.tags if "onerror" in attributes}
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on") or name == "src"]
+    assert {attributes["href"][0] for tag, attributes in page.tags if tag == "a"} == {"#"}  # pyright: ignore
+    (policy,) = [str(attributes["content"]) for _, attributes in page.tags if "http-equiv" in attributes]
+    assert policy.startswith("default-src 'none'") and "script-src 'sha256-" in policy
+    assert not set(text) & {"\x1b", "\x00"} and "http" not in text.replace("http-equiv", "")
+    rollout = next(each for each in page.samples if each["name"].startswith("rollout"))
+    shown = NASTY.encode("unicode_escape").decode()
+    assert rollout["prompts"] == [shown] and rollout["rows"][0]["c"] == shown
+    assert rollout["rows"][0]["x"]["answer"] == shown and "ud83d" in rollout["rows"][0]["x"]["note"]
+    assert rollout["rows"][1]["r"] is None
+    assert any(shown + "\\ud83d" in each for each in page.texts), "the message of the error"
+
+
+def test_data_for_the_script_ends_no_element() -> None:
+    text = data({"a": "</script><!--", "b": "\ud83d"})
+    assert "<" not in text and text.isascii() and json.loads(text) == {"a": "</script><!--", "b": "\ud83d"}
+    with pytest.raises(ValueError):
+        data([math.nan])
+
+
+# ---------------------------------------------------------------------- a browser
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.mark.all
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_runs_the_script_to_its_end_and_builds_nothing_of_what_a_run_says(
+    nasty: Path, tmp_path: Path
+) -> None:
+    report(nasty)
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    command = [str(CHROMIUM), *options, "--enable-logging=stderr", "--dump-dom", (nasty / "report.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert 'data-ready="1"' in done.stdout.partition(">")[2][:200], done.stderr
+    assert not re.findall(r"CONSOLE.*", done.stderr)
+    page = Page(done.stdout)
+    assert "img" not in {tag for tag, _ in page.tags} and len(page.scripts) == 2
+    chosen = [attributes for _, attributes in page.tags if attributes.get("role") == "option"]
+    assert [each.get("aria-selected") for each in chosen] == ["true", None], "the script has built the list"
+    assert "<title>run: report</title>" in done.stdout, "no script of the run's has run"
+
+
+# ---------------------------------------------------------------------- runs of every kind
+
+
+def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"step": i, "train/reward": float(i % 3), "train/lr": 0.1} for i in range(1, 31)]
+    rows += [{"step": at, "val/reward": 0.5, "val/reward_low": 0.4, "val/reward_high": 0.7} for at in (0, 0, 30)]
+    rows[-2]["val/reward"] = 9.0  # another decoding of the same step
+    rows += [{"step": 30, "val/hard/reward": 0.25, "val/hard/prompts": 8, "train/rewards/f/mean": 1.0}]
+    summary = {"after": {"": {"greedy": {"reward": 0.5}, "sampled at 1": {"reward": 0.75}}}, "status": "finished"}
+    run = run_files.read(run_folder(tmp_path / "run", rows, summary=summary))
+    (first, *others) = groups_of([("", run)])
+    (title, lines), *more = first.charts
+    assert title == "reward" and not more
+    assert [line.name for line in lines] == ["training", "held-out, greedy", "held-out, sampled at 1", "hard"]
+    assert list(lines[1].series.values) == [0.5, 0.5] and lines[1].low == [0.4, 0.4] and lines[1].high == [0.7, 0.7]
+    assert (list(lines[2].series.steps), list(lines[2].series.values)) == ([30], [0.75]) and lines[2].hollow
+    assert ("rewards/f/mean", 1.0) in first.constant and [group.constant for group in others] == [[("lr", 0.1)]]
+    assert any("0.500" in text for text in page_of(run.path).texts)
+
+
+def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_go(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": None}])
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('no json\n{"step": 3, "train/loss": 1.5}\n{"step": 4, "train/lo')
+    (folder / "summary.json").write_text("{")
+    samples(folder, "step_00000001", ["p"], [1.0])
+    (folder / "samples" / "step_00000000.parquet").write_bytes(b"half")
+    run = run_files.read(folder)
+    assert list(run.series["train/loss"].values) == [2.0, 1.5] and run.last_step == 3
+    said = " ".join(alarm.text for alarm in alarms(run))
+    assert "1 line of metrics.jsonl" in said and "last line of metrics.jsonl is not whole" in said
+    assert "summary.json is damaged" in said
+    page = page_of(folder)
+    assert [each["name"] for each in page.samples] == ["rollout of step 1"]
+    assert any("step_00000000.parquet holds no samples" in text for text in page.texts)
+
+
+def test_a_folder_without_a_run_is_refused_and_one_with_a_config_alone_has_a_page(tmp_path: Path) -> None:
+    for folder, why in ((tmp_path / "none", "is no folder"), (tmp_path, "holds no run")):
+        with pytest.raises(ConfigError, match=why):
+            report(folder)
+    folder = run_folder(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    assert any("Nothing was measured yet" in text for text in page_of(folder).texts)
+
+
+@pytest.mark.all
+def test_a_huge_run_has_a_small_page_that_is_made_in_a_moment(tmp_path: Path) -> None:
+    numbers = {f"train/metric_{i}": 0.0 for i in range(40)}
+    rows = [{"step": i, **{name: math.sin(i * (k + 1)) for k, name in enumerate(numbers)}} for i in range(1, 701)]
+    folder = run_folder(tmp_path / "run", rows)
+    for step in range(0, 6):
+        samples(
+            folder,
+            f"step_{step:08d}",
+            [f"{i}" * 2000 for i in range(200)],
+            [float(i % 2) for i in range(200)],
+            "x" * 9999,
+        )
+    report(folder)
+    began = time.perf_counter()
+    page = page_of(folder)
+    assert time.perf_counter() - began < 5  # on a busy machine; a real run of 700 steps took 0.3 to 0.7
+    assert (folder / "report.html").stat().st_size < 5e6
+    assert len(page.samples) == 4 and {len(each["rows"]) for each in page.samples} == {ROWS}
+    assert all(
+        len(row["c"]) < CHARACTERS + 60 and "characters more" in row["c"]
+        for each in page.samples
+        for row in each["rows"]
+    )
+    assert "48 of 200 completions" in page.samples[0]["said"]
+    assert any("4 of 6 files of samples/ are shown" in text for text in page.texts)
+
+
+def test_samples_stop_where_the_page_would_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_folder(tmp_path / "run")
+    for step in (0, 1):
+        samples(folder, f"step_{step:08d}", ["p"] * 4, [1.0] * 4, "x" * 1000)
+    monkeypatch.setattr("lit_rl.commands.run_samples.SIZE", 1500)
+    found = samples_of(run_files.read(folder))
+    assert [len(each["rows"]) for each in found.files] == [2]
+    assert found.left_out == ["step_00000000.parquet and what comes after it: the page would be too large."]
+
+
+# ---------------------------------------------------------------------- tokens
+
+TOKENS = Tokens(
+    ids=[1, 2, 3, 4], text=["a", "b", "c", "d"], turn=[0] * 4, by_policy=[True, False, True, True],
+    learned=[True, False, True, False], sampler_logprobs=[-1.0, 0.0, -2.0, -1.0], advantages=[0.5, 0.0, 0.0, 0.5],
+    old_logprobs=[-1.0, 0.0, -2.0, -1.0], logprobs=[-1.0 + math.log(2), 0.0, -2.0, -1.0],
+    ref_logprobs=[-1.0, 0.0, -2.0 + math.log(2), -1.0], entropies=[0.1, 0.0, 0.2, 0.3],
+)  # fmt: skip
+
+
+def completion(**changes: Any) -> Recorded:
+    fields: dict[str, Any] = {"number": 0, "group": 0, "prompt": "p", "messages": [], "reward": 1.0, "advantage": 0.5}
+    fields |= {"end": "ended", "turn_rewards": [], "calls": 0, "failed_calls": 0, "error": "", "tokens": TOKENS}
+    return Recorded(**fields | changes)
+
+
+def test_of_each_token_why_it_teaches_nothing() -> None:
+    assert list(reasons(completion(), TOKENS, False)) == ["", "read", "still", "left"]
+    assert list(reasons(completion(end="cut"), TOKENS, True))[3] == "cut"
+    assert list(reasons(completion(end="cut"), TOKENS, False))[3] == "left"
+    assert list(reasons(completion(reward=math.nan), TOKENS, False))[3] == "unscored"
+    assert list(reasons(completion(end="failed", reward=math.nan), TOKENS, False))[3] == "failed"
+
+
+def test_ratio_kl_and_entropy_of_tokens_by_hand() -> None:
+    found = measures(TOKENS)
+    assert found["ratio"] == pytest.approx([2, 1, 1, 1]) and found["entropy"] == [0.1, 0.0, 0.2, 0.3]
+    # k3 of log(ref / policy): -log 2 at the first token, log 2 at the third
+    assert found["kl"] == pytest.approx([0.5 + math.log(2) - 1, 0, 2 - math.log(2) - 1, 0])
+
+
+# ---------------------------------------------------------------------- config, alarms, curves
+
+
+def test_what_differs_from_the_constructors_is_said_once_and_nothing_foreign_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "evil_reward.py").write_text("raise SystemExit('imported')")
+    config = CONFIG | {"reward": {"_target_": "evil_reward.score", "weight": 2}, "seed": 3}
+    found = {key: (value, default) for key, value, default in changes(config)}
+    assert found == {
+        "seed": (3, 0),
+        "trainer.max_steps": (40, -1),
+        "optimizer.lr": (0.001, 1e-6),
+        "data.path": ("mine.jsonl", None),
+        "algo.loss.clip_low": (0.1, 0.2),
+        "reward.weight": (2, None),
+    }
+
+
+def test_configs_of_two_runs_differ_by_key_and_by_what_makes_a_part() -> None:
+    other = json.loads(json.dumps(CONFIG)) | {"run_dir": "runs/y", "env": None}
+    other["optimizer"]["lr"] = other["algo"]["optimizer"]["lr"] = 0.5
+    other["algo"]["loss"] = {"_target_": "lit_rl.ops.losses.cispo_loss", "_partial_": True, "cap": 5.0}
+    names = "lit_rl.ops.losses.clipped_policy_loss", "lit_rl.ops.losses.cispo_loss"
+    assert between(CONFIG, other) == [("optimizer.lr", 0.001, 0.5), ("algo.loss._target_", *names)]
+    assert between(CONFIG, CONFIG) == []
+
+
+def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
+    rows = [{"step": i, "train/skipped_steps": float(i == 3), "train/frac_reward_zero_std": 0.9} for i in range(1, 21)]
+    rows[4] |= {"train/rewards/judge/failure_ratio": 0.25, "train/completions/unscored": 2.0}
+    data_report = {"train": {"rows": 10, "overlong": 4, "kept": 6}}
+    folder = run_folder(
+        tmp_path / "run", rows, summary={"status": "stopped", "data": data_report, "not_written": ["x"]}
+    )
+    (folder / "bad_batch.pt").write_bytes(b"")
+    (folder / "alarms.jsonl").write_text('{"step": 7, "message": "Alarm kl_blow_up"}\n{"step": 9, "mess')
+    found = [(alarm.weight, alarm.text) for alarm in alarms(run_files.read(folder))]
+    assert [weight for weight, _ in found] == ["warning"] * 7 + ["note"] * 3
+    said = "\n".join(text for _, text in found)
+    for expected in ("up to 100.0% optimizer steps were left out", "1 line of the log, the last at step 3", "25.0%"):
+        assert expected in said
+    for expected in ("Alarm kl_blow_up", "The last line of alarms.jsonl is not whole"):
+        assert expected in said
+    for expected in ("2 completions", "bad_batch.pt", "Not written: x", "4 of 10 rows", "step 20", "90% of the last"):
+        assert expected in said
+    assert alarms(run_files.read(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
+
+
+def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
+    many = series(*(100.0 if i == 4321 else math.sin(i) for i in range(10_000)))
+    few = thinned(many)
+    assert len(few) <= 200 and max(few.values) == 100.0 and list(few.steps) == sorted(few.steps)
+    assert list(smoothed(series(0, 0, 10, 0, 0)).values) == pytest.approx([10 / 3, 2.5, 2, 2.5, 10 / 3])
+    assert ticks(0.0, 1.0) == pytest.approx([0, 0.5, 1]) and ticks(-3, 17, 5) == [0, 5, 10, 15] and ticks(2, 2) == [2]
+    assert counted([0, 0.5, 0.99, 1.0], 0, 1, 2) == [1, 3]
+    assert [duration(each) for each in (None, 3.25, 125, 7300)] == ["-", "3.2 s", "2 min 5 s", "2 h 1 min"]
+
+
+def test_a_point_is_where_its_number_is() -> None:
+    """Of a line from (0, 0) to (1, 1) the ends lie on the frame less its margin of a twentieth."""
+    text = chart("x", [Line("a", series(0.0, 1.0))])
+    (path,) = re.findall(r'class="line c0"[^>]* d="M([^"]+)"', text)
+    (x0, y0), (x1, y1) = (map(float, point.split()) for point in path.split("L"))
+    assert (
+        (x0, x1) == (44, 390)
+        and y0 == pytest.approx(158 - 148 / 22, abs=0.1)
+        and y1 == pytest.approx(10 + 148 / 22, abs=0.1)
+    )
+
+
+# ---------------------------------------------------------------------- doors
+
+
+def test_a_notebook_shows_the_page_in_a_frame_of_its_own(nasty: Path) -> None:
+    shown = show(nasty)._repr_html_()
+    (tag,) = Page(shown).tags
+    assert tag[0] == "iframe" and tag[1]["sandbox"] == "allow-scripts"
+    report(nasty)
+    assert tag[1]["srcdoc"] == (nasty / "report.html").read_text(encoding="utf-8")
