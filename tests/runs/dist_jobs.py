@@ -26,6 +26,7 @@ import torch
 
 LISTS = {
     "episodes": dist_episodes.main,
+    "formulas": dist_terms.formulas,
     "masters": dist_masters.main,
     "offline": dist_offline.main,
     "precomputed": dist_precomputed.main,
