@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from engine_cases import untied_folder
 from engine_fixtures import Case
-from server_processes import children, end, start, until
+from server_processes import children, end, is_free, start, until
+
+from lit_rl.generation.vllm.launch import group_members
 
 SMALL = [
     "data.task.max_operand=5",
@@ -232,9 +234,14 @@ def test_a_server_that_stays_away_ends_the_run_saved_and_one_that_comes_back_doe
         one.process.send_signal(signal.SIGTERM)
         assert one.end() == 143, one.said
 
-        # Gone for good: exit 5, saved, and the command to go on with.
+        # Gone for good: exit 5, saved, and the command to go on with. Ctrl-C leaves no process, and a free port.
         two = run(*SMALL, *ask, "trainer.max_steps=200", "generator.start_deadline=3", folder="two")
         two.reach(2)
+        group = served.group
+        assert len(group_members(group)) >= 3 and not is_free(url)
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(60) == 130
+        assert group_members(group) == [] and is_free(url)
     finally:
         end(served)
     assert two.end() == 5, two.said
