@@ -18,8 +18,10 @@ PYTEST := $(BIN)/python -m pytest
 TWO := -n 2 --dist loadgroup --no-loadscope-reorder
 # The tests of tests/vision, of the families whose processors need torchvision, and of quantised weights.
 FAMILIES_PYTEST := LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(PYTEST) $(TWO) tests/vision tests/runs/test_dist_vision.py -k 'qwen or smolvlm or onevision or internvl or quantised'
-ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile
+# The longest file first (tests/engines/conftest.py), and not the one of most tests.
+ENGINES_PYTEST := $(ENGINES)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # By themselves: what engines of a worker hold adds up, and 24 GB have to do; and torchvision is for the families alone.
+# Each of the two is one file, so the two run beside each other.
 ENGINES_SEEING := tests/engines/test_engine_vision.py
 ENGINES_FAMILIES := tests/engines/test_engine_families.py
 # Triton is there for Liger's kernels, which are interpreted on the CPU.
@@ -31,10 +33,10 @@ IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup environments demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-agents test-deepspeed test-slow engines agents deepspeed bench bench-full bench-gpu lint format clean
+.PHONY: help setup environments demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow engines agents deepspeed bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-22s %s\n", $$1, $$2}'
 
 # setuptools warns of every editable install that folders here may hide the package.
 $(STAMPS)/run $(STAMPS)/dev $(ENGINES)/.stamp $(AGENTS)/.stamp: export PYTHONWARNINGS = ignore:::setuptools.command.editable_wheel
@@ -135,8 +137,7 @@ test-all: lint environments  ## everything that a change has to pass
 	$(DEEPSPEED_PYTEST) -m '$(ALL)' $(args)
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) --ignore $(ENGINES_FAMILIES) $(args)
-	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
-	LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_FAMILIES) $(args)
+	$(MAKE) --no-print-directory -j2 -Otarget test-engines-images test-engines-families
 
 test-exhaustive: $(STAMPS)/dev $(ENGINES)/.stamp  ## full products of options, every preset that learns: by hand
 	$(PYTEST) $(TWO) -m exhaustive --ignore tests/engines --ignore tests/agents --ignore tests/zero $(args)
@@ -162,13 +163,18 @@ test-dist: $(STAMPS)/dev  ## of test-all, the tests that start several processes
 test-faults: $(STAMPS)/dev  ## of test-all, the tests that kill processes
 	$(PYTEST) -m 'faults and $(ALL)' $(args)
 
-test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain` in a fifth of its steps: every stage begins where it should
+test-chain: $(STAMPS)/dev  ## of test-all, the chain of `make chain` in a twentieth of its steps: every stage begins where it should
 	$(PYTEST) -m 'chain and $(ALL)' $(args)
 
 test-engines: $(STAMPS)/torchvision $(ENGINES)/.stamp  ## of test-all, the real vLLM, in this process and as a server
 	$(ENGINES_PYTEST) -m '$(ALL)' tests/engines --ignore $(ENGINES_SEEING) --ignore $(ENGINES_FAMILIES) $(args)
-	$(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_SEEING) $(args)
-	LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(ENGINES_PYTEST) -m '$(ALL)' $(ENGINES_FAMILIES) $(args)
+	$(MAKE) --no-print-directory -j2 -Otarget test-engines-images test-engines-families
+
+test-engines-images: $(ENGINES)/.stamp  ## of test-engines, the real vLLM with the shipped policy over images
+	$(ENGINES)/bin/python -m pytest -m '$(ALL)' $(ENGINES_SEEING) $(args)
+
+test-engines-families: $(STAMPS)/torchvision $(ENGINES)/.stamp  ## of test-engines, the families whose processors need torchvision
+	LIT_RL_TEST_TORCHVISION=$(TORCHVISION) $(ENGINES)/bin/python -m pytest -m '$(ALL)' $(ENGINES_FAMILIES) $(args)
 
 test-agents: $(AGENTS)/.stamp  ## of test-all, the real verifiers, a server of OpenEnv, Liger's kernels interpreted
 	$(AGENTS_PYTEST) -m '$(ALL)' $(IN_AGENTS) $(args)

@@ -48,17 +48,10 @@ PATHS = FIRST | {
     "reinforce_pp",  # a return to go of tokens
     "remax",  # greedy completions beside the sampled ones
     "raft",  # the best of each group alone
-    "gfpo",  # some of each group
     "dapo",  # groups drawn anew
     "grpo_replay",  # groups of earlier rollouts
-    "grpo_ps",  # advantages of tokens
-    "gdpo",  # rewards normalized one by one
-    "high_entropy",  # tokens selected over the whole step
     "kl_cov",  # a loss that looks at the whole step
-    "vespo",  # a loss that takes the engine's weights in
-    "nash_md",  # an opponent that writes too
-    "xpo",  # a term of the opponent's completions
-    "iterative_dpo",  # a reference that moves
+    "xpo",  # an opponent that writes too, and a term of its completions
 }
 """One of each path through the code: `make test-all` trains these. The others differ by a function that has laws."""
 

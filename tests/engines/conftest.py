@@ -11,6 +11,7 @@ import torchvision_beside  # noqa: F401 (before transformers, which looks for it
 from engine_fixtures import case, started, tied  # noqa: F401 (fixtures)
 
 HERE = Path(__file__).parent
+SHARING = ("test_engine_contract", "test_engine_turns", "test_engine_updates")
 MISSING = importlib.util.find_spec("vllm") is None
 
 # Read when vLLM is imported. One thread: two cores, and a server beside the tests.
@@ -27,3 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engines)
             if MISSING:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed here: make test-engines"))
+    # Of two workers one begins with the runs, which take longest, the other with the files that share engines.
+    turn = {name: at for at, name in enumerate(("test_engine_runs", *SHARING))}
+    items.sort(key=lambda item: turn.get(item.path.stem, len(turn)))

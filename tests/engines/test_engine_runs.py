@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_cases import untied_folder
 from engine_fixtures import Case
-from server_processes import children, end, start, until
+from server_processes import children, end, is_free, start, until
+
+from lit_rl.generation.vllm.launch import group_members
 
 SMALL = [
     "data.task.max_operand=5",
@@ -133,39 +136,26 @@ def test_rollouts_ahead_while_the_policy_learns(
         assert rest.column(name) == whole.column(name), "the same seeds and weights draw the same samples"
 
 
-def test_training_scores_what_a_truncated_engine_draws_from(run: Callable[..., Run]) -> None:
-    """Temperature, top-p and top-k are in the engine's log-probs, and in those of the training: the weights are 1."""
+def test_turns_of_a_game_from_a_truncated_engine(run: Callable[..., Run]) -> None:
+    """Training scores every turn as the engine drew it, whose text before it lies in the engine's cache; temperature,
+    top-p and top-k are in the engine's log-probs, and in those of the training: the weights are 1."""
     cut = ["sampling.temperature=0.8", "sampling.top_p=0.9", "sampling.top_k=20"]
-    one = run(*SMALL, *cut, "generator=vllm", "trainer.max_steps=4")
-    assert one.end() == 0, one.said
-    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-3
-    ratios = [one.column(f"train/sampling/importance_sampling_ratio/{end}") for end in ("min", "max")]
-    assert all(abs(ratio - 1) < 1e-3 for column in ratios for ratio in column)
-
-
-def test_a_game_of_several_turns(run: Callable[..., Run]) -> None:
-    """Training scores every turn as the engine drew it, whose text before it lies in the engine's cache."""
-    one = run(*GAME, "generator=vllm", "trainer.max_steps=3")
+    one = run(*GAME, *cut, "generator=vllm", "trainer.max_steps=4")
     assert one.end() == 0, one.said
     assert max(one.column("train/turns/max")) > 1
-    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
-
-
-def test_groups_drawn_anew_on_two_ranks(run: Callable[..., Run]) -> None:
-    """A rank whose groups all teach something draws no others, and yet takes part where an engine is asked."""
-    two = ["trainer.accelerator=cpu", "trainer.devices=2", "strategy=ddp", "algo=dapo"]
-    one = run(*SMALL, *two, "trainer.max_steps=3", "generator=vllm")
-    assert one.end() == 0, one.said
-    assert sum(one.column("train/groups/drawn")) > 0
+    assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-3
+    ratios = [one.column(f"train/sampling/importance_sampling_ratio/{end}") for end in ("min", "max")]
+    assert all(ratios) and all(abs(ratio - 1) < 1e-3 for column in ratios for ratio in column)
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.exhaustive), "fsdp"])
 def test_two_ranks_each_with_an_engine(run: Callable[..., Run], strategy: str) -> None:
-    """Two processes, two engines, whole policies and sharded ones: each engine proves every update."""
-    two = ["trainer.accelerator=cpu", "trainer.devices=2", f"strategy={strategy}"]
+    """Two processes, two engines, whole policies and sharded ones: each engine proves every update. A rank whose groups
+    all teach something draws no others, and yet takes part where an engine is asked."""
+    two = ["trainer.accelerator=cpu", "trainer.devices=2", f"strategy={strategy}", "algo=dapo"]
     one = run(*SMALL, *two, "trainer.max_steps=4", "generator=vllm")
     assert one.end() == 0, one.said
-    assert len(one.column("train/reward")) == 4
+    assert len(one.column("train/reward")) == 4 and sum(one.column("train/groups/drawn")) > 0
     assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
 
 
@@ -206,7 +196,7 @@ def test_a_launched_server_that_is_lost_is_started_again(
     run: Callable[..., Run], number: signal.Signals, lag: int
 ) -> None:
     """In the middle of the run, which goes on and leaves nothing. One of several: `test_engine_updates.py`."""
-    one = run(*SMALL, *LAUNCHED, f"generator.lag={lag}", "trainer.max_steps=40")
+    one = run(*SMALL, *LAUNCHED, f"generator.lag={lag}", "trainer.max_steps=12")
     one.reach(2)
     lost = server_group(one)
     os.killpg(lost, number)
@@ -216,8 +206,8 @@ def test_a_launched_server_that_is_lost_is_started_again(
     assert one.end() == 0, one.said
     assert one.said.count("It is back.") == 1 and "last lines" in one.said
     assert ("no answer within" in one.said) == (number == signal.SIGSTOP)
-    assert len(one.column("train/reward")) == 40
-    assert one.column("train/sampling/staleness/max") == [min(k, lag) for k in range(40)], "drawn by the same weights"
+    assert len(one.column("train/reward")) == 12
+    assert one.column("train/sampling/staleness/max") == [min(k, lag) for k in range(12)], "drawn by the same weights"
     if not lag:
         assert max(one.column("train/sampling/sampling_logp_difference/max")) < 1e-4
     assert not children(one.process.pid)
@@ -258,9 +248,14 @@ def test_a_server_that_stays_away_ends_the_run_saved_and_one_that_comes_back_doe
         one.process.send_signal(signal.SIGTERM)
         assert one.end() == 143, one.said
 
-        # Gone for good: exit 5, saved, and the command to go on with.
+        # Gone for good: exit 5, saved, and the command to go on with. Ctrl-C leaves no process, and a free port.
         two = run(*SMALL, *ask, "trainer.max_steps=200", "generator.start_deadline=3", folder="two")
         two.reach(2)
+        group = served.group
+        assert len(group_members(group)) >= 3 and not is_free(url)
+        served.process.send_signal(signal.SIGINT)
+        assert served.process.wait(60) == 130
+        assert group_members(group) == [] and is_free(url)
     finally:
         end(served)
     assert two.end() == 5, two.said
@@ -328,14 +323,15 @@ def test_two_ranks_of_two_servers_lose_one_in_a_rollout_and_take_it_back(
 
 
 def test_another_model_is_refused_before_anything_is_drawn(
-    run: Callable[..., Run], started: Callable[[str], Case]
+    run: Callable[..., Run], started: Callable[[str], Case], tiny_dir: Path, tmp_path: Path
 ) -> None:
-    server = started("server-gloo-untied")
+    server = started("server-tied")
     server.fresh()
     url = server.generator.engine.clients[0].url  # pyright: ignore
-    one = run(*SMALL, "trainer.max_steps=2", "generator=vllm_server", f"generator.urls=[{url}]")
+    other = f"model.name={untied_folder(tiny_dir, tmp_path / 'untied')}"
+    one = run(*SMALL, other, "trainer.max_steps=2", "generator=vllm_server", f"generator.urls=[{url}]")
     assert one.end() == 5, one.said
-    assert "another model than the policy (tied: False, the policy's: True)" in " ".join(one.said.split())
+    assert "another model than the policy (tied: True, the policy's: False)" in " ".join(one.said.split())
     assert not one.column("train/reward")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from engine_cases import DISTRIBUTIONS, ask, described, drawn_from, logits_of, perturb
+from engine_cases import DISTRIBUTIONS, ask, drawn_from, logits_of, perturb
 from engine_fixtures import Case
 from turn_cases import MAX_TOKENS, Scripted, assert_rows_are_what_was_told, reply, rows_of
 
@@ -214,12 +214,12 @@ class Killing(GuessNumber):
         return super().step(action)
 
 
-def test_a_server_that_dies_in_the_middle_comes_back_and_conversations_begin_anew(tiny_dir: Path) -> None:
-    model = described(tiny_dir)
+def test_a_server_that_dies_in_the_middle_comes_back_and_conversations_begin_anew(
+    started: Callable[[str], Case],
+) -> None:
+    served = started("server-tied")
+    policy, model, generator = served.fresh(), served.model, served.generator
     tokenizer: Any = model.tokenizer
-    policy = model.load()
-    generator = VLLMServerGenerator(launch=True, heartbeat=None)
-    generator.prepare(model)
     batch = PromptBatch(
         ["0..9="] * 4, [tokenizer("0..9=", add_special_tokens=False)["input_ids"]] * 4, {}, [0, 1, 2, 3], [0] * 4
     )
@@ -229,23 +229,20 @@ def test_a_server_that_dies_in_the_middle_comes_back_and_conversations_begin_ane
         eos_ids = (*model.eos_ids, *range(40, 60))
         interaction = Interaction(factory, tokenizer, eos_ids=eos_ids, chat=False, template_kwargs={})
         vocabulary = dataclasses.replace(Vocabulary.of(model), eos_ids=eos_ids)
-        sampling = Sampling(max_new_tokens=6)
-        settings = {"sampling": sampling, "group_size": 3, "vocabulary": vocabulary, "version": 0, "seed": 0}
-        return request(generator, policy, batch, **settings, interaction=interaction)()
+        settings = {"sampling": Sampling(max_new_tokens=6), "group_size": 3, "vocabulary": vocabulary, "seed": 0}
+        return request(generator, policy, batch, **settings, version=served._version, interaction=interaction)()
 
     def kill() -> None:
-        assert generator._process is not None and generator._process.group is not None
+        assert isinstance(generator, VLLMServerGenerator) and generator._process is not None
+        assert generator._process.group is not None
         os.killpg(generator._process.group, signal.SIGKILL)
 
-    try:
-        undisturbed = draw()
-        assert undisturbed.turn is not None and undisturbed.turn.max() > 0, "the case needs turns"
-        Killing._turns, Killing._at, Killing._kill = 0, 9, staticmethod(kill)
-        with pytest.warns(UserWarning, match="in the middle of 12 conversations, and is back. They begin anew"):
-            out = draw()
-        assert Killing._turns > 9
-    finally:
-        generator.close()
+    undisturbed = draw()
+    assert undisturbed.turn is not None and undisturbed.turn.max() > 0, "the case needs turns"
+    Killing._turns, Killing._at, Killing._kill = 0, 9, staticmethod(kill)
+    with pytest.warns(UserWarning, match="in the middle of 12 conversations, and is back. They begin anew"):
+        out = draw()
+    assert Killing._turns > 9
     assert rows_of(out) == rows_of(undisturbed)
     assert out.episodes == tuple(
         dataclasses.replace(theirs, seconds=ours.seconds)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import ask, described, largest_gap, perturb, with_lora
+from engine_cases import ask, described, largest_gap, perturb, untied_folder, with_lora
 from engine_fixtures import Case
 from server_processes import Served, end, start
 from turn_cases import Scripted
@@ -251,13 +251,12 @@ def case_is_well_again(case: Case, policy: Any) -> None:
     assert largest_gap(policy, case.generator.generate(prompts, SAMPLED), prompts) < 1e-4
 
 
-def test_another_model_than_the_policys_is_refused(started: Callable[[str], Case]) -> None:
-    tied, untied = started("vllm-tied"), started("vllm-untied")
-    tied.fresh()
-    policy = described(Path(untied.model.name)).load()
-    assert tied.generator.engine is not None
+def test_another_model_than_the_policys_is_refused(here: Case, tiny_dir: Path, tmp_path: Path) -> None:
+    here.fresh()
+    policy = described(untied_folder(tiny_dir, tmp_path / "untied")).load()
+    assert here.generator.engine is not None
     with pytest.raises(GenerationError, match=r"another model.*tied: True, the policy's: False"):
-        tied.generator._check_model(tied.generator.engine, policy)
+        here.generator._check_model(here.generator.engine, policy)
 
 
 @pytest.mark.parametrize("push", ["auto", "merged"])

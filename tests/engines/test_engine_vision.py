@@ -18,7 +18,7 @@ import torch
 from engine_cases import perturb
 from engine_fixtures import MAKERS, Case
 from engine_sights import CLOSE, SAMPLED, asked, gap, move_what_sees
-from server_processes import end, start
+from server_processes import Served, end, start
 from vision_toys import picture
 from vision_worlds import Begins
 
@@ -30,6 +30,7 @@ from lit_rl.errors import GenerationError, NumericError
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.requests import completions_of, requests_of
+from lit_rl.generation.vllm.server import VLLMServerGenerator
 from lit_rl.generation.vllm.server_outputs import ask_server
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.policy.vision_parts import placeholder_ids
@@ -38,12 +39,26 @@ from lit_rl.rollout import Sampling
 DIGITS: dict[str, Any] = {"freeze": []}
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`lit-rl serve`, for the tests of the server and for a run."""
+    running = start(tmp_path_factory.mktemp("serve"), "model=digits", "generator.kv_cache_gib=0.25")
+    try:
+        yield running.wait_ready()
+    finally:
+        end(running)
+
+
 @pytest.fixture(scope="module", params=["vllm", "server"])
 def sees(request: pytest.FixtureRequest) -> Iterator[Case]:
     """An engine for the shipped policy over images."""
-    generator, model = MAKERS[request.param](), LanguageModel("digits", **DIGITS)
+    name, model = request.param, LanguageModel("digits", **DIGITS)
+    if name == "vllm":
+        generator = MAKERS[name]()
+    else:
+        generator = VLLMServerGenerator(urls=[request.getfixturevalue("served").url], heartbeat=None)
     generator.prepare(model)
-    yield Case(request.param, f"{request.param}-digits", generator, model)
+    yield Case(name, f"{name}-digits", generator, model)
     generator.close()
 
 
@@ -148,6 +163,41 @@ def test_episodes_whose_prompts_show_images(sees: Case) -> None:
     assert gap(policy, drawn) < CLOSE
 
 
+SHORT = ["trainer.limit_val_batches=1", "data.prompts_per_rollout=4", "data.val_batch_size=4", "logger=none"]
+SHORT += ["callbacks.samples.print=0"]
+
+
+def train(root: Path, folder: Path, steps: int, *words: str) -> None:
+    """A run that ends well, with a generator near the policy in every rollout and every probe."""
+    words = *SHORT, *words, f"trainer.max_steps={steps}", f"run_dir={folder}"
+    command = [sys.executable, root / "train.py", "experiment=vl_digits", *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for which in ("difference/max", "difference/probe_max"):
+        gaps = [line[name] for line in lines for name in line if name.endswith(which)]
+        assert len(gaps) == steps and max(gaps) < CLOSE
+
+
+def test_a_run(root: Path, tmp_path: Path, sees: Case, request: pytest.FixtureRequest) -> None:
+    """With an engine of its own, or by the words that `lit-rl serve` prints: that answers as the exported policy does
+    in the end, and no more as before."""
+    words = ["generator=vllm"]
+    if sees.kind == "server":
+        served: Served = request.getfixturevalue("served")
+        (line,) = [line for line in served.said.splitlines() if "generator=" in line]
+        words = shlex.split(line)
+    train(root, tmp_path / "run", 3, *words)
+    if sees.kind == "server":
+        model, client = LanguageModel(str(tmp_path / "run" / "hf")), Client(served.url)
+        prompts = asked(model)
+        requests = enumerate(requests_of(prompts, SAMPLED))
+        answers = [ask_server(client, "digits", number, each, time.monotonic() + 60) for number, each in requests]
+        drawn = completions_of(prompts, answers, version=3, device=torch.device("cpu"))
+        assert gap(model.load(), drawn) < CLOSE < gap(LanguageModel("digits").load(), drawn)
+
+
 def test_nan_in_what_an_image_asked_for(sees: Case) -> None:
     """The route of a server that takes images has a number in the place of NaN. The last test of an engine: NaN stays
     in the blocks of its cache, and a CPU's kernels may read what lies behind a text."""
@@ -171,40 +221,3 @@ def test_an_adapter_by_itself() -> None:
             assert gap(policy, generator.generate(asked(model), SAMPLED)) < CLOSE
     finally:
         generator.close()
-
-
-SHORT = ["trainer.limit_val_batches=1", "data.prompts_per_rollout=4", "data.val_batch_size=4", "logger=none"]
-SHORT += ["callbacks.samples.print=0"]
-
-
-def train(root: Path, folder: Path, steps: int, *words: str) -> None:
-    """A run that ends well, with a generator near the policy in every rollout and every probe."""
-    words = *SHORT, *words, f"trainer.max_steps={steps}", f"run_dir={folder}"
-    command = [sys.executable, root / "train.py", "experiment=vl_digits", *words]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for which in ("difference/max", "difference/probe_max"):
-        gaps = [line[name] for line in lines for name in line if name.endswith(which)]
-        assert len(gaps) == steps and max(gaps) < CLOSE
-
-
-def test_a_run(root: Path, tmp_path: Path) -> None:
-    train(root, tmp_path, 3, "generator=vllm")
-
-
-def test_a_run_with_the_server_of_lit_rl_serve(root: Path, tmp_path: Path) -> None:
-    """By the words that the server prints. In the end it answers as the exported policy does, and no more as before."""
-    served = start(tmp_path, "model=digits", "generator.kv_cache_gib=0.25")
-    try:
-        (line,) = [line for line in served.wait_ready().said.splitlines() if "generator=" in line]
-        train(root, tmp_path / "run", 2, *shlex.split(line))
-        model, client = LanguageModel(str(tmp_path / "run" / "hf")), Client(served.url)
-        prompts = asked(model)
-        requests = enumerate(requests_of(prompts, SAMPLED))
-        answers = [ask_server(client, "digits", number, each, time.monotonic() + 60) for number, each in requests]
-        drawn = completions_of(prompts, answers, version=2, device=torch.device("cpu"))
-        assert gap(model.load(), drawn) < CLOSE < gap(LanguageModel("digits").load(), drawn)
-    finally:
-        end(served)

@@ -146,12 +146,16 @@ def test_a_stopped_server_hangs_and_goes_on(served):
     client.health(10)
 
 
-def test_ctrl_c_ends_every_process_and_frees_the_port(served):
-    url, group = served.url, served.group
-    assert len(group_members(group)) >= 3 and not is_free(url)
-    served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(60) == 130
-    assert group_members(group) == [] and is_free(url)
+def test_a_server_that_dies_ends_the_command_with_its_last_lines(served):
+    """The last test of it. (Ctrl-C: `test_engine_runs.py`, where a run loses its server for good.)"""
+    group = served.group
+    assert len(group_members(group)) >= 3 and not is_free(served.url)
+    engine = [pid for pid in group_members(group) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(engine[0], signal.SIGKILL)
+    _, err = served.process.communicate(timeout=60)
+    assert served.process.returncode == 5, err
+    assert "ended" in err and "The last lines of" in err and "Traceback" not in err.partition("The last lines")[0]
+    assert group_members(group) == [] and is_free(served.url)
 
 
 @pytest.mark.parametrize("number, code, processes", [(signal.SIGTERM, 143, 2), (signal.SIGKILL, -9, 4)])
@@ -164,21 +168,6 @@ def test_a_parent_that_is_ended_while_the_server_starts_leaves_no_orphan(tmp_pat
         running.process.send_signal(number)
         assert running.process.wait(60) == code
         assert until(lambda: not group_members(group), 20)
-    finally:
-        end(running)
-
-
-def test_a_server_that_dies_ends_the_command_with_its_last_lines(tmp_path):
-    running = start(tmp_path)
-    try:
-        running.wait_ready()
-        group = running.group
-        engine = [pid for pid in group_members(group) if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        os.kill(engine[0], signal.SIGKILL)
-        _, err = running.process.communicate(timeout=60)
-        assert running.process.returncode == 5, err
-        assert "ended" in err and "The last lines of" in err and "Traceback" not in err.partition("The last lines")[0]
-        assert group_members(group) == []
     finally:
         end(running)
 

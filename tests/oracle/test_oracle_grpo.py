@@ -129,12 +129,18 @@ PAIRS = [
 
 
 def in_test_all(loss_type: Any, level: Any, pair: Any) -> bool:
-    """Whether `make test-all` compares the pair: with one clipped loss of tokens, and one weighted loss of sequences.
+    """Whether `make test-all` compares the pair: with a clipped loss of tokens, or with a weighted loss of sequences.
 
-    What only some losses have comes with those. `make test-exhaustive` has the whole product.
+    The two take turns, so that each option meets others with both. What only some losses have comes with those.
+    `make test-exhaustive` has the whole product.
     """
-    of_one_loss = "shape" in pair and level == "token"
-    return (loss_type, level) in (("dapo", "token"), ("cispo", "sequence")) or of_one_loss
+    if "shape" in pair:
+        return level == "token"
+    other = set(pair) <= set(options("dapo", "token")) & set(options("cispo", "sequence"))
+    turn = sum(list(options("dapo", "token")).index(name) for name in pair) % 2 if other else None
+    return (loss_type, level, turn) in {
+        *(("dapo", "token", at) for at in (0, None)), *(("cispo", "sequence", at) for at in (1, None)),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

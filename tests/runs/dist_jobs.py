@@ -29,6 +29,7 @@ import torch
 LISTS = {
     "alarms": dist_alarms.main,
     "episodes": dist_episodes.main,
+    "formulas": dist_terms.formulas,
     "masters": dist_masters.main,
     "offline": dist_offline.main,
     "offloaded": dist_offloaded.main,

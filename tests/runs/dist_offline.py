@@ -30,7 +30,9 @@ OF_SHARDS: dict[str, list[str]] = {
     "sft-lora": ["algo=sft", "model.lora.r=4"],
 }
 """What is new where weights are spread: layers gathered again in the backward pass, and frozen ones."""
-SHARDED = ["dpo", "aot", "kto", "orpo", "sft-packed", "reward-model", "process-reward-model", *OF_SHARDS]
+WHOLE = [name for name in SHAPES if name not in ("sft-packed", "simpo")]
+"""Run under DDP: packed rows are run under FSDP2, and SimPO is CPO with another formula."""
+SHARDED = ["aot", "kto", "sft-packed", "reward-model", "process-reward-model", *OF_SHARDS]
 """Run under FSDP2 too: the others differ from one of these in the formula alone."""
 CUT = {"kto": ["val/kl", "val/loss"], "aot": ["val/loss"], "aot-unpaired": ["val/loss"]}
 """Validation metrics that belong to a batch: KTO's baseline is that of the batch at hand, AOT sorts over it."""
@@ -58,7 +60,7 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any)
 
 
 def main(folder: Path) -> None:
-    for name in SHAPES:
+    for name in WHOLE:
         run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
     for name in SHARDED:

@@ -30,6 +30,13 @@ from lit_rl.ops import advantages, losses, mismatch, selection
 from lit_rl.rollout import Sampling
 
 STEPS = 4
+FORMULAS = (
+    *("clipped-delta", "gspo-token", "cispo", "cispo-two-sided", "sapo", "dppo-tv", "dppo-kl", "prime-rl", "up-grpo"),
+    *("cpgd", "opo", "process", "maxrl", "pass-at-k", "lite-ppo", "vespo", "kl-cov", "ppo", "top-entropy-and-bonus"),
+    *("kl-corrected-k1", "kl-corrected-k2", "kl-in-reward", "entropy-bonus", "entropy-adaptive", "top-entropy"),
+)
+"""Of `TWO_STEPS`, what differs from one of the others in the formula of a token or of a group, which lies on one rank
+whole: that many processes do what one does is shown by the other; micro-batches: `algorithms/test_gradients.py`."""
 
 
 def varied(completions: list[str], log_metric: Callable[[str, float], None]) -> list[float]:
@@ -46,6 +53,7 @@ def uneven(completions: list[str], answer: list[str]) -> list[float]:
 
 def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Made anew for each run: controllers hold a state."""
+    assert set(FORMULAS) < set(TWO_STEPS)
     two = {"iterations": 2}
     return {
         "ppo": (
@@ -121,8 +129,17 @@ def run(name: str, folder: Path, devices: int, **more: Any) -> None:
         torch.save({"weights": weights, "metrics": metrics, **seen}, folder / f"{name}.pt")
 
 
+ALIKE = [f"step-{name}" for name in FORMULAS]
+APART = [name for name in shapes() if name not in ALIKE]
+
+
 def main(folder: Path) -> None:
-    for name in shapes():
+    for name in APART:
         run(name, folder, 2)
     (folder / "fsdp").mkdir(exist_ok=True)
     run("ppo", folder / "fsdp", 2, strategy=FSDP2Strategy())
+
+
+def formulas(folder: Path) -> None:
+    for name in ALIKE:
+        run(name, folder, 2)

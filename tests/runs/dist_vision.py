@@ -30,6 +30,8 @@ TOYS = ["qwen2_vl"] if torchvision_beside.FOLDER else ["gemma3"]
 """Families with inputs of their own: `token_type_ids`; patches of all images in a row, and positions of three axes."""
 
 SHAPES = TOYS if torchvision_beside.FOLDER else ["returned", "ppo", "dpo", "lora", "reward", *TOYS]
+SHARDED = [name for name in SHAPES if name not in ("returned", "dpo")]
+"""Run under FSDP2 too: these are rollouts as PPO's, and whole texts as the reward model's."""
 
 
 def by_letters(completions: list[Any], **_: Any) -> list[float]:
@@ -113,5 +115,5 @@ def main(folder: Path) -> None:
     for name in SHAPES:
         run(name, folder, 2, accumulate=2)
     (folder / "fsdp").mkdir(exist_ok=True)
-    for name in SHAPES:
+    for name in SHARDED:
         run(name, folder / "fsdp", 2, accumulate=2, strategy=FSDP2Strategy())

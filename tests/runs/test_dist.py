@@ -67,19 +67,30 @@ def _tiny(monkeypatch, tiny_dir):
 FIRST = "kl-and-accumulation"
 
 
+@pytest.fixture(scope="module")
+def ones(tmp_path_factory):
+    """`ones(train, shape)`: the folder of the run of one process, made when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def one(train, shape: str) -> Path:
+        if shape not in made:
+            made[shape] = tmp_path_factory.mktemp("one")
+            assert train(*SMALL, *SGD, *SHAPES[shape], f"run_dir={made[shape]}") == 0
+        return made[shape]
+
+    return one
+
+
 @pytest.mark.parametrize("shape", all_but_exhaustive(SHAPES, [FIRST]))
-def test_ddp_equals_one_process(shape, process, train, tmp_path):
-    assert train(*SMALL, *SGD, *SHAPES[shape], f"run_dir={tmp_path / 'one'}") == 0
+def test_ddp_equals_one_process(shape, process, train, ones, tmp_path):
     finished(process, tmp_path / "two", *SGD, *SHAPES[shape], "strategy=ddp", *TWO)
-    assert_close_runs(tmp_path / "one", tmp_path / "two")
+    assert_close_runs(ones(train, shape), tmp_path / "two")
 
 
 @pytest.mark.all
-def test_fsdp_with_a_reference_matches_one_process_and_exports(process, train, tmp_path):
-    shape = SHAPES["kl-and-accumulation"]
-    assert train(*SMALL, *SGD, *shape, f"run_dir={tmp_path / 'one'}") == 0
-    two = finished(process, tmp_path / "two", *SGD, *shape, "strategy=fsdp", *TWO)
-    assert_close_runs(tmp_path / "one", two)
+def test_fsdp_with_a_reference_matches_one_process_and_exports(process, train, ones, tmp_path):
+    two = finished(process, tmp_path / "two", *SGD, *SHAPES[FIRST], "strategy=fsdp", *TWO)
+    assert_close_runs(ones(train, FIRST), two)
 
     exported, saved = load_file(two / "hf" / "model.safetensors"), newest(two)["state_dict"]
     assert exported and all(torch.equal(tensor, saved[f"policy.{name}"]) for name, tensor in exported.items())

@@ -27,7 +27,7 @@ def one(tmp_path_factory) -> Ones:
 assert_equal_runs = partial(dist_equal.assert_equal_runs, share=2e-4, beyond=2e-6, moved=1e-4)
 
 
-@pytest.mark.parametrize("name", dist_offline.SHAPES)
+@pytest.mark.parametrize("name", dist_offline.WHOLE)
 def test_two_processes_equal_one(name, two, one):
     assert_equal_runs(one(name), left(two, name))
 

@@ -27,7 +27,7 @@ def one(tmp_path_factory) -> Ones:
 assert_equal_runs = partial(dist_equal.assert_equal_runs, share=1e-4, beyond=2e-7, moved=1e-3)
 
 
-@pytest.mark.parametrize("name", dist_terms.shapes())
+@pytest.mark.parametrize("name", dist_terms.APART)
 def test_ddp_equals_one_process(name, two, one):
     assert_equal_runs(one(name), left(two, name))
 
@@ -49,7 +49,7 @@ def test_the_ranks_left_out_different_numbers_of_rows(two):
 
 
 def test_what_is_counted_was_there_to_count(two):
-    metrics = {name: left(two, name)["metrics"] for name in dist_terms.shapes()}
+    metrics = {name: left(two, name)["metrics"] for name in dist_terms.APART}
     assert metrics["dynamic"]["train/groups/drawn"] > 0
     assert metrics["weights"]["train/sampling/truncated"] >= 0 and metrics["weights"]["train/sampling/ess"] < 1
     assert 0 < metrics["kl-cov"]["train/kl_cov/share"] < 0.5

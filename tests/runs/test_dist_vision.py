@@ -26,8 +26,10 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Ones:
     return Ones(dist_vision.run, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.parametrize("how", ["", "fsdp"], ids=["whole", "sharded"])
-@pytest.mark.parametrize("name", dist_vision.SHAPES)
+CASES = [*(("", name) for name in dist_vision.SHAPES), *(("fsdp", name) for name in dist_vision.SHARDED)]
+
+
+@pytest.mark.parametrize(("how", "name"), CASES, ids=lambda word: word or "whole")
 def test_two_processes_learn_as_one(name: str, how: str, two: Path, one: Ones) -> None:
     found, alone = left(two / how, name), one(name)
     start = dist_vision.model_of(name, one.folder)
