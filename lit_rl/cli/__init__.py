@@ -26,6 +26,7 @@ HYDRA = {
     "replay": "replay",
     "transcripts": "transcripts",
     "report": "report",
+    "export": "export",
 }
 """Our commands, and the task that each stands for."""
 LIGHT = ("compare", "list", "env", "completion")

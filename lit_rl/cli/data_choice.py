@@ -58,6 +58,12 @@ _OF_ANY_ROWS = ("fit", "validate", "test", "predict", "eval", "plan", "data_chec
 _HOW_ROWS_ARE_READ = ("path", "split", "name", "on_bad_row", "rename", "map_row")
 
 
+def name_of(data: dict[str, Any]) -> str:
+    """What a data node's rows are called: its path, or its task."""
+    task = (data.get("task") or {}).get("_target_", "").rpartition(".")[2].lower()
+    return str(data.get("path") or task or "several sources")
+
+
 def run(config: DictConfig) -> int:
     """`lit-rl data-check`: choose the group, build the data module and look at it."""
     config, note = with_data_group(config)

@@ -112,6 +112,17 @@ COMMANDS = {
         (_RUN,),
         "A run writes it at its end. It loads no weights, and changes nothing of the run.",
     ),
+    "export": Command(
+        "a checkpoint of a run as a Hugging Face folder, verified; to the hub if you say so",
+        ("lit-rl export run_dir=runs/x", "lit-rl export run_dir=runs/x export.push_to_hub=user/name"),
+        (
+            _RUN,
+            _LAST,
+            ("export.folder", "where to; null is hf in the run's folder, or hf_steps/step_N of another checkpoint"),
+            ("export.push_to_hub", "a repository of the hub; HF_TOKEN has to be set"),
+            ("export.private", "false: a new repository is public"),
+        ),
+    ),
     "compare": Command(
         "two runs on the same validation prompts: paired tests, curves on top of each other",
         ("lit-rl compare runs/a runs/b",),

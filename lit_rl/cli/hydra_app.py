@@ -27,6 +27,7 @@ from lit_rl.cli import (
     data_choice,
     doctoring,
     ends,
+    exporting,
     hydra_node,
     own_keys,
     quiet,
@@ -71,6 +72,7 @@ _WITHOUT_A_RUN = {
     "doctor": doctoring.run,
     "transcripts": transcribing.run,
     "report": reporting.run,
+    "export": exporting.run,
 }
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
@@ -337,7 +339,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
         run_dir.write_config(yaml.safe_dump(redact(tree), sort_keys=False))
     options = {name: tree[name] for name in ("reward_test", "plan")}
     options["env_check"] = {"settings": tree["env"], **tree["env_check"]}
-    what = _command(run_dir), _dataset(tree["data"])
+    what = _command(run_dir), data_choice.name_of(tree["data"])
     return Run(module, data, trainer, run_dir, config.ckpt_path, *what, options, lock)
 
 
@@ -412,11 +414,6 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
         elif damaged:
             sys.stdout.write(f"Damaged: {', '.join(map(str, damaged))}. Going on from {last.name}, which is whole.\n")
     return str(last) if last else None
-
-
-def _dataset(data: dict[str, Any]) -> str:
-    task = (data.get("task") or {}).get("_target_", "").rpartition(".")[2].lower()
-    return str(data.get("path") or task or "several sources")
 
 
 def _entry() -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import signal
 import sys
 import threading
@@ -26,6 +25,7 @@ from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands import report, run_report
+from lit_rl.commands.export import card_facts
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.step_memory import out_of_memory
@@ -176,22 +176,7 @@ def export(run: Run, summary: dict[str, Any]) -> str | None:
     state = full_state_dict(module.policy)
     line = None
     if run.trainer.is_global_zero:
-        versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
-        results = {
-            f"{name or 'held-out'}, {decoding}": f"{numbers['reward']:.3f}"
-            for name, decodings in summary["after"].items()
-            for decoding, numbers in decodings.items()
-            if "reward" in numbers
-        }
-        facts = {
-            "base_model": module.model.name,
-            "algorithm": type(module).__name__.lower(),
-            "dataset": run.dataset,
-            "results": results,
-            "versions": versions,
-        }
-        if summary.get("prompts"):
-            facts["prompts"] = summary["prompts"]
+        facts = card_facts(module.model.name, type(module).__name__.lower(), run.dataset, summary)
         done = module.export(state, run.run_dir.hf, facts)
         line = f"verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
     run.trainer.strategy.barrier()

@@ -1,0 +1,59 @@
+"""`lit-rl export`: which run, which of its checkpoints, and where to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import get_class
+from omegaconf import DictConfig
+
+from lit_rl.algorithms.loop.generating import GeneratingModule
+from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.algorithms.reward_model import RewardModeling
+from lit_rl.cli import data_choice, own_keys, run_trust
+from lit_rl.cli.build import ALLOWED, build, check_target, plain
+from lit_rl.cli.replays import checkpoint_of, config_of
+from lit_rl.commands.export import Export, card_facts, export
+from lit_rl.commands.run_dir import HF_STEPS, RunDir, step_of
+from lit_rl.errors import ConfigError
+
+KEYS = ("run_dir", "ckpt_path", "export", "trust_run")
+"""What may be set on the command line; everything else is the run's."""
+
+
+def run(config: DictConfig) -> int:
+    """Find the run and its checkpoint, and export it."""
+    own_keys.check("lit-rl export", own_keys.typed(), KEYS)
+    if not config.run_dir:
+        raise ConfigError("lit-rl export needs the folder of a run: run_dir=runs/...")
+    run_dir = RunDir(Path(str(config.run_dir)).expanduser())
+    tree = config_of(run_dir)
+    checkpoint = checkpoint_of(config, run_dir)
+    module = _module(tree["algo"], config)
+    algorithm = str(tree["algo"]["_target_"]).rpartition(".")[2].lower()
+    summary = run_dir.read_summary()
+    ended = checkpoint == run_dir.last_checkpoint()
+    if not ended:
+        summary = summary | {"after": {}}  # measured at another step
+    own = plain(config)["export"]
+    default = run_dir.hf if ended else run_dir.path / HF_STEPS / f"step_{step_of(checkpoint):08d}"
+    folder = Path(own.pop("folder") or default).expanduser()
+    facts = card_facts(module.model.name, algorithm, data_choice.name_of(tree["data"]), summary)
+    return export(Export(module, checkpoint, folder, facts, **own))
+
+
+def _module(algo: dict[str, Any], config: DictConfig) -> PolicyModule:
+    """What the run trained: a policy needs its model alone, and neither rewards nor data."""
+    allowed = (*ALLOWED, *(f"{name}." for name in config.allow_targets))
+    made = get_class(check_target("algo", str(algo["_target_"]), allowed))
+    kept = {"model": algo["model"]}
+    run_trust.check(kept, config)
+    if issubclass(made, GeneratingModule):
+        return PolicyModule(build(algo["model"]), seed=algo.get("seed", 0))
+    if issubclass(made, RewardModeling):
+        return made(build(algo["model"]), seed=algo.get("seed", 0))
+    raise ConfigError(
+        f"lit-rl export knows policies and reward models, and this run trains a {made.__name__}, whose export depends "
+        "on its data. Take hf/ of the finished run, or callbacks.export.every while it trains."
+    )

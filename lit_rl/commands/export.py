@@ -1,0 +1,113 @@
+"""`lit-rl export`: what a checkpoint holds as a Hugging Face folder, verified, and on the hub if that is asked for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from lit_rl.algorithms.loop.module import PolicyModule
+from lit_rl.errors import BackendError, StorageError
+from lit_rl.models.policy.sharding import full_state_dict
+
+
+@dataclass(frozen=True)
+class Export:
+    """One export."""
+
+    module: PolicyModule
+    """What was trained, not loaded yet."""
+    checkpoint: Path
+    folder: Path
+    """Where it goes: a new folder, or an earlier export, which is replaced."""
+    facts: Mapping[str, Any]
+    """Of the model card."""
+    push_to_hub: str | None = None
+    """A repository of the hub, `user/name`; None sends nothing."""
+    private: bool = True
+    """Whether a repository that is made new is private."""
+
+
+def export(job: Export) -> int:
+    """Load, write, verify, send.
+
+    Raises:
+        StorageError: the checkpoint cannot be read, is of another model, or the folder cannot be written.
+        BackendError: the hub takes nothing.
+    """
+    say = Console()
+    say.print(f"Reading {job.checkpoint} ...", soft_wrap=True, highlight=False, markup=False)
+    step = _load(job)
+    done = job.module.export(full_state_dict(job.module.policy), job.folder, job.facts)
+    said = f"step {step}, verified: {done.tensors} tensors reloaded, largest difference {done.max_abs_diff:g}"
+    say.print(f"{job.folder}  ({said})", soft_wrap=True, highlight=False, markup=False)
+    if job.push_to_hub is not None:
+        say.print(f"Sending it to {job.push_to_hub} ...", soft_wrap=True, highlight=False, markup=False)
+        say.print(_send(job.folder, job.push_to_hub, step, job.private), soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model card says of a run.
+
+    Args:
+        model: Name or hub id of what the run began with.
+        algorithm: Name of the algorithm.
+        dataset: What it learned from.
+        summary: What the run wrote down of itself: rewards `after`, and which prompts.
+    """
+    versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
+    results = {
+        f"{name or 'held-out'}, {decoding}": f"{numbers['reward']:.3f}"
+        for name, decodings in summary.get("after", {}).items()
+        for decoding, numbers in decodings.items()
+        if "reward" in numbers
+    }
+    facts = {
+        "base_model": model,
+        "algorithm": algorithm,
+        "dataset": dataset,
+        "results": results,
+        "versions": versions,
+    }
+    return facts | ({"prompts": summary["prompts"]} if summary.get("prompts") else {})
+
+
+def _load(job: Export) -> int:
+    """Give the model the checkpoint's weights; the optimizer step that they are of."""
+    module = job.module
+    module.configure_model()
+    try:
+        saved = torch.load(job.checkpoint, map_location="cpu", weights_only=True)
+        weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
+        step = int(saved["global_step"])
+    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
+        raise StorageError(f"{job.checkpoint} is no checkpoint of a run: {error}.") from error
+    module.on_load_checkpoint({"state_dict": weights})  # refuses another model's
+    module.load_state_dict(weights, strict=False)
+    return step
+
+
+def _send(folder: Path, repository: str, step: int, private: bool) -> str:
+    """Upload a folder; returns its address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, private=private, exist_ok=True)
+        sent = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=f"lit_rl, step {step}")
+    except HFValidationError as error:
+        raise BackendError(f"export.push_to_hub={repository}: {error} Write user/name.") from error
+    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BackendError(
+            f"export.push_to_hub={repository} failed: {reason}. The folder {folder} is whole: set HF_TOKEN to a token "
+            "that may write there, and say the command again."
+        ) from error
+    return str(sent.commit_url)

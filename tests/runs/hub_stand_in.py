@@ -1,0 +1,80 @@
+"""What the hub's client talks to in tests: it takes a repository's files, and keeps them in memory. Not the hub."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class HubStandIn:
+    """Repositories by name, each with its files; the token that it wants."""
+
+    def __init__(self, token: str) -> None:
+        self.token, self.url = token, ""
+        self.made: list[dict[str, Any]] = []
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.messages: list[str] = []
+
+
+class _Handler(BaseHTTPRequestHandler):
+    stand_in: HubStandIn
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._say(404, {"error": "Not found"})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != f"Bearer {self.stand_in.token}":
+            self._say(401, {"error": "Invalid username or password."})
+        elif self.path == "/api/repos/create":
+            self.stand_in.made.append(json.loads(body))
+            self._say(200, {"url": f"{self.stand_in.url}/ann/{json.loads(body)['name']}"})
+        elif "/preupload/" in self.path:
+            asked = [each["path"] for each in json.loads(body)["files"]]
+            files = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in asked]
+            self._say(200, {"files": files})
+        elif "/commit/" in self.path:
+            repository = self.path.removeprefix("/api/models/").split("/commit/")[0]
+            self._keep(repository, [json.loads(line) for line in body.splitlines()])
+            self._say(200, {"commitUrl": f"{self.stand_in.url}/{repository}/commit/1", "commitOid": "1"})
+        else:
+            self._say(200, {})
+
+    def _keep(self, repository: str, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                self.stand_in.messages.append(value["summary"])
+            elif line["key"] == "file":
+                kept = self.stand_in.files.setdefault(repository, {})
+                kept[value["path"]] = base64.b64decode(value["content"])
+
+    def _say(self, code: int, answer: dict[str, Any]) -> None:
+        text = json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@contextmanager
+def hub(token: str) -> Iterator[HubStandIn]:
+    """Answers on a port of this machine while this lasts."""
+    stand_in = HubStandIn(token)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"stand_in": stand_in}))
+    stand_in.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield stand_in
+    finally:
+        server.shutdown()
+        server.server_close()

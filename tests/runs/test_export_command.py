@@ -1,0 +1,113 @@
+"""`lit-rl export`: the folder that the run would have written, of any checkpoint; and the hub's client sends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_stand_in import hub
+from runs_helpers import SMALL, assert_same
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.all
+
+RUN = [*SMALL, "trainer.max_steps=2", "trainer.limit_val_batches=0", "callbacks.checkpoint.every_n_train_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exported") / "run"
+
+
+@pytest.fixture
+def run(train, whole: Path) -> Path:
+    """A finished run of two steps that exported each. Made once; copy it."""
+    if not whole.exists():
+        every = ["callbacks.checkpoint.save_top_k=-1", "callbacks.export.every=1", "model.lora.r=2"]
+        assert train(*RUN, *every, f"run_dir={whole}") == 0
+    return whole
+
+
+def weights(folder: Path) -> dict:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_stopped_run_gets_the_export_that_it_lacks(run, train, tmp_path):
+    stopped = tmp_path / "stopped"
+    shutil.copytree(run, stopped, ignore=shutil.ignore_patterns("hf", "hf_steps"))
+    assert train("task=export", f"run_dir={stopped}") == 0
+    assert_same(weights(stopped / "hf"), weights(run / "hf"))
+    assert (stopped / "hf" / "README.md").read_text() == (run / "hf" / "README.md").read_text()
+    adapter = Path("adapter") / "adapter_model.safetensors"
+    assert_same(load_file(stopped / "hf" / adapter), load_file(run / "hf" / adapter))
+
+
+def test_an_earlier_checkpoint_goes_to_a_folder_of_its_own_without_the_last_ones_results(run, train, tmp_path):
+    again = tmp_path / "again"
+    shutil.copytree(run, again, ignore=shutil.ignore_patterns("hf_steps"))
+    first = again / "checkpoints" / "step_00000001.ckpt"
+    assert train("task=export", f"run_dir={again}", f"ckpt_path={first}") == 0
+    assert_same(weights(again / "hf_steps" / "step_00000001"), weights(run / "hf_steps" / "step_00000001"))
+    assert train("task=export", f"run_dir={again}", f"ckpt_path={first}", f"export.folder={tmp_path / 'own'}") == 0
+    assert_same(weights(tmp_path / "own"), weights(run / "hf_steps" / "step_00000001"))
+
+
+def test_a_reward_model_is_exported_as_one(train, tmp_path):
+    run = tmp_path / "judge"
+    words = [
+        "algo=reward_model",
+        "data=addition_pairs",
+        "data.batch_size=4",
+        "trainer.max_steps=1",
+        "logger=none",
+    ]
+    assert train(*words, "trainer.limit_val_batches=0", f"run_dir={run}") == 0
+    (run / "hf").rename(tmp_path / "before")
+    assert train("task=export", f"run_dir={run}") == 0
+    assert_same(weights(run / "hf"), weights(tmp_path / "before"))
+    config = [json.loads((folder / "config.json").read_text()) for folder in (run / "hf", tmp_path / "before")]
+    assert config[0] == config[1] and config[0]["architectures"] == ["Qwen2ForSequenceClassification"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run_dir=nowhere"], "holds no config.yaml"),
+        ([], "needs the folder of a run"),
+        (["run_dir=nowhere", "algo.group_size=4"], "algo.group_size cannot be set for lit-rl export"),
+    ],
+)
+def test_what_it_cannot_do_is_told(words, said, train, capsys):
+    assert train("task=export", *words) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_hubs_own_client_sends_the_folder(run, tmp_path):
+    """A process of its own: the client reads the hub's address when it is imported."""
+    root = Path(__file__).parents[2]
+    with hub(token="hf_of_a_test") as stand_in:
+        words = ["task=export", f"run_dir={run}", f"export.folder={tmp_path / 'sent'}", "export.push_to_hub=ann/adds"]
+        settings = {"HF_ENDPOINT": stand_in.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+
+        def sent(token: str) -> subprocess.CompletedProcess[str]:
+            env = {**os.environ, **settings, "HF_TOKEN": token, "OMP_NUM_THREADS": "1"}
+            command = [sys.executable, str(root / "train.py"), *words]
+            return subprocess.run(command, env=env, capture_output=True, text=True)
+
+        refused = sent("hf_of_nobody")
+        assert refused.returncode == 8 and not stand_in.files, refused.stderr
+        assert "export.push_to_hub=ann/adds failed" in refused.stderr and "is whole: set HF_TOKEN" in refused.stderr
+        done = sent("hf_of_a_test")
+        assert done.returncode == 0, done.stderr
+        made = stand_in.made[-1]
+        assert made["name"] == "adds" and "private" in (made.get("visibility"), *made)
+        assert stand_in.messages == ["lit_rl, step 2"] and "/ann/adds/commit/1" in done.stdout
+        files = {str(path.relative_to(tmp_path / "sent")): path for path in (tmp_path / "sent").rglob("*")}
+        taken = stand_in.files["ann/adds"]
+        assert taken == {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+        assert not any("hf_of_a_test" in text for text in (done.stdout, done.stderr))
