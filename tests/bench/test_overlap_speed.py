@@ -5,10 +5,10 @@ from __future__ import annotations
 import overlap_speed
 
 
-def test_the_table_counts_no_first_rollouts_and_compares_medians() -> None:
+def test_the_table_counts_neither_first_nor_last_rollouts_and_compares_medians() -> None:
     def run(whole: list[float], waited: list[float]) -> overlap_speed.Seconds:
         seconds = overlap_speed.Seconds()
-        seconds.whole, seconds.waited = [99.0, 99.0, *whole], [99.0, 99.0, *waited]
+        seconds.whole, seconds.waited = [99.0, 99.0, *whole, 99.0], [99.0, 99.0, *waited, 99.0]
         return seconds
 
     runs = {0: [run([3.0, 4.0], [2.0, 2.0]), run([5.0], [2.5])], 1: [run([2.0, 2.5], [0.25, 0.5]), run([1.5], [0.5])]}
