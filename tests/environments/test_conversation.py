@@ -131,16 +131,11 @@ def test_what_answered_ends_with_its_owner() -> None:
         threads = [thread for thread in threading.enumerate() if thread.name == "lit_rl-environments"]
         return len(threads), len(list(Path("/proc/self/fd").iterdir()))
 
-    one(texts(tools()), "multiply(2,3)", "done", prompt="?")  # loads what is kept for all
-    gc.collect()
-    assert until(lambda: held()[0] == 0)
-    before = held()
     several = [texts(tools()) for _ in range(3)]
     assert len([one(each, "multiply(2,3)", "done", prompt="?") for each in several]) == 3
-    assert held()[0] == 3 and held()[1] >= before[1] + 9
-    several.clear()
+    (threads, descriptors), _ = held(), several.clear()  # other tests of this process may hold some
     gc.collect()
-    assert until(lambda: held() == before), held()
+    assert until(lambda: held()[0] <= threads - 3 and held()[1] <= descriptors - 9), (threads, descriptors, held())
 
 
 def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
