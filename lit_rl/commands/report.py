@@ -130,7 +130,7 @@ def closing_lines(
     writes = sees or loaded_by == "AutoModelForCausalLM"
     lines = [f"samples       {run_dir}/samples/ (parquet, one file a rollout)"] if writes else []
     lines.append(f"metrics       {run_dir}/metrics.jsonl")
-    if (alarms := run_dir / ALARMS).exists():
+    if (alarms := run_dir / ALARMS).is_file():
         lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")
     if logged:
         lines.append(f"curves        tensorboard --logdir {_quoted(run_dir)}")

@@ -57,7 +57,7 @@ class RunFiles:
     @property
     def samples(self) -> list[Path]:
         """The files of `samples/`, by their names."""
-        return sorted((self.path / "samples").glob("*.parquet"))
+        return sorted(path for path in (self.path / "samples").glob("*.parquet") if path.is_file())
 
     @property
     def last_step(self) -> int:
@@ -92,11 +92,18 @@ def read(run_dir: Path) -> RunFiles:
     )
 
 
+def _is_there(path: Path, unread: list[str]) -> bool:
+    """Whether there is a file. A device or a pipe in its place is none: it may have no end."""
+    if path.exists() and not path.is_file():
+        unread.append(f"{path.name} is no file: not read.")
+    return path.is_file()
+
+
 def _text(path: Path, unread: list[str]) -> str:
+    if not _is_there(path, unread):
+        return ""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
     except OSError as error:
         unread.append(f"{path.name} could not be read: {error.strerror}.")
         return ""
@@ -141,6 +148,8 @@ def _series(path: Path, unread: list[str]) -> dict[str, Series]:
 
 def _rows(path: Path, unread: list[str]) -> Iterator[Any]:
     """Every line; None for one that is no JSON. What follows the last line end is still being written."""
+    if not _is_there(path, unread):
+        return
     try:
         with path.open("rb") as file:
             for line in file:
@@ -151,8 +160,6 @@ def _rows(path: Path, unread: list[str]) -> Iterator[Any]:
                     yield json.loads(line)
                 except ValueError:
                     yield None
-    except FileNotFoundError:
-        return
     except OSError as error:
         unread.append(f"{path.name} could not be read: {error.strerror}.")
 

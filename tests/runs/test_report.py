@@ -315,6 +315,17 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     assert alarms(run_files.read(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
 
 
+def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:
+    """What has no end, such as /dev/full, would fill the memory."""
+    folder = run_folder(tmp_path / "run", summary={"status": "finished"})
+    (folder / "metrics.jsonl").unlink()
+    for name in ("metrics.jsonl", "error.json"):
+        (folder / name).symlink_to("/dev/zero")
+    found = run_files.read(folder)
+    assert not found.series and not found.error
+    assert found.unread == ["metrics.jsonl is no file: not read.", "error.json is no file: not read."]
+
+
 def test_curves_keep_what_sticks_out_and_ticks_are_round() -> None:
     many = series(*(100.0 if i == 4321 else math.sin(i) for i in range(10_000)))
     few = thinned(many)
