@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lit_rl.callbacks.export import card_facts
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.sharding import full_state_dict
@@ -109,9 +110,6 @@ class EMAWeights(L.Callback):
     def _export(self, trainer: L.Trainer, pl_module: Any, folder: Path) -> None:
         state = self.averaged(pl_module)
         if trainer.is_global_zero:
-            name, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
-            title = f"{name} trained with {algorithm}: moving average of the weights, decay {self.decay:g}"
-            form = getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
-            facts = {"base_model": name, "algorithm": algorithm, "title": title} | ({"prompts": form} if form else {})
-            pl_module.export(state, folder, facts)
+            what = f": moving average of the weights, decay {self.decay:g}"
+            pl_module.export(state, folder, card_facts(trainer, pl_module, what))
         trainer.strategy.barrier()

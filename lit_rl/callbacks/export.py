@@ -42,10 +42,19 @@ class Export(L.Callback):
             return
         weights = full_state_dict(pl_module.policy)  # of all ranks
         if trainer.is_global_zero:
-            name, form = f"step_{self._step:08d}", getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
-            base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
-            title = f"{base} trained with {algorithm}, step {self._step}"
-            facts = {"base_model": base, "algorithm": algorithm, "title": title} | ({"prompts": form} if form else {})
+            name = f"step_{self._step:08d}"
             with self.unwritten.spared(f"an export of {name}"):
-                pl_module.export(weights, self.folder / name, facts)
+                pl_module.export(weights, self.folder / name, card_facts(trainer, pl_module, f", step {self._step}"))
         trainer.strategy.barrier()
+
+
+def card_facts(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, Any]:
+    """What a model card says before the run is over.
+
+    Args:
+        what: The end of its title, behind the model and the algorithm.
+    """
+    base, algorithm = pl_module.model.name, type(pl_module).__name__.lower()
+    facts = {"base_model": base, "algorithm": algorithm, "title": f"{base} trained with {algorithm}{what}"}
+    form = getattr(trainer.datamodule, "prompt_form", None)  # pyright: ignore
+    return facts | ({"prompts": form} if form else {})

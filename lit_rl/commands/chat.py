@@ -14,10 +14,11 @@ import torch
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.callbacks.text import printable
+from lit_rl.commands.saved_policy import saved_policy
 from lit_rl.data.image_parts import PART
 from lit_rl.data.images import image_of
 from lit_rl.data.templates import control_tokens, encode_prompt, render_prompt
-from lit_rl.errors import ConfigError, DataError, NumericError, StorageError
+from lit_rl.errors import ConfigError, DataError, NumericError
 from lit_rl.generation.base import check_request, rollout_mode
 from lit_rl.generation.batches import decode_batches
 from lit_rl.generation.collect import Vocabulary
@@ -276,11 +277,7 @@ def _load(job: Chat) -> Any:
     module = PolicyModule(job.model, seed=job.seed)
     module.configure_model()
     if job.checkpoint is not None:
-        try:
-            saved = torch.load(job.checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-        except Exception as error:  # an unpickler fails on a file of another kind in every way there is
-            raise StorageError(f"{job.checkpoint} is no checkpoint of a run: {error}.") from error
-        weights = {name: tensor for name, tensor in saved.items() if name.startswith("policy.")}
+        weights = saved_policy(job.checkpoint).weights
         module.on_load_checkpoint({"state_dict": weights})  # refuses another model's
         module.load_state_dict(weights, strict=False)
     job.fabric._precision.convert_module(module)

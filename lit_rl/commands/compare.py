@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +22,7 @@ from lit_rl.commands.paired import Paired, paired
 from lit_rl.commands.run_curves import of_set, sets_of
 from lit_rl.commands.run_files import RunFiles
 from lit_rl.commands.run_page import HIGHER, LOWER
-from lit_rl.commands.run_samples import label
+from lit_rl.commands.run_samples import title, validation_of
 from lit_rl.commands.transcript_record import ASKED, asked
 from lit_rl.errors import ConfigError, StorageError
 
@@ -76,7 +75,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     found = Comparison(names, config=between(first.config, second.config))
     ours, theirs = (_last_validations(run.samples) for run in (first, second))
     if ours and theirs and not ours.keys() & theirs.keys():
-        sets = [", ".join(label(path, 0).rpartition(", step")[0] for path in each.values()) for each in (ours, theirs)]
+        sets = [", ".join(title(path) for path in each.values()) for each in (ours, theirs)]
         raise ConfigError(
             f"These runs have no validation in common: {names[0]} has {sets[0]}; {names[1]} has {sets[1]}. Take runs "
             "with the same validation sets and eval.temperature."
@@ -86,7 +85,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
             _add_tests(found, _read(ours[key]), _read(theirs[key]))
     for mine, other, name in ((ours, theirs, names[0]), (theirs, ours, names[1])):
         for key in mine.keys() - other.keys():
-            found.notes.append(f"{label(mine[key], 0).rpartition(', step')[0]}: only {name} was validated so.")
+            found.notes.append(f"{title(mine[key])}: only {name} was validated so.")
     if not found.tests:
         found.notes.append("No test: the files of these runs hold no value for each prompt.")
     found.values.extend(_last_values(first, second, bool(found.tests)))
@@ -107,8 +106,8 @@ def _last_validations(paths: Sequence[Path]) -> dict[str, Path]:
     """By temperature and set, as the names of the files say them."""
     found: dict[str, Path] = {}
     for path in paths:  # in the order of steps
-        if match := re.fullmatch(r"val_\d+(_t.*)", path.stem):
-            found[match[1]] = path
+        if (validation := validation_of(path)) is not None:
+            found[validation] = path
     return found
 
 
@@ -140,7 +139,7 @@ def _means(keys: Sequence[str], values: Sequence[Any]) -> dict[str, float]:
 
 
 def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> None:
-    of = label(ours.path, 0).rpartition(", step")[0]
+    of = title(ours.path)
     _check_prompts(found.names, of, ours.prompts, theirs.prompts)
     steps = f"step {ours.step}" if ours.step == theirs.step else f"steps {ours.step} and {theirs.step}"
     functions = [{name for name in each.values if name != "reward"} for each in (ours, theirs)]
@@ -220,10 +219,9 @@ def _say(found: Comparison) -> None:
 
 def cells(each: Paired) -> tuple[str, ...]:
     """Of a table: both means, the difference, its interval, the chance, the test, the prompts."""
-    p = "<0.0001" if each.p < 1e-4 else f"{each.p:.4f}"
     interval = f"[{each.low:+.3f}, {each.high:+.3f}]"
     numbers = f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}"
-    return *numbers, interval, p, each.test, f"{each.prompts}"
+    return *numbers, interval, each.p_text, each.test, f"{each.prompts}"
 
 
 def _table(title: str, columns: Sequence[str], *, numbers: bool = True) -> Table:

@@ -56,7 +56,7 @@ def _tests(tests: Sequence[tuple[str, Paired]]) -> str:
             f"{each.first:.3f}",
             f"{each.second:.3f}",
             f'<b>{each.difference:+.3f}</b> <span class="interval-of">[{each.low:+.3f}, {each.high:+.3f}]</span>',
-            "&lt;0.0001" if each.p < 1e-4 else f"{each.p:.4f}",
+            safe(each.p_text),
             each.test,
             f"{each.prompts}",
         )

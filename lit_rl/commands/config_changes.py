@@ -149,7 +149,5 @@ def _shipped_trainer() -> dict[str, Any]:
     from lit_rl import conf
 
     path = Path(next(iter(conf.__path__))) / "trainer" / "default.yaml"
-    if not path.is_file():
-        path = Path(__file__).parents[2] / "conf" / "trainer" / "default.yaml"
-    found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
     return {name: value for name, value in found.items() if name != "defaults"}

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.errors import BackendError, StorageError
+from lit_rl.commands.saved_policy import saved_policy
+from lit_rl.errors import BackendError
 from lit_rl.models.policy.sharding import full_state_dict
 
 
@@ -82,15 +82,10 @@ def _load(job: Export) -> int:
     """Give the model the checkpoint's weights; the optimizer step that they are of."""
     module = job.module
     module.configure_model()
-    try:
-        saved = torch.load(job.checkpoint, map_location="cpu", weights_only=True)
-        weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
-        step = int(saved["global_step"])
-    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
-        raise StorageError(f"{job.checkpoint} is no checkpoint of a run: {error}.") from error
-    module.on_load_checkpoint({"state_dict": weights})  # refuses another model's
-    module.load_state_dict(weights, strict=False)
-    return step
+    saved = saved_policy(job.checkpoint)
+    module.on_load_checkpoint({"state_dict": saved.weights})  # refuses another model's
+    module.load_state_dict(saved.weights, strict=False)
+    return saved.step
 
 
 def _send(folder: Path, repository: str, step: int, private: bool) -> str:

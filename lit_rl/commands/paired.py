@@ -29,6 +29,11 @@ class Paired:
     test: str
     """`McNemar` or `t`."""
 
+    @property
+    def p_text(self) -> str:
+        """`p` for people."""
+        return "<0.0001" if self.p < 1e-4 else f"{self.p:.4f}"
+
 
 def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
     """Of finite values of the same prompts, one a prompt, in the same order; at least one.

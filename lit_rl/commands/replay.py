@@ -22,7 +22,7 @@ from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.callbacks.rollouts import SavedRollout
 from lit_rl.commands.replay_report import Outcome, Report, say, write
 from lit_rl.commands.replay_tokens import SeenTokens, write_tokens
-from lit_rl.errors import StorageError
+from lit_rl.commands.saved_policy import saved_policy
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics
 from lit_rl.rollout import PromptBatch, Rollout
@@ -98,15 +98,10 @@ def _load(job: Replay) -> int:
     wanted = job.rollout.ref_logprobs is None and any(module.needs_reference for _, module in job.modules)
     host = next((m for _, m in job.modules if m.needs_reference == wanted), job.modules[0][1])
     host.configure_model()
-    try:
-        saved = torch.load(job.checkpoint, map_location="cpu", weights_only=True)
-        weights = {name: t for name, t in saved["state_dict"].items() if name.startswith("policy.")}
-        step = int(saved["global_step"])
-    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
-        raise StorageError(f"{job.checkpoint} is no checkpoint of a run: {error}.") from error
+    saved = saved_policy(job.checkpoint, beside=["reference"])
     # The same way that a resumed run takes: refuses another model's weights, and brings a reference that moved.
-    host.on_load_checkpoint({"state_dict": weights} | {k: saved[k] for k in ("reference",) if k in saved})
-    host.load_state_dict(weights, strict=False)
+    host.on_load_checkpoint({"state_dict": saved.weights, **saved.beside})
+    host.load_state_dict(saved.weights, strict=False)
     job.fabric._precision.convert_module(host)
     host.to(job.fabric.device)
     for _, module in job.modules:
@@ -114,7 +109,7 @@ def _load(job: Replay) -> int:
         module.fabric = job.fabric  # what asks for a world size and a device asks it here
         module.to(job.fabric.device)
         module.plan = _plan(module, job.rollout)
-    return step
+    return saved.step
 
 
 def _plan(module: PolicyGradient, rollout: SavedRollout) -> BatchPlan:

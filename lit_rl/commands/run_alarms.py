@@ -12,31 +12,31 @@ Weight = Literal["failed", "warning", "note"]
 
 
 @dataclass(frozen=True)
-class Alarm:
-    """One finding."""
+class Finding:
+    """One of them."""
 
     weight: Weight
     """`failed`: it ended the run. `warning`: something was left out or is broken. `note`: worth a look."""
     text: str
 
 
-def alarms(run: RunFiles) -> list[Alarm]:
+def findings(run: RunFiles) -> list[Finding]:
     """The weightiest first."""
-    found = [*_ends(run), *(Alarm("warning", said) for said in run.rung), *_counted(run), *_data(run), *_looks(run)]
-    found += [Alarm("warning", each) for each in run.unread]
-    return sorted(found, key=lambda alarm: ("failed", "warning", "note").index(alarm.weight))
+    found = [*_ends(run), *(Finding("warning", said) for said in run.rung), *_counted(run), *_data(run), *_looks(run)]
+    found += [Finding("warning", each) for each in run.unread]
+    return sorted(found, key=lambda finding: ("failed", "warning", "note").index(finding.weight))
 
 
-def _ends(run: RunFiles) -> Iterator[Alarm]:
+def _ends(run: RunFiles) -> Iterator[Finding]:
     if run.error:
         where = f" (rank {run.error.get('rank')}, step {run.error.get('step')})" if "rank" in run.error else ""
-        yield Alarm("failed", f"{run.error.get('error', 'Error')}: {run.error.get('message', '')}{where}")
+        yield Finding("failed", f"{run.error.get('error', 'Error')}: {run.error.get('message', '')}{where}")
     if run.summary.get("status") == "stopped" and not run.error:
-        yield Alarm("note", f"The run was stopped at step {run.last_step}: ckpt_path=last goes on from there.")
+        yield Finding("note", f"The run was stopped at step {run.last_step}: ckpt_path=last goes on from there.")
     for path in sorted(run.path.glob("bad_batch*.pt")):
-        yield Alarm("warning", f"{path.name}: what the last step learned from whose gradient was not finite.")
+        yield Finding("warning", f"{path.name}: what the last step learned from whose gradient was not finite.")
     for missing in run.summary.get("not_written") or []:
-        yield Alarm("warning", f"Not written: {missing}.")
+        yield Finding("warning", f"Not written: {missing}.")
 
 
 _COUNTED = {
@@ -50,20 +50,20 @@ _COUNTED = {
 """Shares that should be 0, and what they are shares of."""
 
 
-def _counted(run: RunFiles) -> Iterator[Alarm]:
+def _counted(run: RunFiles) -> Iterator[Finding]:
     for name, series in run.series.items():
         phase, _, leaf = name.partition("/")
         if phase != "train" or not (worst := max(series.values)):
             continue
         if leaf == "completions/unscored":
-            yield Alarm(
+            yield Finding(
                 "warning", f"No reward applied to {worst:.0f} completions of a rollout at most ({_often(series)})."
             )
         elif leaf in _COUNTED:
-            yield Alarm("warning", f"{leaf}: up to {worst:.1%} {_COUNTED[leaf]} ({_often(series)}).")
+            yield Finding("warning", f"{leaf}: up to {worst:.1%} {_COUNTED[leaf]} ({_often(series)}).")
         elif leaf.startswith("rewards/") and leaf.endswith(("/failure_ratio", "/timeout_ratio")):
             what = "it failed on" if leaf.endswith("failure_ratio") else "its time ran out on"
-            yield Alarm(
+            yield Finding(
                 "warning", f"{leaf}: the share of completions that {what} reached {worst:.1%} ({_often(series)})."
             )
 
@@ -74,7 +74,7 @@ def _often(series: Series) -> str:
     return f"{lines} of the log, the last at step {steps[-1]:.0f}"
 
 
-def _data(run: RunFiles) -> Iterator[Alarm]:
+def _data(run: RunFiles) -> Iterator[Finding]:
     said = {
         "bad": "could not be read",
         "empty": "were empty",
@@ -85,19 +85,21 @@ def _data(run: RunFiles) -> Iterator[Alarm]:
     for name, counts in (run.summary.get("data") or {}).items():
         for key, what in said.items():
             if isinstance(counts, dict) and counts.get(key):
-                yield Alarm("note", f"{counts[key]} of {counts.get('rows', '?')} rows of the set {name} {what}.")
+                yield Finding("note", f"{counts[key]} of {counts.get('rows', '?')} rows of the set {name} {what}.")
 
 
-def _looks(run: RunFiles) -> Iterator[Alarm]:
+def _looks(run: RunFiles) -> Iterator[Finding]:
     """What a reader should see before the curves: of the last tenth of the run."""
     if (share := _late(run, "train/frac_reward_zero_std")) is not None and share > 0.8:
-        yield Alarm("note", f"{share:.0%} of the last completions are of groups of equal reward, which teach nothing.")
+        yield Finding(
+            "note", f"{share:.0%} of the last completions are in groups of equal reward: they teach nothing."
+        )
     if (share := _late(run, "train/completions/clipped_ratio")) is not None and share > 0.25:
-        yield Alarm("note", f"{share:.0%} of the last completions were cut by sampling.max_new_tokens.")
+        yield Finding("note", f"{share:.0%} of the last completions were cut by sampling.max_new_tokens.")
     if (share := _late(run, "train/clip_ratio/region_mean")) is not None and share > 0.3:
-        yield Alarm("note", f"The loss clipped {share:.0%} of the last tokens.")
+        yield Finding("note", f"The loss clipped {share:.0%} of the last tokens.")
     if (weight := _late(run, "train/sampling/ess")) is not None and weight < 0.5:
-        yield Alarm("note", f"The weights against the engine leave {weight:.0%} of the last samples (sampling/ess).")
+        yield Finding("note", f"The weights against the engine leave {weight:.0%} of the last samples (sampling/ess).")
 
 
 def _late(run: RunFiles, name: str) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
+from lit_rl.callbacks.alarms.going_back import FOLDER as BEFORE_ALARM
 from lit_rl.callbacks.checkpoint_io import is_whole
 from lit_rl.callbacks.record import FILES, record_files
 from lit_rl.commands.run_lock import NAME, RunLock
@@ -30,23 +31,22 @@ checkpoint."""
 PAGE = "report.html"
 """What `lit-rl report` makes of the rest: written anew at each end of a run."""
 
+HF_STEPS = "hf_steps"
+"""Folder of the exports that `callbacks.export` writes: `step_00000100`."""
+
 REPLACED = (
     "summary.json",
     "error.json",
     PAGE,
     "checkpoints/*.ckpt",
+    f"checkpoints/{BEFORE_ALARM}/*.ckpt",
     "hf",
     "hf_ema",
-    "hf_steps/step_*",
+    f"{HF_STEPS}/step_*",
     "bad_batch*.pt",
     *FILES,
 )
 """Names that a run writes, and would replace or add to, beside config.yaml."""
-
-HF_STEPS = "hf_steps"
-"""Folder of the exports that `callbacks.export` writes, named as the next."""
-
-_STEP = "step_00000000"
 
 _CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
@@ -241,8 +241,8 @@ class RunDir:
         for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         steps = self.path / HF_STEPS
-        left = {path.name[1 : len(_STEP) + 1] for path in steps.glob(f".{_STEP.replace('0', '[0-9]')}*")}
-        for target in (self.hf, self.path / "hf_ema", *(steps / name for name in sorted(left))):
+        begun = {found[1] for path in steps.glob(".step_*") if (found := re.match(r"\.(step_\d{8})", path.name))}
+        for target in (self.hf, self.path / "hf_ema", *(steps / name for name in sorted(begun))):
             for path in unpublished(target):
                 shutil.rmtree(path)
 

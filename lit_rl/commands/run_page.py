@@ -11,7 +11,8 @@ import yaml
 from lit_rl.commands.config_changes import changes
 from lit_rl.commands.curves import chart, histograms, number
 from lit_rl.commands.html_file import data, document, safe
-from lit_rl.commands.run_alarms import Alarm, alarms
+from lit_rl.commands.report import PHASES
+from lit_rl.commands.run_alarms import Finding, findings
 from lit_rl.commands.run_curves import Group, groups_of, measured, of_set, sets_of
 from lit_rl.commands.run_files import RunFiles
 from lit_rl.commands.run_page_style import SCRIPT, STYLE
@@ -31,7 +32,7 @@ LOWER = ("loss",)
 
 def page(run: RunFiles) -> str:
     """The whole page, of a few megabytes at most whatever the run's size."""
-    found, written = alarms(run), samples_of(run)
+    found, written = findings(run), samples_of(run)
     body = (
         f"<header>{_head(run)}</header>{_contents(found, written)}<main>"
         f'{alarm_list(found)}<h2 id="results">Results</h2>{_results(run)}'
@@ -41,7 +42,7 @@ def page(run: RunFiles) -> str:
     return document(f"{run.path.name}: report", STYLE, body, SCRIPT)
 
 
-def _contents(found: Sequence[Alarm], written: SampleFiles) -> str:
+def _contents(found: Sequence[Finding], written: SampleFiles) -> str:
     there = {"alarms": bool(found), "samples-of-run": bool(written.files)}
     names = {
         "alarms": f"Alarms ({len(found)})",
@@ -182,7 +183,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[
 # ---------------------------------------------------------------------- alarms and curves
 
 
-def alarm_list(found: Sequence[Alarm]) -> str:
+def alarm_list(found: Sequence[Finding]) -> str:
     """Under a title; nothing where there is none."""
     if not found:
         return ""
@@ -285,9 +286,6 @@ def _by_tokens(run: RunFiles, written: SampleFiles) -> str:
 
 
 # ---------------------------------------------------------------------- time and config
-
-
-PHASES = ("generate", "reward", "update")
 
 
 def _time(run: RunFiles) -> str:

@@ -68,8 +68,8 @@ def chosen_files(paths: Sequence[Path]) -> list[Path]:
     """Which of the files of `samples/`: the newest first in importance, in the order in which they are offered."""
     validations: dict[str, list[Path]] = {}
     for path in paths:
-        if match := re.fullmatch(r"val_\d+(_t.*)", path.stem):
-            validations.setdefault(match[1], []).append(path)
+        if (validation := validation_of(path)) is not None:
+            validations.setdefault(validation, []).append(path)
     rollouts = [path for path in paths if re.fullmatch(r"step_\d+", path.stem)]
     replays = [path for path in paths if re.fullmatch(r"replay_\d+", path.stem)]
     ends = [path for found in validations.values() for path in dict.fromkeys((found[-1], found[0]))]
@@ -100,11 +100,25 @@ def _add(found: SampleFiles, path: Path, room: int, cut: bool) -> int:
     return size
 
 
+def validation_of(path: Path) -> str | None:
+    """What tells the files of one validation set and decoding from others, by their names; None of a rollout."""
+    match = re.fullmatch(r"val_\d+_(t.*)", path.stem)
+    return match[1] if match else None
+
+
+def title(path: Path) -> str:
+    """Set and decoding of a file of a validation, in words; empty of another file."""
+    match = re.fullmatch(r"t([0-9.e+-]+)(?:_(.+))?", validation_of(path) or "")
+    if match is None:
+        return ""
+    decoding = "greedy" if float(match[1]) == 0 else f"sampled at {match[1]}"
+    return visible(f"{match[2] or 'held-out'}, {decoding}")
+
+
 def label(path: Path, step: int) -> str:
     """What a file is, in words."""
-    if match := re.fullmatch(r"val_\d+_t([0-9.e+-]+)(?:_(.+))?", path.stem):
-        decoding = "greedy" if float(match[1]) == 0 else f"sampled at {match[1]}"
-        return visible(f"{match[2] or 'held-out'}, {decoding}, step {step}")
+    if name := title(path):
+        return f"{name}, step {step}"
     if path.stem.startswith("replay_"):
         return f"replayed rollout of step {step}, by tokens"
     return f"rollout of step {step}"

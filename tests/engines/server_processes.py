@@ -7,11 +7,10 @@ import re
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from waiting import until
 
 from lit_rl.generation.vllm.launch import group_members
 
@@ -56,16 +55,6 @@ def children(pid: int) -> list[int]:
         if int(parent) == pid and state not in "ZX":
             found.append(int(entry.parent.name))
     return found
-
-
-def until(holds: Callable[[], Any], seconds: float) -> bool:
-    """Whether it came to hold within the time."""
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def is_free(url: str) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from engine_cases import untied_folder
 from engine_fixtures import Case
-from server_processes import children, end, is_free, start, until
+from server_processes import children, end, is_free, start
+from waiting import until
 
 from lit_rl.generation.vllm.launch import group_members
 

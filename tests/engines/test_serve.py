@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from server_processes import Served, children, end, is_free, start, until
+from server_processes import Served, children, end, is_free, start
+from waiting import until
 
 from lit_rl.commands.serve import Serve, serve
 from lit_rl.errors import ConfigError, GenerationError

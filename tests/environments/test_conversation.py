@@ -8,7 +8,6 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from talks import Talk, asked, bytes_tokenizer, chats, one, texts
 from tiers import quick
+from waiting import until
 
 from lit_rl.environments import CustomEnvironment, FunctionTools
 from lit_rl.environments.guess import GuessNumber
@@ -135,16 +135,7 @@ def test_what_answered_ends_with_its_owner() -> None:
     assert len([one(each, "multiply(2,3)", "done", prompt="?") for each in several]) == 3
     (threads, descriptors), _ = held(), several.clear()  # other tests of this process may hold some
     gc.collect()
-    assert until(lambda: held()[0] <= threads - 3 and held()[1] <= descriptors - 9), (threads, descriptors, held())
-
-
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
+    assert until(lambda: held()[0] <= threads - 3 and held()[1] <= descriptors - 9, 20), (threads, descriptors, held())
 
 
 MEETING: list[asyncio.Event] = []

@@ -82,13 +82,12 @@ def test_a_reward_that_rises_where_the_held_out_one_does_not():
     """Of a mean of the rollouts since the last validation; looked at where a rollout ends."""
     alarm = HeldOutFlat(rise=0.1, window=2)
 
-    def validated(held_out: float, *proxies: float) -> bool:
-        assert not alarm.due({"val/reward"}, {"val/reward": held_out})
-        found = [alarm.due({"train/reward"}, {"train/reward": value, "val/reward": held_out}) for value in proxies]
-        assert found == [True] + [False] * (len(proxies) - 1) or alarm.problem({}) is None
+    def validated(held_out: float, proxy: float) -> bool:
+        assert not alarm.notice({"val/reward"}, {"val/reward": held_out})
+        assert alarm.notice({"train/reward"}, {"train/reward": proxy, "val/reward": held_out})
         return alarm.problem({}) is not None
 
-    assert not alarm.due({"train/reward"}, {"train/reward": 0.1})  # nothing was validated yet
+    assert not alarm.notice({"train/reward"}, {"train/reward": 0.1})  # nothing was validated yet
     for held_out, proxy, wrong in [(0.5, 0.1, 0), (0.5, 0.15, 0), (0.5, 0.19, 0), (0.5, 0.3, 1), (0.51, 0.5, 0)]:
         assert validated(held_out, proxy) == bool(wrong), (held_out, proxy)
     again = HeldOutFlat(rise=0.1, window=2)

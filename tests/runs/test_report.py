@@ -20,7 +20,7 @@ from lit_rl.commands import run_files
 from lit_rl.commands.config_changes import between, changes
 from lit_rl.commands.curves import Line, chart, counted, smoothed, thinned, ticks
 from lit_rl.commands.html_file import data
-from lit_rl.commands.run_alarms import alarms
+from lit_rl.commands.run_alarms import findings
 from lit_rl.commands.run_curves import groups_of
 from lit_rl.commands.run_files import Series
 from lit_rl.commands.run_page import duration
@@ -179,7 +179,7 @@ def test_a_run_that_is_being_written_and_a_damaged_one_are_read_as_far_as_they_g
     (folder / "samples" / "step_00000000.parquet").write_bytes(b"half")
     run = run_files.read(folder)
     assert list(run.series["train/loss"].values) == [2.0, 1.5] and run.last_step == 3
-    said = " ".join(alarm.text for alarm in alarms(run))
+    said = " ".join(finding.text for finding in findings(run))
     assert "1 line of metrics.jsonl" in said and "last line of metrics.jsonl is not whole" in said
     assert "summary.json is damaged" in said
     page = page_of(folder)
@@ -303,7 +303,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
     )
     (folder / "bad_batch.pt").write_bytes(b"")
     (folder / "alarms.jsonl").write_text('{"step": 7, "message": "Alarm kl_blow_up"}\n{"step": 9, "mess')
-    found = [(alarm.weight, alarm.text) for alarm in alarms(run_files.read(folder))]
+    found = [(finding.weight, finding.text) for finding in findings(run_files.read(folder))]
     assert [weight for weight, _ in found] == ["warning"] * 7 + ["note"] * 3
     said = "\n".join(text for _, text in found)
     for expected in ("up to 100.0% optimizer steps were left out", "1 line of the log, the last at step 3", "25.0%"):
@@ -312,7 +312,7 @@ def test_alarms_are_what_the_files_say(tmp_path: Path) -> None:
         assert expected in said
     for expected in ("2 completions", "bad_batch.pt", "Not written: x", "4 of 10 rows", "step 20", "90% of the last"):
         assert expected in said
-    assert alarms(run_files.read(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
+    assert findings(run_files.read(run_folder(tmp_path / "well", [{"step": 1, "train/reward": 1.0}]))) == []
 
 
 def test_a_device_in_the_place_of_a_file_is_not_read(tmp_path: Path) -> None:

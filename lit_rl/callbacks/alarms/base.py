@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,7 +21,7 @@ ALARMS = "alarms.jsonl"
 """In the run directory: one line for each time that an alarm rang."""
 
 
-class Alarm(L.Callback):
+class Alarm(L.Callback, ABC):
     """Rings where something was wrong with the metrics so many times in a row, and once until it was right again.
 
     A subclass says what is wrong, in `problem`. The metrics of a rollout are looked at once, or those of a line of the
@@ -60,13 +61,13 @@ class Alarm(L.Callback):
     def state_key(self) -> str:
         return f"alarm_{self.key}"
 
+    @abstractmethod
     def problem(self, metrics: Mapping[str, float]) -> str | None:
         """What is wrong, as the beginning of a sentence; None where nothing is.
 
         Args:
             metrics: Those of `watched` that there are and that have a value.
         """
-        raise NotImplementedError
 
     def memory(self) -> dict[str, Any]:
         """What `problem` remembers of earlier looks: lists and numbers, for a checkpoint."""
@@ -91,11 +92,11 @@ class Alarm(L.Callback):
         new = {name for name, value in told.items() if self._seen.get(name) is not value}
         self._seen = told
         numbers = {name: float(value) for name, value in told.items()} if new else {}
-        if self.due(new, numbers):
+        if self.notice(new, numbers):
             self._look(trainer, pl_module, {name: value for name, value in numbers.items() if math.isfinite(value)})
 
-    def due(self, new: set[str], metrics: Mapping[str, float]) -> bool:
-        """Whether to look now.
+    def notice(self, new: set[str], metrics: Mapping[str, float]) -> bool:
+        """Take in what is new, and say whether to look now.
 
         Args:
             new: Metrics that were logged since the last call.

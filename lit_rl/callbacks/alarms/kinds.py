@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,9 +29,9 @@ class _FromTheStart(Alarm):
             return None
         return self.drifted(value, sum(self._began) / len(self._began))
 
+    @abstractmethod
     def drifted(self, value: float, before: float) -> str | None:
         """What is wrong with a value, beside the mean of the first ones."""
-        raise NotImplementedError
 
     def memory(self) -> dict[str, Any]:
         return {"began": list(self._began)}
@@ -279,8 +280,8 @@ class HeldOutFlat(Alarm):
         self._since: list[float] = []
         self._pairs: list[tuple[float, float]] = []
 
-    def due(self, new: set[str], metrics: Mapping[str, float]) -> bool:
-        """At the end of the rollout after a validation: in the middle of one a run cannot go back."""
+    def notice(self, new: set[str], metrics: Mapping[str, float]) -> bool:
+        """It looks at the end of the rollout after a validation: in the middle of one a run cannot go back."""
         if self.held_out in new:
             self._validated = metrics[self.held_out]
         if self.proxy in new and math.isfinite(metrics[self.proxy]):

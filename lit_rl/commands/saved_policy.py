@@ -1,0 +1,43 @@
+"""The policy of a checkpoint, for commands that look at it and train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_rl.errors import StorageError
+
+
+@dataclass(frozen=True)
+class SavedPolicy:
+    """What a checkpoint holds of it."""
+
+    weights: dict[str, Tensor]
+    """By the names that the module gives them."""
+    step: int
+    """Optimizer steps that it has taken."""
+    beside: dict[str, Any]
+    """What was asked for beside it, and is there."""
+
+
+def saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
+    """Read a checkpoint.
+
+    Args:
+        checkpoint: The file.
+        beside: Keys of the checkpoint that are wanted too, such as `reference`.
+
+    Raises:
+        StorageError: it is no checkpoint of a run, or is damaged.
+    """
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
+        return SavedPolicy(weights, int(saved["global_step"]), {key: saved[key] for key in beside if key in saved})
+    except Exception as error:  # an unpickler fails on a file of another kind in every way there is
+        raise StorageError(f"{checkpoint} is no checkpoint of a run: {error}.") from error
