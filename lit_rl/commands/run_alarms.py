@@ -91,9 +91,7 @@ def _data(run: RunFiles) -> Iterator[Finding]:
 def _looks(run: RunFiles) -> Iterator[Finding]:
     """What a reader should see before the curves: of the last tenth of the run."""
     if (share := _late(run, "train/frac_reward_zero_std")) is not None and share > 0.8:
-        yield Finding(
-            "note", f"{share:.0%} of the last completions are in groups of equal reward: they teach nothing."
-        )
+        yield Finding("note", f"{share:.0%} of the last completions are in groups of equal reward: they teach nothing.")
     if (share := _late(run, "train/completions/clipped_ratio")) is not None and share > 0.25:
         yield Finding("note", f"{share:.0%} of the last completions were cut by sampling.max_new_tokens.")
     if (share := _late(run, "train/clip_ratio/region_mean")) is not None and share > 0.3:
