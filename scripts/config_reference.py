@@ -1,4 +1,5 @@
-"""Write the tables of docs/configuration.md from the YAML files of `conf/` and the docstrings of the classes.
+"""Write the tables of docs/configuration.md from the YAML files of `conf/` and the docstrings of the classes, and
+lit_rl/cli/schema_keys.yaml, the list of what each schema has.
 
     python scripts/config_reference.py
 
@@ -17,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from lit_rl.cli import schemas
+from lit_rl.cli import key_names, schemas
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -252,5 +253,19 @@ def document() -> str:
     return DOCUMENT.read_text().partition(MARKER)[0] + tables()
 
 
+def schema_keys() -> str:
+    """lit_rl/cli/schema_keys.yaml as it should be."""
+    lines = [
+        "# The keys of every schema. `python scripts/config_reference.py` writes this file: do not edit by hand.\n"
+    ]
+    for name, path in sorted({**schemas.TARGETS, **schemas.functions()}.items()):
+        taken = schemas.parameters(schemas._load(path))
+        if name in schemas.functions():
+            taken = [(parameter, hint) for parameter, hint in taken if parameter.kind is parameter.KEYWORD_ONLY]
+        lines.append(f"{name}: [{', '.join(sorted(parameter.name for parameter, _ in taken))}]\n")
+    return "".join(lines)
+
+
 if __name__ == "__main__":
     DOCUMENT.write_text(document())
+    key_names.SCHEMA_KEYS.write_text(schema_keys())

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_rl.cli.listing import conf_folder, groups, keys
+from lit_rl.cli import key_names
+from lit_rl.cli.listing import conf_folder, defaults, groups, keys
 from lit_rl.errors import ConfigError, did_you_mean
 
 MEANS = {
@@ -79,6 +80,10 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     own = any(word.startswith((*_ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
     found = groups([conf_folder()])
     typed = {word.partition("=")[0] for word in words if "=" in word}
+    # What a preset of `experiment` chooses is not looked up here: its groups are checked by Hydra.
+    choices = (
+        {} if "experiment" in typed else {**defaults(), **dict(word.split("=", 1) for word in words if "=" in word)}
+    )
     out: list[str] = []
     new: list[str] = []
     for word in words:
@@ -99,7 +104,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if read != [word]:
             new += read
         elif not own:
-            _check(key, value, found)
+            _check(key, value, found, choices)
         out += read
     return out, new
 
@@ -128,14 +133,29 @@ def _quoted(value: str) -> str:
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse what needs no look at the config: a choice that its group lacks."""
+def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str]) -> None:
+    """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has."""
     if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
         listed = ", ".join(found[key])
         raise ConfigError(f"{key}={value} is not a choice.{did_you_mean(value, found[key])} {key} has: {listed}.")
-    head, dot, _ = key.partition(".")
+    head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
-    if dot and head.isidentifier() and head not in {*tops, *keys(), "hydra"}:
+    known = {*tops, *keys()} - {"hydra"}
+    if not dot and head.isidentifier() and head not in {*known, "hydra"} and did_you_mean(head, known):
+        raise ConfigError(
+            f"{head} is not a key.{did_you_mean(head, known)} The top level has: {', '.join(sorted(known))}."
+        )
+    if dot and head.isidentifier() and head not in {*known, "hydra"}:
         near = difflib.get_close_matches(head, tops, n=1, cutoff=0.75)  # others wait for the whole config
         if near:
             raise ConfigError(f"{key} is not a key. Did you mean {near[0]!r}?")
+    if dot and choices.get(head) in found.get(head, {}):
+        _check_in_group(key, head, rest.partition(".")[0], choices[head])
+
+
+def _check_in_group(key: str, group: str, name: str, choice: str) -> None:
+    """Refuse a key that no choice of the group has, where the chosen one has a similar name."""
+    if name.isidentifier() and name not in key_names.of_group(group):
+        has = sorted(name for name in key_names.of_choice(group, choice) if not name.startswith("_"))
+        if near := did_you_mean(name, has):
+            raise ConfigError(f"{group}.{name} is not a key.{near} {group} has: {', '.join(has)}.")

@@ -17,6 +17,7 @@ from tiers import quick
 
 import lit_rl
 from lit_rl.algorithms import GRPO, RLOO
+from lit_rl.cli import key_names
 from lit_rl.cli.build import build
 from lit_rl.cli.precision import for_trainer
 from lit_rl.constraints import Structured
@@ -131,6 +132,8 @@ def test_every_file_composes_and_builds(composed, file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     group, _, choice = file.rpartition("/")
     tree = composed(*VALUES.get(file, []), f"{group}={choice}")
+    if group in tree and group != "logger":  # of which several may stand side by side
+        assert set(tree[group] or {}) <= key_names.of_choice(group, choice) <= key_names.of_group(group)
     package = PACKAGES.get(file)
     if package and importlib.util.find_spec(package) is None:
         with pytest.raises(BackendError, match=package):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
@@ -56,6 +59,10 @@ def test_beta_of_rloo_is_another_one():
         ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'"),
         ("algo/loss=cipso", "Did you mean 'cispo'"),
         ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
+        ("modle=tiny", "modle is not a key. Did you mean 'model'"),
+        ("algo.group_siez=4", "algo.group_siez is not a key. Did you mean 'group_size'"),
+        ("trainer.max_step=3", "trainer.max_step is not a key. Did you mean 'max_steps'"),
+        ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
     ],
 )
 def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
@@ -64,6 +71,16 @@ def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
     assert message in str(refusal.value)
     if "trianer" not in word:  # a folder of the user's may hold it
         assert translated([word, "--config-dir", "mine"])[0][0] == word
+
+
+def test_a_typo_is_refused_before_torch_is_loaded():
+    code = (
+        "import sys\nfrom lit_rl import cli\n"
+        "assert cli.run(['algo.group_siez=4']) == 2 and not {'torch', 'lightning', 'hydra'} & set(sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert "Did you mean 'group_size'?" in ran.stderr and "loading torch" not in ran.stderr
 
 
 def test_every_name_stands_for_a_key_that_there_is(command: Command, cwd):

@@ -16,7 +16,7 @@ from doc_runs import left_as_found
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from lit_rl.cli import schemas
+from lit_rl.cli import key_names, schemas
 
 
 def script(root: Path, name: str) -> ModuleType:
@@ -31,6 +31,7 @@ def script(root: Path, name: str) -> ModuleType:
 def test_the_configuration_reference_is_up_to_date(root: Path) -> None:
     reference = script(root, "config_reference")
     assert reference.DOCUMENT.read_text() == reference.document(), "run: python scripts/config_reference.py"
+    assert key_names.SCHEMA_KEYS.read_text() == reference.schema_keys(), "run: python scripts/config_reference.py"
 
 
 def test_the_page_of_errors_is_up_to_date(root: Path) -> None:
