@@ -5,6 +5,7 @@ Use one as `data.map_row`. A row's other columns are left out, and the reference
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +21,33 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         DataError: a column is missing, or the solution gives no final answer.
     """
-    question, solution = _text(row, "question"), _text(row, "answer")
-    _, marker, final = solution.rpartition("####")
+    _, answer = _solved(row)
+    return {"prompt": _chat(_text(row, "question")), "answer": answer}
+
+
+def gsm8k_solution(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of openai/gsm8k with its solution as the completion, for SFT before GRPO on `gsm8k`.
+
+    The solution is as it comes, without the notes for a calculator (`<<48/2=24>>`), and with the answer in the box that
+    the system prompt asks for and the reward `math_answer` reads.
+
+    Raises:
+        DataError: a column is missing, or the solution gives no final answer.
+    """
+    steps, answer = _solved(row)
+    text = f"{re.sub('<<[^<>]*>>', '', steps).strip()}\n\\boxed{{{answer}}}"
+    prompt = _chat(_text(row, "question"))
+    return {"prompt": prompt, "completion": [{"role": "assistant", "content": text}], "answer": answer}
+
+
+def _solved(row: Mapping[str, Any]) -> tuple[str, str]:
+    """What stands before `####` in a solution of GSM8K, and the answer after it."""
+    solution = _text(row, "answer")
+    steps, marker, final = solution.rpartition("####")
     answer = final.strip().replace(",", "")
     if not marker or not answer:
         raise DataError(f"recipes.gsm8k: the column 'answer' has no final answer after '####': {solution[-80:]!r}")
-    return {"prompt": _chat(question), "answer": answer}
+    return steps, answer
 
 
 def math(row: Mapping[str, Any]) -> dict[str, Any]:

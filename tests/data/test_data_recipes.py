@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from lit_rl.data.recipes import BOXED, gsm8k, last_boxed, math
+from lit_rl.data.recipes import BOXED, gsm8k, gsm8k_solution, last_boxed, math
 from lit_rl.errors import DataError
+from lit_rl.rewards import math_answer
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,7 @@ def test_math_takes_the_answer_column_or_the_box():
         (gsm8k, {"question": "x", "answer": None}, "'answer'"),
         (gsm8k, {"question": "x", "answer": "72"}, "no final answer after '####'"),
         (gsm8k, {"question": "x", "answer": "#### "}, "no final answer"),
+        (gsm8k_solution, {"question": "x", "answer": "72"}, "no final answer after '####'"),
         (math, {"question": "x"}, "'problem'"),
         (math, {"problem": "x"}, "'solution'"),
         (math, {"problem": "x", "solution": "42"}, r"no \\boxed\{\}"),
@@ -67,3 +69,12 @@ def test_math_takes_the_answer_column_or_the_box():
 def test_a_missing_piece_is_named(recipe, row, message):
     with pytest.raises(DataError, match=message):
         recipe(row)
+
+
+def test_a_solution_of_gsm8k_is_what_its_reward_takes_for_right():
+    solution = "He buys 48/2 = <<48/2=24>>24 in May.\nThat is 1,000+24 = <<1000+24=1024>>1,024.\n#### 1,024"
+    row = gsm8k_solution({"question": "How many?", "answer": solution})
+    assert row["prompt"] == gsm8k({"question": "How many?", "answer": solution})["prompt"] and row["answer"] == "1024"
+    (message,) = row["completion"]
+    assert message["content"] == "He buys 48/2 = 24 in May.\nThat is 1,000+24 = 1,024.\n\\boxed{1024}"
+    assert math_answer([row["prompt"]], [row["completion"]], answer=[row["answer"]]) == [1.0]

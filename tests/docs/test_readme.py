@@ -69,13 +69,13 @@ def composes(overrides: list[str]) -> None:
 
 
 @pytest.mark.all
-def test_the_commands_of_the_readme_compose(root: Path, cwd: Path) -> None:
-    """`make test` composes them; `make test-all` runs them."""
-    prepare(cwd, blocks(root / "README.md"), root)
-    commands = [
-        words for block in blocks(root / "README.md") for words in block.commands if words[:2] == ["python", "train.py"]
-    ]
-    plain_ones = [words[2:] for words in commands if not any(word.startswith("-") for word in words)]
+@pytest.mark.parametrize("name", ["README.md", "docs/recipes.md"])
+def test_the_commands_of_a_document_compose(name: str, root: Path, cwd: Path) -> None:
+    """`make test` composes the README's; `make test-all` runs them."""
+    prepare(cwd, blocks(root / name), root)
+    typed = [words for block in blocks(root / name) for words in block.commands]
+    commands = [words[2:] for words in typed if words[:2] in (["python", "train.py"], ["lit-rl", "plan"])]
+    plain_ones = [words for words in commands if not any(word.startswith("-") for word in words)]
     assert plain_ones
     for overrides in plain_ones:
         composes(overrides)
