@@ -92,8 +92,12 @@ COMMANDS = {
     ),
     "replay": Command(
         "what other objectives would have done with a rollout of a run",
-        ("lit-rl replay run_dir=runs/x losses=[grpo,gspo,cispo]",),
-        (_RUN, ("losses", "algo presets; `run` is the run's own"), ("rollout", "a file of run_dir/rollouts")),
+        ("lit-rl replay run_dir=runs/x replay.losses=[grpo,gspo,cispo]",),
+        (
+            _RUN,
+            ("replay.losses", "algo presets; `run` is the run's own"),
+            ("replay.rollout", "a file of run_dir/rollouts"),
+        ),
     ),
     "transcripts": Command(
         "recorded episodes as a page for the browser",

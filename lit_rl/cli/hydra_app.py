@@ -280,8 +280,8 @@ def _check(config: DictConfig) -> None:
         raise ConfigError("trust_run is a key of lit-rl replay and lit-rl chat: no other command reads a run's config.")
     if config.task == "replay":
         return
-    if config.losses or config.rollout:
-        raise ConfigError("losses and rollout are keys of lit-rl replay (task=replay): no other command reads them.")
+    if config.replay.losses or config.replay.rollout:
+        raise ConfigError("replay.* are keys of lit-rl replay (task=replay): no other command reads them.")
     allowed = (*TASKS, *_WITHOUT_A_RUN, "replay")
     if config.task not in allowed:
         raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")

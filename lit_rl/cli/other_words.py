@@ -37,6 +37,8 @@ MEANS = {
     "model_name_or_path": "model",
     "dataset_name": "data.path",
     "max_length": "data.max_length",
+    "losses": "replay.losses",
+    "rollout": "replay.rollout",
 }
 """A name at the top, and the key that it is here."""
 

@@ -31,8 +31,8 @@ from lit_rl.rewards.sums.weighted import Rewards
 
 KEYS = (
     "run_dir",
-    "losses",
-    "rollout",
+    "replay.losses",
+    "replay.rollout",
     "ckpt_path",
     "trainer.accelerator",
     "trainer.precision",
@@ -88,7 +88,7 @@ def _check_keys() -> None:
         key = override.lstrip("+~").partition("=")[0]
         if key in KEYS:
             continue
-        hint = " Name presets in losses=[...]." if key == "algo" else ""
+        hint = " Name presets in replay.losses=[...]." if key == "algo" else ""
         raise ConfigError(
             f"{key} cannot be set for lit-rl replay: it is taken from the run's config.yaml.{hint} To be set are "
             f"{', '.join(KEYS[:-1])}."
@@ -96,17 +96,17 @@ def _check_keys() -> None:
 
 
 def _names(config: DictConfig) -> list[str]:
-    if not isinstance(config.losses, ListConfig) or not config.losses:
+    if not isinstance(config.replay.losses, ListConfig) or not config.replay.losses:
         raise ConfigError(
-            f"losses={config.losses} must be a list of algo presets, such as losses=[grpo,gspo,cispo]; {RUN!r} stands "
-            "for the run's own settings."
+            f"replay.losses={config.replay.losses} must be a list of algo presets, such as "
+            f"replay.losses=[grpo,gspo,cispo]; {RUN!r} stands for the run's own settings."
         )
-    names, known = [str(name) for name in config.losses], _presets()
+    names, known = [str(name) for name in config.replay.losses], _presets()
     for name in names:
         if name not in (RUN, *known):
             raise ConfigError(
-                f"losses: {name!r} is no algo preset.{did_you_mean(name, (RUN, *known))} There are: {RUN} (the run's "
-                f"own settings), {', '.join(known)}."
+                f"replay.losses: {name!r} is no algo preset.{did_you_mean(name, (RUN, *known))} There are: {RUN} (the "
+                f"run's own settings), {', '.join(known)}."
             )
     return names
 
@@ -121,7 +121,7 @@ def _preset(name: str, run: dict[str, Any], allow: list[str]) -> dict[str, Any]:
     made = get_class(compose("config", [f"algo={name}"]).algo._target_)
     if not issubclass(made, PolicyGradient):
         raise ConfigError(
-            f"losses: {name} is no objective over the rewards of a rollout ({made.__name__} learns from pairs, "
+            f"replay.losses: {name} is no objective over the rewards of a rollout ({made.__name__} learns from pairs, "
             "verdicts or texts): leave it out."
         )
     algo = OmegaConf.to_container(compose(f"algo/{name}").algo)
@@ -146,10 +146,10 @@ def config_of(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _rollout(config: DictConfig, run_dir: RunDir) -> Path:
-    if config.rollout is not None:
-        path = Path(str(config.rollout)).expanduser()
+    if config.replay.rollout is not None:
+        path = Path(str(config.replay.rollout)).expanduser()
         if not path.is_file():
-            raise ConfigError(f"rollout={path} does not exist. Null is the newest one of run_dir/rollouts.")
+            raise ConfigError(f"replay.rollout={path} does not exist. Null is the newest one of run_dir/rollouts.")
         return path
     found = saved_rollouts(run_dir.path / "rollouts")
     if not found:

@@ -280,7 +280,7 @@ def _by_tokens(run: RunFiles, written: SampleFiles) -> str:
         return ""
     return (
         f'<p class="dim">No file here holds, token by token: {", ".join(missing)}. '
-        "<code>lit-rl replay run_dir=... losses=[run]</code> writes them of the newest rollout (a KL where the "
+        "<code>lit-rl replay run_dir=... replay.losses=[run]</code> writes them of the newest rollout (a KL where the "
         "objective has one), and <code>lit-rl report run_dir=...</code> then shows them.</p>"
     )
 

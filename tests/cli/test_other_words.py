@@ -84,7 +84,13 @@ def test_a_typo_is_refused_before_torch_is_loaded():
 
 
 def test_every_name_stands_for_a_key_that_there_is(command: Command, cwd):
-    values = {"model_name_or_path": "./a", "gradient_checkpointing": "true", "output_dir": "x", "dataset_name": "y"}
+    values = {
+        "losses": "[grpo]",
+        "model_name_or_path": "./a",
+        "gradient_checkpointing": "true",
+        "output_dir": "x",
+        "dataset_name": "y",
+    }
     for names, algo in ((set(MEANS) - {"max_length"}, "grpo"), ({"max_length"}, "dpo")):
         words = [f"{name}={values.get(name, 1)}" for name in sorted(names)]
         outcome = command(

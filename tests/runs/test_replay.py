@@ -81,7 +81,7 @@ def compare(train: Callable[..., int]) -> Callable[..., dict[str, Any]]:
     def run(folder: Path, *names: str, **keys: object) -> dict[str, Any]:
         before = set(folder.glob("replay_*.json"))
         arguments = [f"{key}={value}" for key, value in keys.items()]
-        assert train("replay", f"run_dir={folder}", f"losses=[{','.join(names)}]", *arguments) == 0
+        assert train("replay", f"run_dir={folder}", f"replay.losses=[{','.join(names)}]", *arguments) == 0
         (path,) = set(folder.glob("replay_*.json")) - before
         return json.loads(path.read_text())
 
@@ -326,17 +326,21 @@ def test_nothing_of_the_run_is_changed(finished, compare):
 
 
 REFUSED = {
-    "unknown": (["losses=[grppo]"], 2, "'grppo' is no algo preset. Did you mean 'grpo'?"),
-    "offline": (["losses=[grpo,dpo]"], 2, "dpo is no objective over the rewards of a rollout"),
-    "pairs": (["losses=[online_dpo]"], 2, "online_dpo is no objective over the rewards of a rollout"),
-    "critic": (["losses=[grpo,ppo]"], 2, "ppo learns with a critic"),
-    "greedy": (["losses=[remax]"], 2, "remax compares with the reward of greedy completions"),
-    "none": ([], 2, "losses=[] must be a list of algo presets"),
-    "one": (["losses=grpo"], 2, "losses=grpo must be a list"),
-    "other key": (["losses=[grpo]", "algo.beta=1"], 2, "algo.beta cannot be set"),
-    "preset as group": (["losses=[grpo]", "algo=gspo"], 2, "Name presets in losses"),
-    "no such rollout": (["losses=[grpo]", "rollout=nowhere.pt"], 2, "rollout=nowhere.pt does not exist"),
-    "no such policy": (["losses=[grpo]", "ckpt_path=nowhere.ckpt"], 2, "ckpt_path=nowhere.ckpt does not exist"),
+    "unknown": (["replay.losses=[grppo]"], 2, "'grppo' is no algo preset. Did you mean 'grpo'?"),
+    "offline": (["replay.losses=[grpo,dpo]"], 2, "dpo is no objective over the rewards of a rollout"),
+    "pairs": (["replay.losses=[online_dpo]"], 2, "online_dpo is no objective over the rewards of a rollout"),
+    "critic": (["replay.losses=[grpo,ppo]"], 2, "ppo learns with a critic"),
+    "greedy": (["replay.losses=[remax]"], 2, "remax compares with the reward of greedy completions"),
+    "none": ([], 2, "replay.losses=[] must be a list of algo presets"),
+    "one": (["losses=grpo"], 2, "replay.losses=grpo must be a list"),
+    "other key": (["replay.losses=[grpo]", "algo.beta=1"], 2, "algo.beta cannot be set"),
+    "preset as group": (["replay.losses=[grpo]", "algo=gspo"], 2, "Name presets in replay.losses"),
+    "no such rollout": (
+        ["replay.losses=[grpo]", "replay.rollout=nowhere.pt"],
+        2,
+        "replay.rollout=nowhere.pt does not exist",
+    ),
+    "no such policy": (["replay.losses=[grpo]", "ckpt_path=nowhere.ckpt"], 2, "ckpt_path=nowhere.ckpt does not exist"),
 }
 
 
@@ -357,7 +361,7 @@ def test_a_folder_that_lacks_something_is_refused(finished, train, capsys, tmp_p
     elif missing != "run_dir":
         shutil.rmtree(folder / missing)
     where = [] if missing == "run_dir" else [f"run_dir={folder}"]
-    assert train("replay", *where, "losses=[grpo]") == (7 if missing == "checkpoints" else 2)
+    assert train("replay", *where, "replay.losses=[grpo]") == (7 if missing == "checkpoints" else 2)
     assert told.get(missing, "needs the folder of a run") in capsys.readouterr().err
 
 
@@ -366,18 +370,18 @@ def test_single_completions_have_nothing_for_grpo(finished, train, capsys, tmp_p
     rollout = newest_rollout(folder)
     completions = dataclasses.replace(rollout.completions, group_id=torch.arange(16))
     dataclasses.replace(rollout, rows=list(range(16)), completions=completions).write(path)
-    assert train("replay", f"run_dir={folder}", "losses=[grpo]", f"rollout={path}") == 2
+    assert train("replay", f"run_dir={folder}", "replay.losses=[grpo]", f"replay.rollout={path}") == 2
     assert "the rollout has 1 completions a prompt" in capsys.readouterr().err
-    assert train("replay", f"run_dir={folder}", "losses=[reinforce_pp]", f"rollout={path}") == 0
+    assert train("replay", f"run_dir={folder}", "replay.losses=[reinforce_pp]", f"replay.rollout={path}") == 0
 
 
 def test_files_of_another_kind_are_refused(finished, train, capsys):
     folder = finished(*MINIBATCHES)
     rollout, checkpoint = folder / "rollouts" / "step_00000004.pt", folder / "checkpoints" / "step_00000006.ckpt"
-    for key, path in {"rollout": checkpoint, "ckpt_path": rollout}.items():
-        assert train("replay", f"run_dir={folder}", "losses=[grpo]", f"{key}={path}") == 7
+    for key, path in {"replay.rollout": checkpoint, "ckpt_path": rollout}.items():
+        assert train("replay", f"run_dir={folder}", "replay.losses=[grpo]", f"{key}={path}") == 7
         assert f"{path} is no" in capsys.readouterr().err
-    assert train("replay", f"run_dir={folder}", "losses=[grpo]", f"ckpt_path={folder / 'checkpoints'}") == 7
+    assert train("replay", f"run_dir={folder}", "replay.losses=[grpo]", f"ckpt_path={folder / 'checkpoints'}") == 7
     assert "a folder of pieces" in capsys.readouterr().err
     for path in (folder / "config.yaml", folder / "metrics.jsonl"):
         with pytest.raises(StorageError, match="is no rollout"):
@@ -385,7 +389,7 @@ def test_files_of_another_kind_are_refused(finished, train, capsys):
 
 
 def test_no_other_command_takes_losses(train, capsys):
-    assert train("losses=[grpo]") == 2
+    assert train("replay.losses=[grpo]") == 2
     assert "keys of lit-rl replay" in capsys.readouterr().err
 
 
@@ -394,13 +398,13 @@ def test_the_runs_config_builds_only_what_is_allowed(finished, train, capsys, tm
     shutil.copytree(finished(*MINIBATCHES), folder)
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("lit_rl.ops.advantages.group_normalized", "os.system"))
-    assert train("replay", f"run_dir={folder}", "losses=[run]") == 2
+    assert train("replay", f"run_dir={folder}", "replay.losses=[run]") == 2
     assert "not on the list of what a config may build" in capsys.readouterr().err
     (tmp_path / "theirs.py").write_text("open(__file__ + '.canary', 'w').close()\ndef f(completions): return []\n")
     tree = yaml.safe_load(text)
     tree["algo"]["loss"] = {"_target_": "lit_rl.rewards.FunctionFromPath", "path": f"{tmp_path}/theirs.py:f"}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    assert train("replay", f"run_dir={folder}", "losses=[run]") == 2
+    assert train("replay", f"run_dir={folder}", "replay.losses=[run]") == 2
     told = capsys.readouterr().err
     assert "algo.loss._target_=lit_rl.rewards.functions.by_path.FunctionFromPath" in told and "trust_run=true" in told
     assert not list(tmp_path.rglob("*.canary"))

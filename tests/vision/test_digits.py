@@ -189,7 +189,7 @@ def test_the_experiment_trains_exports_and_goes_on_from_its_export(root: Path, t
     second = train(f"model.name={first['folder']}", "seed=1")
     assert second["before"][""]["greedy"] == first["after"][""]["greedy"]
     folder = Path(first["folder"]).parent
-    replay = [sys.executable, str(root / "train.py"), "replay", f"run_dir={folder}", "losses=[run,gspo]"]
+    replay = [sys.executable, str(root / "train.py"), "replay", f"run_dir={folder}", "replay.losses=[run,gspo]"]
     told = said(*replay, f"ckpt_path={folder / 'checkpoints' / 'step_00000001.ckpt'}")
     assert told.returncode == 0, told.stdout + told.stderr
     (report,) = folder.glob("replay_*.json")
