@@ -49,6 +49,7 @@ def run(arguments: list[str]) -> int:
     commands = (*HYDRA, *LIGHT, *LIGHTNING)
     command = arguments[0] if arguments and arguments[0] in commands else None
     if command in LIGHTNING:
+        _say_what_loads(command)
         from lit_rl.cli import lightning_app
         from lit_rl.cli.messages import reported
 
@@ -71,12 +72,9 @@ def _hydra(command: str | None, rest: list[str]) -> int:
     from lit_rl.cli.other_words import translated
 
     rest, read = translated(rest)
-    first_process = os.environ.get("LOCAL_RANK", "0") == "0"
-    if read and first_process:
+    if read and _is_first_process():
         sys.stderr.write(f"Read as {' '.join(read)}\n")
-    if "torch" not in sys.modules and first_process:
-        sys.stderr.write(f"lit-rl {command or 'train'}: loading torch, lightning and transformers ...\n")
-        sys.stderr.flush()
+    _say_what_loads(command or "train")
     if command and HYDRA[command] != "fit":
         # argparse takes overrides in one row only, before the options or after them
         first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
@@ -89,6 +87,17 @@ def _hydra(command: str | None, rest: list[str]) -> int:
 
     sys.argv = [sys.argv[0], *rest]
     return hydra_app.main()
+
+
+def _say_what_loads(command: str) -> None:
+    """The first line, before what takes seconds to import."""
+    if "torch" not in sys.modules and _is_first_process():
+        sys.stderr.write(f"lit-rl {command}: loading torch, lightning and transformers ...\n")
+        sys.stderr.flush()
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _said(command: str | None, rest: Sequence[str]) -> str:
