@@ -10,6 +10,7 @@ from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.errors import BackendError, ConfigError, DataError, did_you_mean
+from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 
 
 def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:
@@ -68,6 +69,7 @@ def open_hub(path: str, *, split: str | None = None, name: str | None = None, **
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
+    read_the_cache_alone_where_there_is_no_hub()
     try:
         data = datasets.load_dataset(path, name, split=split, **how)
     except DatasetNotFoundError as error:

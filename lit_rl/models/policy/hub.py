@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lit_rl.errors import BackendError, ConfigError, LitRLError, StorageError, did_you_mean
+from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
 
 TINY = Path(__file__).parents[1] / "tiny"
 """The policy that comes with the package: small enough to learn on a laptop CPU."""
@@ -73,7 +74,10 @@ def resolve(key: str, name: str, revision: str | None = None) -> str:
         near = did_you_mean(folder.name, _models_in(folder.parent))
         raise ConfigError(f"{key}={name!r} is written as a path, and there is no such folder.{near}")
     copy = copy_without_hub(name)
-    return str(copy) if revision is None and (copy / "config.json").is_file() else name
+    if revision is None and (copy / "config.json").is_file():
+        return str(copy)
+    read_the_cache_alone_where_there_is_no_hub()
+    return name
 
 
 def _models_in(parent: Path) -> set[str]:
@@ -165,7 +169,11 @@ def _from_hub(key: str, name: str, error: Exception) -> LitRLError | None:
             f"is not in the local cache and the hub cannot be reached. Where there is a network, run {download} and "
             "copy the cache; or give a folder.",
         ),
-        (errors.OfflineModeIsEnabled, f"is not in the local cache and HF_HUB_OFFLINE is set. Run {download} first."),
+        (
+            errors.OfflineModeIsEnabled,
+            "is not in the local cache, and the hub is not asked (HF_HUB_OFFLINE is set, or it cannot be reached). "
+            f"Where there is a network, run {download} and copy the cache; or give a folder.",
+        ),
     ]
     causes = list(_chain(error))
     if any(isinstance(cause, errors.RemoteEntryNotFoundError) for cause in causes):

@@ -1,0 +1,66 @@
+"""Whether the hub can be asked at all. Where its name has no address, that is found out once and said in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from urllib.parse import urlsplit
+
+_PATIENCE = 3.0
+"""Seconds for one look-up of a name: a server of names that does not answer would take half a minute."""
+
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+
+
+_without_address: set[str] = set()
+"""Hosts that had no address when they were last looked up."""
+
+
+def read_the_cache_alone_where_there_is_no_hub() -> None:
+    """Do what `HF_HUB_OFFLINE=1` does while the hub's name has no address; call it before a hub id is read.
+
+    Hugging Face's libraries try every file six times otherwise, with pauses, a minute in all, and then say the same.
+    Processes that this one starts read their caches alone too. Behind a proxy, which looks names up itself, nothing is
+    done; nor where the user has set `HF_HUB_OFFLINE`.
+    """
+    from huggingface_hub import constants
+
+    host = urlsplit(constants.ENDPOINT).hostname
+    set_by_the_user = constants.HF_HUB_OFFLINE and host not in _without_address
+    if host is None or set_by_the_user or any(os.environ.get(name) for name in _PROXIES):
+        return
+    if _has_address(host):
+        if host in _without_address:  # a notebook whose machine has found its network again
+            _without_address.remove(host)
+            _ask_the_hub(True)
+    elif host not in _without_address:
+        sys.stderr.write(f"{host} cannot be reached (its name has no address): the local cache alone is read.\n")
+        _without_address.add(host)
+        _ask_the_hub(False)
+
+
+def _ask_the_hub(ask: bool) -> None:
+    from huggingface_hub import constants
+
+    os.environ["HF_HUB_OFFLINE"] = "0" if ask else "1"
+    constants.HF_HUB_OFFLINE = not ask
+    if datasets := sys.modules.get("datasets"):  # it has read the setting already
+        datasets.config.HF_HUB_OFFLINE = not ask
+
+
+def _has_address(host: str) -> bool:
+    found: list[bool] = []
+
+    def look_up() -> None:
+        try:
+            found.append(bool(socket.getaddrinfo(host, 443)))
+        except OSError:
+            found.append(False)
+
+    # A thread, as a look-up takes no time limit.
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)
+    return bool(found and found[0])

@@ -1,0 +1,84 @@
+"""A hub whose name has no address is found out at once, once, and in one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lit_rl import offline
+from lit_rl.errors import BackendError
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may ask the hub, whatever other tests have set, and is as it was afterwards."""
+    import datasets
+    import huggingface_hub
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(offline, "_without_address", set())
+    for name in offline._PROXIES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def is_offline() -> bool:
+    import datasets
+    import huggingface_hub
+
+    states = {huggingface_hub.is_offline_mode(), datasets.config.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] == "1"}
+    assert len(states) == 1
+    return states.pop()
+
+
+def test_it_is_said_once_and_undone_when_the_name_has_an_address(asked, monkeypatch, capsys):
+    for _ in range(2):
+        offline.read_the_cache_alone_where_there_is_no_hub()
+    assert is_offline() and capsys.readouterr().err.count("hub.invalid") == 1
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: [("an address of", host, port)])
+    offline.read_the_cache_alone_where_there_is_no_hub()
+    assert not is_offline() and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("proxy", offline._PROXIES)
+def test_a_proxy_looks_names_up_itself(asked, monkeypatch, proxy):
+    monkeypatch.setenv(proxy, "http://127.0.0.1:1")
+    offline.read_the_cache_alone_where_there_is_no_hub()
+    assert not is_offline()
+
+
+def test_what_the_user_has_set_stays(asked, monkeypatch):
+    import huggingface_hub
+
+    offline._ask_the_hub(False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    offline.read_the_cache_alone_where_there_is_no_hub()
+    assert is_offline()
+
+
+def test_a_look_up_that_hangs_is_no_address(asked, monkeypatch):
+    monkeypatch.setattr(offline, "_PATIENCE", 0.1)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port: time.sleep(5))
+    offline.read_the_cache_alone_where_there_is_no_hub()
+    assert is_offline()
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("words", ["model=owner/absent", "data=jsonl data.path=owner/absent data.split=train"])
+def test_a_run_says_so_in_two_lines_and_tries_nothing_again(words, tmp_path):
+    settings = {"HF_ENDPOINT": "https://hub.invalid", "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1"}
+    from lit_rl import __file__ as package
+
+    root = os.path.dirname(os.path.dirname(package))
+    command = [sys.executable, os.path.join(root, "train.py"), *words.split(), "trainer.accelerator=cpu"]
+    ran = subprocess.run(command, cwd=tmp_path, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert ran.returncode == BackendError("").exit_code, ran.stderr
+    assert ran.stderr.count("hub.invalid cannot be reached") == 1
+    assert "Retry" not in ran.stderr and "Traceback" not in ran.stderr and "owner/absent" in ran.stderr
