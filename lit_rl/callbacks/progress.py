@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -29,13 +30,17 @@ SHOWN = {
 }
 """Metric to its name in the bar, in order. The loss stands last: on policy it is about zero while the policy learns."""
 
+LARGE = 2**30
+"""Bytes of weights that take seconds to read."""
 
 _COUNTS = 50
 """Columns for the share, a bar, steps, times and speed."""
 
 
 class Progress(ProgressBar):
-    """The batch arithmetic as a table, then one bar over the whole run. Without a terminal, lines instead.
+    """The batch arithmetic as a table, then one bar over the whole run, and one over each validation.
+
+    Without a terminal, lines instead.
 
     Args:
         seconds_between_lines: How often a line is written where the output is no terminal.
@@ -45,6 +50,7 @@ class Progress(ProgressBar):
         super().__init__()
         self.seconds_between_lines = seconds_between_lines
         self._bar: tqdm | None = None
+        self._validation: tqdm | None = None
         self._enabled = True
         self._last_line = 0.0
         self._last_step = -1
@@ -55,6 +61,12 @@ class Progress(ProgressBar):
 
     def enable(self) -> None:
         self._enabled = True
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        path = Path(str(getattr(getattr(pl_module, "model", None), "path", "")))
+        size = sum(file.stat().st_size for file in path.glob("*.safetensors")) if path.is_dir() else 0
+        if self._enabled and trainer.is_global_zero and size >= LARGE:
+            self.print(f"reading {size / 2**30:.1f} GiB of weights from {path} ...")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._enabled or not trainer.is_global_zero:
@@ -104,8 +116,42 @@ class Progress(ProgressBar):
             self.print(self._line(trainer, _values(trainer)))  # whatever the clock says, the last line is the last step
         self._close()
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self._enabled or not trainer.is_global_zero:
+            return
+        self._validation = tqdm(
+            total=sum(_counts_of(trainer)) or None, desc="validation", unit="batch", leave=False, disable=None
+        )
+        self._last_line = time.monotonic()
+
+    def on_validation_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if self._validation is None:
+            return
+        done = sum(_counts_of(trainer)[:dataloader_idx]) + batch_idx + 1
+        self._validation.update(done - self._validation.n)
+        if self._validation.disable and time.monotonic() - self._last_line >= self.seconds_between_lines:
+            self._last_line = time.monotonic()
+            self.print(f"validation: {done} of {self._validation.total or '?'} batches")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._close_validation()
+
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self._close_validation()
         self._close()
+
+    def _close_validation(self) -> None:
+        if self._validation is not None:
+            self._validation.close()
+            self._validation = None
 
     def _close(self) -> None:
         if self._bar is not None:
@@ -114,6 +160,11 @@ class Progress(ProgressBar):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         tqdm.write(" ".join(map(str, args)))
+
+
+def _counts_of(trainer: L.Trainer) -> list[int]:
+    """Batches of each validation set that are taken; 0 where a set does not know its length."""
+    return [int(count) if count != float("inf") else 0 for count in trainer.num_val_batches]
 
 
 def _length(trainer: L.Trainer, total: float) -> str:

@@ -21,6 +21,7 @@ from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt, render_prompt
 from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean, in_range
+from lit_rl.long_waits import counted
 from lit_rl.rollout import Prompt, PromptBatch
 from lit_rl.vision import PromptVision
 
@@ -169,7 +170,7 @@ def read_examples(
     )
     reader = _Reader(tokenizer, options, processor, rows.folder)
     kept, first_error = [], None
-    for i in range(len(rows)):
+    for i in counted(range(len(rows)), "tokenising prompts", "row"):
         try:
             example = reader.example(rows[i], rows.where(i))
         except DataError as error:

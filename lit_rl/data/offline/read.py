@@ -14,6 +14,7 @@ from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.reader import Reader, nothing_in
 from lit_rl.data.sources import Rows
 from lit_rl.errors import DataError
+from lit_rl.long_waits import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ def read_on(rows: Rows, reader: Reader, met: Mapping[str, int]) -> tuple[list[Ex
     counts.update(dict.fromkeys((*DROPPED, "overlong", "truncated", "kept", "longest"), 0))
     kept: list[Example] = []
     first_error = None
-    for i in range(len(rows)):
+    for i in counted(range(len(rows)), "tokenising", "row"):
         where = rows.where(i)
         try:
             record = reader.record(rows[i], where)
