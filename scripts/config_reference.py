@@ -108,7 +108,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
         ["FunctionTools", "MCPTools", "CustomEnvironment", "GymnasiumEnvironment", "RolloutFunction"],
     ),
     ("optimizer", "", ["AdamW", "AdamW8bit", "AdamWSplit", "ByPath"]),
-    ("scheduler", "", ["Linear", "Cosine", "Constant"]),
+    ("scheduler", "", ["Linear", "Cosine", "Constant", "ScheduleByPath"]),
     ("eval", "", ["Evaluation"]),
     ("callbacks.samples", "", ["Samples"]),
     ("callbacks.rollouts", "", ["Rollouts"]),

@@ -55,6 +55,7 @@ _HINTS = {
     "env.functions": " (such as [./my_tools.py:multiply])",
     "reward.fn": " (package.module:name or ./file.py:name)",
     "optimizer.path": " (such as torch.optim.SGD)",
+    "scheduler.path": " (such as torch.optim.lr_scheduler.StepLR)",
     "reward.functions.reward_model.name": " (a folder or a hub id)",
     "reward.functions.process_reward_model.name": " (a folder or a hub id)",
     "judge.fn": " (package.module:name or ./file.py:name)",

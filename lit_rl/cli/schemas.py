@@ -59,6 +59,7 @@ TARGETS = {
     "Constant": "lit_rl.algorithms.optim.schedules.Constant",
     "Linear": "lit_rl.algorithms.optim.schedules.Linear",
     "Cosine": "lit_rl.algorithms.optim.schedules.Cosine",
+    "ScheduleByPath": "lit_rl.algorithms.optim.schedule_by_path.ScheduleByPath",
     "SeparateCritic": "lit_rl.models.scoring.critic.SeparateCritic",
     "SharedTrunk": "lit_rl.models.scoring.critic.SharedTrunk",
     "AdapterCritic": "lit_rl.models.scoring.critic.AdapterCritic",
