@@ -96,7 +96,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
             *("GuessDemonstrations", "CalculatorDemonstrations", "RandomPlay", "Digits"),
         ],
     ),
-    ("reward", "", ["from_paths", "Rewards", "RewardRecipes"]),
+    ("reward", "", ["from_paths", "Rewards", "RewardRecipes", "JointRewards"]),
     ("judge", "", ["RewardJudge", "FunctionJudge", "PairwiseJudge", "LLMJudge"]),
     ("reference", "", ["FrozenCopy", "OtherModel", "EMAReference", "BEMAReference", "MixingReference"]),
     ("sampling", "", ["Sampling"]),

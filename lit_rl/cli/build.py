@@ -54,6 +54,7 @@ _HINTS = {
     "env.path": " (package.module:Name or ./file.py:Name)",
     "env.functions": " (such as [./my_tools.py:multiply])",
     "reward.fn": " (package.module:name or ./file.py:name)",
+    "reward.joint": " (package.module:name or ./file.py:name)",
     "optimizer.path": " (such as torch.optim.SGD)",
     "scheduler.path": " (such as torch.optim.lr_scheduler.StepLR)",
     "reward.functions.reward_model.name": " (a folder or a hub id)",

@@ -105,6 +105,7 @@ TARGETS = {
     "VerifiersTasks": "lit_rl.data.verifiers_tasks.VerifiersTasks",
     "Rewards": "lit_rl.rewards.Rewards",
     "RewardRecipes": "lit_rl.rewards.RewardRecipes",
+    "JointRewards": "lit_rl.rewards.JointRewards",
     "from_paths": "lit_rl.rewards.from_paths",
     "MathAccuracy": "lit_rl.rewards.MathAccuracy",
     "SoftOverlong": "lit_rl.rewards.SoftOverlong",

@@ -50,6 +50,7 @@ VALUES = {  # what has no default
     "experiment/smollm2_tool": ["model.name=tiny"],
     "optimizer/by_path": ["optimizer.path=torch.optim.SGD"],
     "scheduler/by_path": ["scheduler.path=torch.optim.lr_scheduler.CosineAnnealingLR"],
+    "reward/joint": ["reward.joint=lit_rl.rewards:contains"],
     "reward/function": ["reward.fn=lit_rl.rewards:contains"],
     "algo/advantage/gae": ["algo=ppo"],
     "algo/advantage/gae_of_turns": ["algo=ppo"],
