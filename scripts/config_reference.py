@@ -117,6 +117,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("callbacks.preference_sets", "", ["PreferenceSets"]),
     ("callbacks.export", "", ["Export"]),
     ("callbacks.ema", "", ["EMAWeights"]),
+    ("callbacks.bema", "", ["BEMAWeights"]),
     ("callbacks.entropy_collapse", "", ["EntropyCollapse"]),
     ("callbacks.length_drift", "", ["LengthDrift"]),
     ("callbacks.repetition_drift", "", ["RepetitionDrift"]),

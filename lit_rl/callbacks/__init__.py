@@ -10,6 +10,7 @@ from lit_rl.callbacks.alarms import KLBlowUp as KLBlowUp
 from lit_rl.callbacks.alarms import LengthDrift as LengthDrift
 from lit_rl.callbacks.alarms import RepetitionDrift as RepetitionDrift
 from lit_rl.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+from lit_rl.callbacks.ema import BEMAWeights as BEMAWeights
 from lit_rl.callbacks.ema import EMAWeights as EMAWeights
 from lit_rl.callbacks.export import Export as Export
 from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop

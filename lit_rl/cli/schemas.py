@@ -128,6 +128,7 @@ TARGETS = {
     "GracefulStop": "lit_rl.callbacks.GracefulStop",
     "Histograms": "lit_rl.callbacks.Histograms",
     "Export": "lit_rl.callbacks.Export",
+    "BEMAWeights": "lit_rl.callbacks.BEMAWeights",
     "EMAWeights": "lit_rl.callbacks.EMAWeights",
     "PreferenceSets": "lit_rl.callbacks.PreferenceSets",
     "EntropyCollapse": "lit_rl.callbacks.EntropyCollapse",
