@@ -118,6 +118,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
     ("callbacks.export", "", ["Export"]),
     ("callbacks.ema", "", ["EMAWeights"]),
     ("callbacks.bema", "", ["BEMAWeights"]),
+    ("callbacks.merge", "", ["MergedWeights"]),
     ("callbacks.entropy_collapse", "", ["EntropyCollapse"]),
     ("callbacks.length_drift", "", ["LengthDrift"]),
     ("callbacks.repetition_drift", "", ["RepetitionDrift"]),

@@ -38,7 +38,7 @@ class AveragedWeights(L.Callback, ABC):
     choice: ClassVar[str]
     """The choice of the group `callbacks`, for messages."""
     kinds: ClassVar[tuple[str, ...]]
-    """What is kept of each weight, which begins as the weight; the first is what is exported."""
+    """What is kept of each weight, which begins as the weight; the first is exported, unless `exported` says other."""
 
     def __init__(self, folder: str | None = None) -> None:
         self.folder = folder
@@ -108,13 +108,17 @@ class AveragedWeights(L.Callback, ABC):
 
     def averaged(self, pl_module: Any) -> dict[str, Tensor]:
         """The policy's whole state dict with the average in place of what is trained. Collective; rank 0 gets it."""
-        state, average = full_state_dict(pl_module.policy), self._whole(self.kinds[0])
+        state, average = full_state_dict(pl_module.policy), self.exported(pl_module)
         names = {id(weight): name for name, weight in self._weights(pl_module).items()}
         tied = {alias: names.get(id(t)) for alias, t in pl_module.policy.state_dict(keep_vars=True).items()}
         return {
             alias: tensor if (name := tied[alias]) is None else average[name].to(tensor.dtype)
             for alias, tensor in state.items()
         }
+
+    def exported(self, pl_module: Any) -> dict[str, Tensor]:
+        """What stands in the place of each trained weight, whole, on the CPU. A collective where it is sharded."""
+        return self._whole(self.kinds[0])
 
     def _weights(self, pl_module: Any) -> dict[str, Tensor]:
         trained = [name for name, p in pl_module.policy.named_parameters() if p.requires_grad]
@@ -131,8 +135,11 @@ class AveragedWeights(L.Callback, ABC):
 
     def _whole(self, kind: str) -> dict[str, Tensor]:
         """What is kept, as whole tensors on the CPU: a collective where it is sharded."""
-        kept = self._kept[kind]
-        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in kept.items()}
+        return self._on_cpu(self._kept[kind])
+
+    @staticmethod
+    def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
         return {name: tensor.detach().cpu().clone() for name, tensor in whole.items()}
 
     def _export(self, trainer: L.Trainer, pl_module: Any, folder: Path) -> None:

@@ -129,6 +129,7 @@ TARGETS = {
     "Histograms": "lit_rl.callbacks.Histograms",
     "Export": "lit_rl.callbacks.Export",
     "BEMAWeights": "lit_rl.callbacks.BEMAWeights",
+    "MergedWeights": "lit_rl.callbacks.MergedWeights",
     "EMAWeights": "lit_rl.callbacks.EMAWeights",
     "PreferenceSets": "lit_rl.callbacks.PreferenceSets",
     "EntropyCollapse": "lit_rl.callbacks.EntropyCollapse",

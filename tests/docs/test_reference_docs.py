@@ -55,6 +55,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         ["callbacks=preference_sets"],
         ["callbacks=ema"],
         ["callbacks=bema"],
+        ["callbacks=merge"],
         ["callbacks=alarms"],
         *([f"data={name}"] for name in ("largest", "reasoning_gym", "repeated", "products")),
         *([f"data={name}"] for name in ("guess_text", "calculator_text", "random_play")),

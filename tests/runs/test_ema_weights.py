@@ -12,7 +12,7 @@ import torch
 from runs_helpers import SMALL, assert_same, newest
 from safetensors.torch import load_file
 
-from lit_rl.callbacks import BEMAWeights, EMAWeights
+from lit_rl.callbacks import BEMAWeights, EMAWeights, MergedWeights
 from lit_rl.errors import ConfigError
 
 pytestmark = pytest.mark.all
@@ -180,3 +180,36 @@ def test_a_setting_of_the_average_without_lag_out_of_range_is_refused(key, value
 def test_a_decay_out_of_range_is_refused(decay):
     with pytest.raises(ConfigError, match=r"callbacks\.ema\.decay"):
         EMAWeights(decay=decay)
+
+
+def test_the_merged_weights_lie_between_the_first_and_the_last_ones(train, tmp_path):
+    """Also where the run was resumed in between."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    overrides = ["callbacks=merge" if word == "callbacks=ema" else word for word in RUN if ".decay" not in word]
+    overrides += ["callbacks.merge.share=0.25"]
+    assert train(*overrides, f"run_dir={whole}") == 0
+    start = checkpoint(whole, 3)["callbacks"]["MergedWeights"]["initial"]
+    merged, trained = (
+        load_file(whole / "hf_merged" / "model.safetensors"),
+        load_file(whole / "hf" / "model.safetensors"),
+    )
+    assert merged.keys() == trained.keys()
+    for name, value in start.items():
+        torch.testing.assert_close(merged[name], 0.75 * value + 0.25 * trained[name], rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(merged[name], trained[name]) for name in start)
+    assert "0.25 of the way" in (whole / "hf_merged" / "README.md").read_text()
+
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "hf_merged")
+    (again / "checkpoints" / "step_00000003.ckpt").unlink()
+    (again / "summary.json").write_text(json.dumps({"status": "running", "before": {}, "seconds": 1.0}))
+    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same(load_file(again / "hf_merged" / "model.safetensors"), merged)
+
+
+def test_a_merge_of_adapters_is_refused(train, tmp_path, capsys):
+    overrides = ["callbacks=merge" if word == "callbacks=ema" else word for word in RUN if ".decay" not in word]
+    assert train(*overrides, "model.lora.r=2", f"run_dir={tmp_path}") == 2
+    assert "callbacks=merge goes along a line" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"callbacks\.merge\.share"):
+        MergedWeights(share=2.5)
