@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_rl.algorithms.evaluation.statistics import Averages, rollout_metrics
+from lit_rl.algorithms.evaluation.statistics import Averages, input_tokens, rollout_metrics
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.token_columns import token_columns
 from lit_rl.algorithms.evaluation.validation import prefixed
@@ -39,6 +39,7 @@ class Records:
         self.unscored = 0
         self._stats: dict[str, float] = {}
         self._tokens_seen = 0
+        self._input_tokens_seen = 0
         self._opened = time.perf_counter()
 
     def add(self, metrics: Metrics) -> None:
@@ -73,8 +74,10 @@ class Records:
         self._count_unscored(scores.names, of_all["rewards"])
         tokens = sum(ranks.counts(sampled_tokens))
         self._tokens_seen += tokens
+        self._input_tokens_seen += sum(ranks.counts(input_tokens(completions)))
         self._stats = rollout_metrics(scores.names, **of_all)
         self._stats |= {"num_tokens": float(self._tokens_seen), "rollout_tokens": float(tokens)}
+        self._stats["num_input_tokens_seen"] = float(self._input_tokens_seen)
         self.add(_logged_by_rewards(scores, ranks))
         if completions.episodes is not None:
             self.add(metrics_of(completions.episodes, ranks))
@@ -132,11 +135,13 @@ class Records:
 
     def counts(self) -> dict[str, Any]:
         """What outlives a rollout, for a checkpoint."""
-        return {"tokens_seen": self._tokens_seen, "unscored": self.unscored}
+        seen = {"tokens_seen": self._tokens_seen, "input_tokens_seen": self._input_tokens_seen}
+        return seen | {"unscored": self.unscored}
 
     def load_counts(self, saved: dict[str, Any]) -> None:
         """The counterpart of `counts`."""
         self._tokens_seen, self.unscored = saved["tokens_seen"], saved["unscored"]
+        self._input_tokens_seen = saved.get("input_tokens_seen", 0)  # earlier versions did not count them
 
     def half_used(self) -> dict[str, Any]:
         """What belongs to the rollout at hand, for a checkpoint."""

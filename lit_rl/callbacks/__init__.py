@@ -10,11 +10,13 @@ from lit_rl.callbacks.alarms import KLBlowUp as KLBlowUp
 from lit_rl.callbacks.alarms import LengthDrift as LengthDrift
 from lit_rl.callbacks.alarms import RepetitionDrift as RepetitionDrift
 from lit_rl.callbacks.checkpoint_io import AtomicCheckpointIO as AtomicCheckpointIO
+from lit_rl.callbacks.ema import BEMAWeights as BEMAWeights
 from lit_rl.callbacks.ema import EMAWeights as EMAWeights
 from lit_rl.callbacks.export import Export as Export
 from lit_rl.callbacks.graceful_stop import GracefulStop as GracefulStop
 from lit_rl.callbacks.histograms import Histograms as Histograms
 from lit_rl.callbacks.jsonl import JsonlLogger as JsonlLogger
+from lit_rl.callbacks.merge import MergedWeights as MergedWeights
 from lit_rl.callbacks.preference_sets import PreferenceSets as PreferenceSets
 from lit_rl.callbacks.progress import Progress as Progress
 from lit_rl.callbacks.record import Record as Record

@@ -26,6 +26,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
+from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, let_loggers_fail
 from lit_rl.cli import config_files, ends, quiet
@@ -48,7 +49,7 @@ CONFIG_NAME = "lit_rl_config.yaml"
 
 FACTORIES = {
     "optimizer": (optimizers.AdamW, optimizers.AdamW8bit, optimizers.AdamWSplit, optimizers.ByPath),
-    "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant),
+    "scheduler": (schedules.Linear, schedules.Cosine, schedules.Constant, ScheduleByPath),
     "reference": (
         *(reference.Auto, reference.FrozenCopy, reference.AdapterBase, reference.InitialAdapter),
         *(moving_reference.EMA, moving_reference.BEMA, moving_reference.Mixing, other_model.OtherModel),

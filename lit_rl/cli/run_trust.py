@@ -15,6 +15,7 @@ _NAMES_CODE = (
     "lit_rl.environments.",
     "lit_rl.generation.rollout_function.",
     "lit_rl.algorithms.optim.optimizers.ByPath",
+    "lit_rl.algorithms.optim.schedule_by_path.",
 )
 """Objects of ours that import a module or a Python file by its path, or start a program."""
 

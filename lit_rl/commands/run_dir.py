@@ -42,6 +42,8 @@ REPLACED = (
     f"checkpoints/{BEFORE_ALARM}/*.ckpt",
     "hf",
     "hf_ema",
+    "hf_bema",
+    "hf_merged",
     f"{HF_STEPS}/step_*",
     "bad_batch*.pt",
     *FILES,
@@ -241,8 +243,9 @@ class RunDir:
         for path in self.checkpoints.glob(f"*.ckpt{PARTIAL}[0-9]*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         steps = self.path / HF_STEPS
+        averages = [self.path / name for name in ("hf_ema", "hf_bema", "hf_merged")]
         begun = {found[1] for path in steps.glob(".step_*") if (found := re.match(r"\.(step_\d{8})", path.name))}
-        for target in (self.hf, self.path / "hf_ema", *(steps / name for name in sorted(begun))):
+        for target in (self.hf, *averages, *(steps / name for name in sorted(begun))):
             for path in unpublished(target):
                 shutil.rmtree(path)
 

@@ -18,6 +18,7 @@ from lit_rl.rewards.scorers.process_reward_model import ProcessRewardModel
 from lit_rl.rewards.scorers.remote import RemoteReward
 from lit_rl.rewards.scorers.reward_model import RewardModel
 from lit_rl.rewards.sums.from_paths import FunctionFromPath, from_paths, load_function
+from lit_rl.rewards.sums.joint import JointRewards
 from lit_rl.rewards.sums.recipes import RewardRecipes
 from lit_rl.rewards.sums.weighted import Rewards, Scores, TrainerState
 
@@ -26,6 +27,7 @@ __all__ = [
     "CosineScaledLength",
     "FunctionFromPath",
     "FunctionJudge",
+    "JointRewards",
     "Judge",
     "LLMJudge",
     "Length",

@@ -37,7 +37,9 @@ def with_verdict(module: KTO, verdict: Any) -> KTO:
 def test_the_cut_changes_nothing(module: KTO, verdict: Any, cut: tuple[int, int]) -> None:
     data = data_of(VERDICTS, "verdicts")
     module = with_verdict(module, verdict)
-    assert_same_step(step_of(module, data, *cut), step_of(module, data))
+    found = step_of(module, data, *cut)
+    assert_same_step(found, step_of(module, data))
+    assert (found.metrics["count/chosen"], found.metrics["count/rejected"]) == (5, 3), "rows of the step"
 
 
 def test_the_baseline_is_that_of_the_whole_step(module: KTO) -> None:

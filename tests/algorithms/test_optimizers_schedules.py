@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lit_rl.algorithms.optim.optimizers import AdamW, AdamW8bit, AdamWSplit, ByPath
+from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
 from lit_rl.algorithms.optim.schedules import After, Constant, Cosine, Linear, by_group
 from lit_rl.errors import BackendError, ConfigError
 
@@ -46,6 +47,63 @@ def test_a_schedule_that_ends_needs_an_end(schedule):
 @pytest.mark.parametrize("schedule", [Constant(3), Linear(2, 0.1), Cosine(1, 0.2), After(3, Linear(2))])
 def test_the_factor_is_the_share_of_the_learning_rate(schedule):
     assert rates(schedule, 8, 8) == pytest.approx([2.0 * schedule.factor(step, 8) for step in range(8)])
+
+
+TORCH = "torch.optim.lr_scheduler"
+BY_PATH = {
+    "StepLR": {"step_size": 3, "gamma": 0.5},
+    "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2},
+    "CosineAnnealingLR": {"T_max": 8, "eta_min": 0.1},
+    "PolynomialLR": {"total_iters": 6, "power": 2.0},
+}
+
+
+@pytest.mark.parametrize("name", BY_PATH)
+def test_a_scheduler_by_path_gives_the_rates_that_it_gives_in_torch(name):
+    """With a learning rate of 2, of which `eta_min` is a share."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    kwargs = BY_PATH[name] | ({"eta_min": 0.2} if "eta_min" in BY_PATH[name] else {})
+    scheduler, expected = getattr(torch.optim.lr_scheduler, name)(optimizer, **kwargs), []
+    for _ in range(8):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(ScheduleByPath(f"{TORCH}.{name}", kwargs=BY_PATH[name]), 8, 8) == pytest.approx(expected)
+
+
+def test_a_scheduler_by_path_begins_after_the_warm_up_and_takes_the_length_of_the_run():
+    warm = ScheduleByPath(f"{TORCH}.CosineAnnealingLR", warmup_steps=2)
+    bare = Cosine(warmup_steps=2)
+    assert rates(warm, 8, 8) == pytest.approx(rates(bare, 8, 8))
+    cycle = ScheduleByPath(f"{TORCH}.OneCycleLR", kwargs={"max_lr": 1.0, "cycle_momentum": False})
+    seen = [cycle.factor(step, 10) for step in range(10)]
+    assert max(seen) == pytest.approx(1.0) and seen[0] == pytest.approx(1 / 25) and seen[-1] < 1e-4
+    assert cycle.factor(4, 10) == seen[4], "an earlier step can be asked for again, as a resume does"
+    assert cycle.factor(4, 20) != seen[4]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "word"),
+    [
+        ("torch.optim.lr_scheduler.StepLr", {}, "Did you mean 'StepLR'"),
+        ("torch.optim.SGD", {}, "torch.optim.lr_scheduler.LRScheduler class"),
+        (f"{TORCH}.ReduceLROnPlateau", {}, "goes by a metric"),
+        (f"{TORCH}.StepLR", {"stepsize": 3}, "do not fit"),
+        (f"{TORCH}.OneCycleLR", {"max_lr": 1.0}, "cycle_momentum=false"),
+        (f"{TORCH}.StepLR", {"step_size": 1, "gamma": -1.0}, "makes -1 of"),
+    ],
+)
+def test_a_scheduler_that_will_not_do_is_refused(name, kwargs, word):
+    with pytest.raises(ConfigError, match=word):
+        ScheduleByPath(name, kwargs=kwargs).factor(1, 8)
+
+
+def test_a_scheduler_that_needs_an_end_or_comes_to_one_says_so():
+    with pytest.raises(ConfigError, match="T_max is not set.*trainer.max_steps"):
+        ScheduleByPath(f"{TORCH}.CosineAnnealingLR").factor(0, math.inf)
+    short = ScheduleByPath(f"{TORCH}.OneCycleLR", kwargs={"max_lr": 1, "total_steps": 4, "cycle_momentum": False})
+    with pytest.raises(ConfigError, match="ends at step"):
+        short.factor(6, 8)
 
 
 def two_groups(*schedules, total=6):

@@ -198,12 +198,13 @@ def odd_length(completions: list[str], answer: list[str]) -> list[float]:
 
 
 def test_samples_and_metrics_are_of_what_was_drawn(tmp_path, monkeypatch):
-    drawn: list[int] = []
+    drawn, read = [], []
     generate = GRPO.generate
 
     def counted(self, *args, **more):
         completions = generate(self, *args, **more)
         drawn.append(int(completions.lengths.sum()))
+        read.append(int(completions.attention_mask.sum()))
         return completions
 
     monkeypatch.setattr(GRPO, "generate", counted)
@@ -222,6 +223,7 @@ def test_samples_and_metrics_are_of_what_was_drawn(tmp_path, monkeypatch):
         assert sum(samples["length"]) == drawn[step]
         assert metrics["train/completions/mean_length"] == pytest.approx(drawn[step] / 16)
         assert metrics["train/num_tokens"] == sum(drawn[: step + 1])
+        assert metrics["train/num_input_tokens_seen"] == sum(read[: step + 1])
         replayed += float(metrics["train/replay/groups"]) * (lengths.tolist() != samples["length"])
         pairs = [[samples[key][i : i + 2] for key in ("reward", "advantage")] for i in range(0, 16, 2)]
         assert all((rewards[0] == rewards[1]) == (advantages == [0, 0]) for rewards, advantages in pairs)

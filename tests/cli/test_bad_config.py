@@ -180,6 +180,11 @@ LATER: list[tuple[str, list[str], list[str]]] = [
     ("slices", ["algo.split_groups=3"], ["algo.split_groups=3", "algo.group_size=2"]),
     ("context", ["sampling.max_new_tokens=4000"], ["sampling.max_new_tokens=4000", "context", "holds"]),
     ("optimizer-path", ["optimizer=by_path", "optimizer.path=torch.optim.SDG"], ["torch.optim.SDG", "'SGD'"]),
+    (
+        "scheduler-path",
+        ["scheduler=by_path", "scheduler.path=torch.optim.lr_scheduler.StepLr"],
+        ["scheduler.path='torch.optim.lr_scheduler.StepLr'", "'StepLR'"],
+    ),
 ]
 
 

@@ -43,6 +43,7 @@ DATA = {"algo=sft": "texts", "algo=gkd": "texts"} | {
 UNMAPPED = ("not needed", "not built")
 NEEDED = {
     "optimizer=by_path": "optimizer.path=torch.optim.SGD",
+    "scheduler=by_path": "scheduler.path=torch.optim.lr_scheduler.StepLR",
     "env=tools": "env.functions=[lit_rl.environments.calculator:mul]",
 }
 """What a choice has no default for."""

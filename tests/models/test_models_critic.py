@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import distributed, nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
@@ -91,6 +91,41 @@ def test_a_value_is_the_head_on_the_state_that_chooses_the_token(describe, make_
             hidden = trunk(torch.tensor([prompt + response])).last_hidden_state
             expected = [head(hidden[0, len(prompt) - 1 + i]) for i in range(len(response))]
             torch.testing.assert_close(values[row, : len(response)], torch.stack(expected), atol=2e-5, rtol=1e-4)
+
+
+def reward_model(make_model, folder: str = "scores", **changes) -> str:
+    """A random classifier of the policy's family and vocabulary, as transformers saves one."""
+    made = make_model("qwen2", folder)
+    config = AutoConfig.from_pretrained(made, **{"num_labels": 1, "pad_token_id": 256} | changes)
+    torch.manual_seed(11)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(made)
+    return str(made)
+
+
+def test_from_a_reward_model_a_value_is_the_score_of_the_text_so_far(describe, make_model, make_completions):
+    """As transformers' own classifier gives it to each beginning of the row alone."""
+    policy, folder = describe("full").load().eval(), reward_model(make_model)
+    critic = SeparateCritic(folder)
+    critic.check(describe("full"))
+    module = critic.module(policy).eval()
+    prompts, responses = [[5, 6, 7], [8], [9, 10]], [[1, 2, 3, 4], [3, 258], [11]]
+    values = critic.values(policy, module, make_completions(prompts, responses, left=2, right=1))
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for row, (prompt, response) in enumerate(zip(prompts, responses)):
+        texts = [torch.tensor([prompt + response[:i]]) for i in range(len(response))]
+        scores = torch.stack([theirs(text).logits[0, 0] for text in texts])
+        torch.testing.assert_close(values[row, : len(response)], scores, atol=2e-5, rtol=1e-4)
+        assert scores.abs().max() > 0.01, "a head of zeros would pass"
+    trained = critic.parameters(policy, module)
+    assert len(trained) == len(list(module.parameters())), "all of it is trained"
+
+
+def test_what_is_no_reward_model_for_a_critic_is_refused_before_weights(describe, make_model):
+    with pytest.raises(ConfigError, match=r"algo.critic.model=.*num_labels=3"):
+        SeparateCritic(reward_model(make_model, num_labels=3)).check(describe("full"))
+    lora = LanguageModel(reward_model(make_model, "other"), lora=Lora(r=2))
+    with pytest.raises(ConfigError, match="algo.critic.model.lora is set"):
+        SeparateCritic(lora).check(describe("full"))
 
 
 @every_case

@@ -29,7 +29,10 @@ def assert_same(trl: Any, settings: dict[str, Any], rows: list[int] = ALL) -> di
     for name, value in expected.items():
         lost = 1e-6 * size if name.startswith("rewards/") else 1e-6
         assert mine.metrics[name][0] == pytest.approx(value, rel=1e-5, abs=lost), name
-    assert all(math.isnan(mine.metrics[name][0]) for name in mine.metrics.keys() - expected.keys())
+    labels = [ROWS[row]["label"] for row in rows]
+    counts = {"count/chosen": sum(labels), "count/rejected": len(labels) - sum(labels)}  # TRL has dropped them
+    assert {name: mine.metrics[name][0] for name in counts} == counts
+    assert all(math.isnan(mine.metrics[name][0]) for name in mine.metrics.keys() - expected.keys() - counts.keys())
     return mine.metrics
 
 

@@ -21,6 +21,7 @@ from said_turns import drawn, ids_of
 from tiers import all_but_exhaustive
 from torch import Tensor
 
+from lit_rl.algorithms.evaluation.statistics import input_tokens
 from lit_rl.algorithms.rollouts.micro_batches import frozen_logprobs
 from lit_rl.environments import FunctionTools
 from lit_rl.environments.interaction import Interaction
@@ -110,6 +111,7 @@ def completions_of(
 
 def test_the_same_turns_are_the_same_rollout(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts that tell of the tools, tokens, who wrote them, what rewards are given, and the metrics."""
+    before = oracle.trainer.state.num_input_tokens_seen
     theirs = their_rollout(oracle, monkeypatch, {}, Case(), SAID, rows())
     batch, mine = our_completions(oracle)
     assert mine.attended is not None and mine.episodes is not None
@@ -126,6 +128,7 @@ def test_the_same_turns_are_the_same_rollout(oracle: Oracle, monkeypatch: pytest
     assert theirs.metrics["tools/call_frequency"] == [calls / ROWS]
     assert theirs.metrics["tools/failure_frequency"] == [failed / calls]
     assert theirs.metrics["completions/mean_length"] == [mine.lengths.float().mean().item()]
+    assert theirs.metrics["num_tokens"] == [before + input_tokens(mine)]
 
 
 def test_calls_that_fail_are_counted_and_answered_with_an_error(

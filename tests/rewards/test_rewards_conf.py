@@ -35,6 +35,7 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
     "repetition": [0.0, -8 / 9],
     "code": [0.0, 0.0],
     "recipes": [1.0, 1.1],
+    "joint": [1.0, 1.0],
     "environment": [1.0, 0.25],
     "environment_turns": [1.0, 0.25],
     "reasoning_gym": [1.0, 0.0],  # its scorer gives a part to an answer with the right one inside, which is not paid
@@ -43,6 +44,7 @@ EXPECTED = {  # for the completions "42" of two tokens and GOOD of eleven, with 
 ASKS_ELSEWHERE = {"reward_model": RewardModel, "process_reward_model": ProcessRewardModel, "remote": RemoteReward}
 VALUES = {
     "function": ["reward.fn=[lit_rl.rewards:math_answer,lit_rl.rewards:contains]", "reward.weights=[0.75,0.25]"],
+    "joint": ["reward.joint=lit_rl.rewards:contains"],
     "code": ["reward.functions.code_execution.allow_execution=true"],
     "reward_model": ["reward.functions.reward_model.name=owner/model"],
     "process_reward_model": ["reward.functions.process_reward_model.name=owner/model"],

@@ -158,6 +158,91 @@ def test_no_gradient_and_no_autocast(make):
     assert not model.training and not any(parameter.requires_grad for parameter in model.parameters())
 
 
+def plain_logits(folder: str, texts: list[str]) -> torch.Tensor:
+    """`(b, labels)` of each text alone."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    reader = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        return torch.cat([model(**reader(text, return_tensors="pt")).logits for text in texts])
+
+
+class TestLabels:
+    """Classifiers with several labels, against the probabilities that transformers' own pipeline gives."""
+
+    NAMES = {0: "bad", 1: "fair", 2: "good"}
+
+    @pytest.mark.parametrize("kind", ["single_label_classification", "multi_label_classification"])
+    def test_a_label_by_number_and_by_name_on_every_scale(self, make, kind):
+        from transformers import pipeline
+
+        folder = make(encoder(num_labels=3, id2label=self.NAMES, problem_type=kind))
+        texts = [prompt + completion for prompt, completion in zip(PROMPTS, COMPLETIONS)]
+        logits = plain_logits(folder, texts)
+        classify = pipeline("text-classification", folder, device="cpu")
+        expected = [{each["label"]: each["score"] for each in found} for found in classify(texts, top_k=None)]
+
+        def asked(**how: Any) -> Any:
+            return RewardModel(folder, batch_size=3, **how)(PROMPTS, COMPLETIONS)
+
+        for label in (2, "good"):
+            assert asked(label=label) == pytest.approx(logits[:, 2].tolist(), rel=1e-4, abs=1e-5)
+        probability = [found["good"] for found in expected]
+        assert asked(label="good", output="probability") == pytest.approx(probability, rel=1e-4)
+        logs = [math.log(value) for value in probability]
+        assert asked(label="good", output="log_probability") == pytest.approx(logs, rel=1e-3)
+        assert (sum(expected[0].values()) == pytest.approx(1)) == kind.startswith("single")
+
+    def test_one_label_needs_no_name_and_has_a_probability(self, make):
+        folder = make()
+        logits = direct(folder, [p + c for p, c in zip(PROMPTS, COMPLETIONS)])
+        expected = [1 / (1 + math.exp(-logit)) for logit in logits]
+        assert RewardModel(folder, output="probability")(PROMPTS, COMPLETIONS) == pytest.approx(expected, rel=1e-4)
+        assert RewardModel(folder, label=0)(PROMPTS, COMPLETIONS) == RewardModel(folder)(PROMPTS, COMPLETIONS)
+
+    def test_the_labels_are_named_where_none_or_a_wrong_one_is_chosen(self, make):
+        folder = make(encoder(num_labels=3, id2label=self.NAMES))
+        for label, word in (
+            (None, r"num_labels=3.*Set label.*0 \(bad\), 1 \(fair\), 2 \(good\)"),
+            ("god", "Did you mean 'good'"),
+            (3, "label=3 is no label"),
+            (-1, "label=-1 is no label"),
+            (True, "label=True is no label"),
+        ):
+            with pytest.raises(ConfigError, match=word):
+                RewardModel(folder, label=label).load()
+        with pytest.raises(ConfigError, match="output='prob'.*logit, probability, log_probability"):
+            RewardModel(folder, output="prob")  # pyright: ignore
+
+
+class TestKwargs:
+    def test_the_template_is_rendered_with_them(self, make):
+        folder = make(template="{{ mood }}:{% for m in messages %}{{ m['content'] }}{% endfor %}")
+        prompts, replies = [[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "a"}]]
+        scores = RewardModel(folder, chat_template_kwargs={"mood": "calm"})(prompts, replies)
+        assert scores == pytest.approx(direct(folder, ["calm:qa"]), rel=1e-4)
+
+    def test_the_config_is_overridden_and_the_attention_chosen(self, make):
+        reward = RewardModel(make(), init_kwargs={"max_position_embeddings": 20, "attn_implementation": "eager"})
+        assert reward.load()[0].config._attn_implementation == "eager"
+        with pytest.raises(RewardError, match="max_length=20"):
+            reward(PROMPTS, COMPLETIONS)
+
+    @pytest.mark.parametrize(
+        ("key", "word"),
+        [("trust_remote_code", "runs no code"), ("torch_dtype", "use dtype"), ("num_labels", "use label"),
+         ("device_map", "use device"), ("token", "HF_TOKEN"), ("use_safetensors", "safetensors files alone")],
+    )  # fmt: skip
+    def test_what_is_fixed_or_unsafe_is_refused_at_once(self, key, word):
+        with pytest.raises(ConfigError, match=f"init_kwargs.{key} is not taken.*{word}"):
+            RewardModel("owner/model", init_kwargs={key: "x"})
+
+    def test_what_the_model_does_not_know_is_refused(self, make):
+        with pytest.raises(ConfigError, match="max_positon_embeddings is no field.*Did you mean 'max_position_emb"):
+            RewardModel(make(), init_kwargs={"max_positon_embeddings": 20}).load()
+        with pytest.raises(ConfigError, match="chat_template_kwargs: tokenize cannot be set"):
+            RewardModel("owner/model", chat_template_kwargs={"tokenize": True})
+
+
 class TestLoading:
     def test_waits_for_the_first_use_and_happens_once(self, make):
         reward = RewardModel(make(), dtype="bfloat16", device="cpu")

@@ -12,7 +12,7 @@ import torch
 from runs_helpers import SMALL, assert_same, newest
 from safetensors.torch import load_file
 
-from lit_rl.callbacks import EMAWeights
+from lit_rl.callbacks import BEMAWeights, EMAWeights, MergedWeights
 from lit_rl.errors import ConfigError
 
 pytestmark = pytest.mark.all
@@ -111,10 +111,105 @@ def test_a_small_share_is_not_lost_in_half_precision():
         callback.on_train_batch_end(trainer, module, None, None, 0)
     expected = 1 + (1 - 0.992**100) / 128
     assert callback.averaged(module)["weight"].dtype == torch.bfloat16
-    assert callback._whole()["weight"].item() == pytest.approx(expected, abs=1e-6)
+    assert callback._whole("average")["weight"].item() == pytest.approx(expected, abs=1e-6)
+
+
+class Numbers(L.LightningModule):
+    """A policy of two numbers, and what TRL's callback can make a copy of."""
+
+    class Policy(torch.nn.Module):
+        def __init__(self, config: float) -> None:
+            super().__init__()
+            self.config = config
+            self.weight = torch.nn.Parameter(torch.tensor([config, -config]))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy = Numbers.Policy(1.5)
+
+
+@pytest.mark.parametrize("every, burn_in, least", [(1, 0, 0.0), (3, 0, 0.4), (2, 3, 0.0), (2, 4, 0.3)])
+def test_the_average_without_its_lag_is_trls(every, burn_in, least):
+    callbacks = pytest.importorskip("trl.trainer.callbacks")
+    from transformers import TrainerControl, TrainerState
+
+    settings = {"ema_power": 0.7, "bias_power": 0.3, "lag": 4, "multiplier": 2.0}
+    theirs = callbacks.BEMACallback(update_freq=every, update_after=burn_in, min_ema_multiplier=least, **settings)
+    ours = BEMAWeights(every=every, burn_in=burn_in, min_beta=least, **settings)
+    module, trainer = Numbers(), L.Trainer(logger=False, barebones=True)
+    state, control = TrainerState(), TrainerControl()
+    theirs.on_train_begin(None, state, control, model=module.policy)
+    ours.on_train_start(trainer, module)
+    torch.manual_seed(0)
+    for step in range(1, 12):
+        module.policy.weight.data += torch.randn(2)
+        state.global_step = step
+        trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        theirs.on_step_end(None, state, control, model=module.policy)
+        ours.on_train_batch_end(trainer, module, None, None, 0)
+        if step == 6:  # resumed here
+            checkpoint: dict = {"callbacks": {}}
+            ours.on_save_checkpoint(trainer, module, checkpoint)
+            ours = BEMAWeights(every=every, burn_in=burn_in, min_beta=least, **settings)
+            ours.load_state_dict(checkpoint["callbacks"][ours.state_key])
+            ours.on_train_start(trainer, module)
+        torch.testing.assert_close(ours.averaged(module)["weight"], theirs.running_model.weight.data)
+    assert not torch.equal(ours.averaged(module)["weight"], module.policy.weight.data)
+
+
+def test_the_average_without_its_lag_is_exported(train, tmp_path):
+    run = tmp_path / "run"
+    overrides = ["callbacks=bema" if word == "callbacks=ema" else word for word in RUN if ".decay" not in word]
+    assert train(*overrides, "callbacks.bema.every=2", "callbacks.bema.lag=1", f"run_dir={run}") == 0
+    kept = checkpoint(run, 3)["callbacks"]["BEMAWeights"]
+    exported, now = load_file(run / "hf_bema" / "model.safetensors"), weights(run, 2)
+    for name, value in kept["corrected"].items():
+        assert torch.equal(exported[name], value)
+        moved = now[name] - kept["initial"][name]
+        torch.testing.assert_close(value, kept["average"][name] + 3**-0.2 * moved, rtol=1e-5, atol=1e-6)
+    assert "bias-corrected" in (run / "hf_bema" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("key", "value"), [("lag", 0.5), ("every", 0), ("min_beta", 1.5), ("burn_in", -1)])
+def test_a_setting_of_the_average_without_lag_out_of_range_is_refused(key, value):
+    with pytest.raises(ConfigError, match=rf"callbacks\.bema\.{key}"):
+        BEMAWeights(**{key: value})
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1])
 def test_a_decay_out_of_range_is_refused(decay):
     with pytest.raises(ConfigError, match=r"callbacks\.ema\.decay"):
         EMAWeights(decay=decay)
+
+
+def test_the_merged_weights_lie_between_the_first_and_the_last_ones(train, tmp_path):
+    """Also where the run was resumed in between."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    overrides = ["callbacks=merge" if word == "callbacks=ema" else word for word in RUN if ".decay" not in word]
+    overrides += ["callbacks.merge.share=0.25"]
+    assert train(*overrides, f"run_dir={whole}") == 0
+    start = checkpoint(whole, 3)["callbacks"]["MergedWeights"]["initial"]
+    merged, trained = (
+        load_file(whole / "hf_merged" / "model.safetensors"),
+        load_file(whole / "hf" / "model.safetensors"),
+    )
+    assert merged.keys() == trained.keys()
+    for name, value in start.items():
+        torch.testing.assert_close(merged[name], 0.75 * value + 0.25 * trained[name], rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(merged[name], trained[name]) for name in start)
+    assert "0.25 of the way" in (whole / "hf_merged" / "README.md").read_text()
+
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "hf_merged")
+    (again / "checkpoints" / "step_00000003.ckpt").unlink()
+    (again / "summary.json").write_text(json.dumps({"status": "running", "before": {}, "seconds": 1.0}))
+    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same(load_file(again / "hf_merged" / "model.safetensors"), merged)
+
+
+def test_a_merge_of_adapters_is_refused(train, tmp_path, capsys):
+    overrides = ["callbacks=merge" if word == "callbacks=ema" else word for word in RUN if ".decay" not in word]
+    assert train(*overrides, "model.lora.r=2", f"run_dir={tmp_path}") == 2
+    assert "callbacks=merge goes along a line" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"callbacks\.merge\.share"):
+        MergedWeights(share=2.5)

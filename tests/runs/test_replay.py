@@ -416,6 +416,10 @@ def test_a_run_that_is_trusted_may_name_code():
         ({"model": {"name": "a/b", "trust_remote_code": True}}, "model.trust_remote_code"),
         ({"data": {"map_row": {"_target_": "hydra.utils.get_method", "path": "lit_rl.rewards.from_paths"}}}, "map_row"),
         ({"optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.ByPath", "path": "x.Y"}}, "optimizer"),
+        (
+            {"s": {"_target_": "lit_rl.algorithms.optim.schedule_by_path.ScheduleByPath", "path": "x.Y"}},
+            "schedule_by_path",
+        ),
     ):
         with pytest.raises(ConfigError, match=f"{word}.*trust_run=true"):
             run_trust.check(parts, asked)

@@ -15,6 +15,7 @@ from lit_rl.ops.masking import variance
 from lit_rl.ops.mismatch import effective_share
 from lit_rl.ops.step import Highest, Lowest, Metric, Summed
 from lit_rl.ops.values import explained_variance
+from lit_rl.rollout import Completions
 
 SUMMARIES = {function.__name__: function for function in (effective_share, explained_variance, variance)}
 """What makes one number of the sums of a `Summed` metric."""
@@ -143,6 +144,11 @@ def rollout_metrics(
         metrics[f"rewards/{name}/mean"] = _mean(column)
         metrics[f"rewards/{name}/std"] = _std(column)
     return metrics
+
+
+def input_tokens(completions: Completions) -> int:
+    """Tokens of all prompts and all that the policy sampled, as TRL counts `num_tokens`: a prompt once a completion."""
+    return int(completions.prompt_mask.sum() + completions.response_mask.sum())
 
 
 def _mean(x: Tensor) -> float:

@@ -61,11 +61,13 @@ class VerdictModule(OfflinePolicyModule, ABC):
 
     @torch.no_grad()
     def verdict_metrics(self, batch: VerdictBatch, scores: TextScores, ratios: Tensor) -> Metrics:
-        """TRL's metrics of a micro-batch. Those of one verdict are means over its rows, NaN where there are none."""
+        """TRL's metrics of a micro-batch, and rows of a step by verdict. Means over no rows are NaN."""
         good, mask, rewards = _desirable(batch), batch.tokens.learned, self.beta * ratios
         metrics = mean_entropy(scores.entropy, mask)
         logps = masked_sum(scores.logprobs, mask, dim=1)
+        steps = rewards.new_tensor(1 / batch.totals.shares)  # so that all micro-batches of a step are one
         for name, rows in (("chosen", good), ("rejected", ~good)):
+            metrics[f"count/{name}"] = (rows.sum(), steps)
             metrics[f"rewards/{name}"] = mean_of(rewards, rows)
             metrics[f"logps/{name}"] = mean_of(logps, rows)
             if scores.stats is not None:

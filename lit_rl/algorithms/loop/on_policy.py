@@ -551,7 +551,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         return counts | self._records.half_used() | mine
 
     def of_other_ranks(self, saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        counts = {name: saved[0][name] for name in self._records.counts()}  # they are of all ranks
+        counts = {name: saved[0][name] for name in self._records.counts() if name in saved[0]}  # they are of all ranks
         return super().of_other_ranks(saved) | counts
 
     def stays(self) -> dict[str, Any]:

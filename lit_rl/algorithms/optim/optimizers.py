@@ -6,15 +6,15 @@ fine-tuning of pretrained models; LoRA wants about ten times that, the shipped t
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from lit_rl.algorithms.optim.named_class import class_at
 from lit_rl.algorithms.optim.split_adamw import SplitAdamW
-from lit_rl.errors import BackendError, ConfigError, did_you_mean, in_range
+from lit_rl.errors import BackendError, ConfigError, in_range
 
 ParamGroups = Iterable[dict[str, Any]]
 
@@ -135,15 +135,7 @@ class ByPath:
         _check(self.lr)
 
     def __call__(self, groups: ParamGroups) -> torch.optim.Optimizer:
-        module_name, _, name = self.path.rpartition(".")
-        try:
-            module = importlib.import_module(module_name)
-            cls: Any = getattr(module, name)
-        except (ImportError, AttributeError, ValueError) as error:
-            near = did_you_mean(name, dir(torch.optim))
-            raise ConfigError(f"optimizer.path={self.path!r} cannot be imported ({error}).{near}") from error
-        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-            raise ConfigError(f"optimizer.path={self.path!r} is {cls!r}; allowed is a torch.optim.Optimizer class.")
+        cls: Any = class_at(self.path, "optimizer.path", torch.optim.Optimizer, dir(torch.optim))
         try:
             return cls(groups, **{"lr": self.lr, **self.kwargs})
         except TypeError as error:

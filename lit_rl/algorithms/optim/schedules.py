@@ -33,9 +33,9 @@ def as_schedule(given: Any) -> Schedule:
     if not hasattr(given, "factor"):
         raise ConfigError(
             f"scheduler is a {type(given).__name__}. Allowed is Linear, Cosine or Constant of "
-            "lit_rl.algorithms.optim.schedules, each with warmup_steps, or an object of yours with factor(step, "
-            "total_steps) -> float: by how much the learning rate is multiplied. Torch's StepLR is "
-            "factor = gamma ** (step // step_size)."
+            "lit_rl.algorithms.optim.schedules, each with warmup_steps, ScheduleByPath of "
+            "lit_rl.algorithms.optim.schedule_by_path, which takes one of torch, or an object of yours with "
+            "factor(step, total_steps) -> float: by how much the learning rate is multiplied."
         )
     return given
 

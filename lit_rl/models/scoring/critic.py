@@ -20,11 +20,14 @@ from torch import Tensor, nn
 
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy import forward
+from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loading import disable_dropout
 from lit_rl.models.policy.options import DEFAULT
 from lit_rl.models.policy.positions import trunk_inputs
 from lit_rl.models.policy.trunk import copied_trunk, frozen_trunk, hidden_size, trunk_of
 from lit_rl.models.policy.vision_parts import layers_unasked
+from lit_rl.models.scoring.model import SEQUENCES, is_scoring, load_scoring_base
 from lit_rl.models.scoring.value_head import ValueHead, ValueModel
 from lit_rl.rollout import Completions, Sampling
 
@@ -76,7 +79,9 @@ class SeparateCritic(_OwnTrunk):
     """A model of its own with a value head, trained in full.
 
     Args:
-        model: What the critic starts from, by name, folder or hub id; null is a copy of the initial policy.
+        model: What the critic starts from, by name, folder or hub id; null is a copy of the initial policy. A language
+            model gets a new value head; of a reward model, a sequence classifier with one label, the trunk and the
+            score head go on as the critic's, so that a value is at first the score of the text so far.
     """
 
     model: LanguageModel | str | None = None
@@ -95,6 +100,8 @@ class SeparateCritic(_OwnTrunk):
                 )
             return
         assert isinstance(self.model, LanguageModel)
+        if is_scoring(self.model, SEQUENCES):
+            check_reward_model(self.model)
         if self.model.sees != model.sees:
             raise ConfigError(
                 f"algo.critic.model={self.model.name!r} and model.name={model.name!r}: one of them is a model over "
@@ -113,8 +120,45 @@ class SeparateCritic(_OwnTrunk):
         if self.model is None:
             return ValueModel(copied_trunk(policy), ValueHead(hidden_size(policy))).train()
         assert isinstance(self.model, LanguageModel)
+        if is_scoring(self.model, SEQUENCES):
+            return scoring_critic(self.model).train()
         loaded = self.model.load()
         return ValueModel(trunk_of(loaded), ValueHead(hidden_size(loaded))).train()
+
+
+def check_reward_model(model: LanguageModel) -> None:
+    """Raises ConfigError: it gives other than one number, or would not be trained in full."""
+    if model.config.num_labels != 1:
+        raise ConfigError(
+            f"algo.critic.model={model.name!r} is a classifier with num_labels={model.config.num_labels}, and a value "
+            "is one number. Take a reward model with one label, or a language model, which gets a new head."
+        )
+    for key in ("lora", "adapter", "quantization"):
+        if getattr(model, key) is not None:
+            raise ConfigError(
+                f"algo.critic.model.{key} is set, and a critic that starts from a reward model is trained in full. "
+                "Remove it, or take algo/critic=adapter."
+            )
+
+
+def scoring_critic(model: LanguageModel) -> ValueModel:
+    """A reward model's trunk and score head as a critic's.
+
+    Raises:
+        ConfigError: the score is not one linear map of a causal model's hidden state.
+        StorageError, BackendError: as `LanguageModel.load`.
+    """
+    loaded = load_scoring_base(model, SEQUENCES)
+    head = getattr(loaded, "score", None)
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"algo.critic.model={model.name!r} is a {type(loaded).__name__}, whose score is no linear map of the last "
+            "token's hidden state. Take a reward model over a decoder, such as one of algo=reward_model."
+        )
+    if model.disable_dropout:
+        disable_dropout(loaded)
+    set_checkpointing(loaded, model.checkpointing)
+    return ValueModel(trunk_of(loaded), ValueHead.of_scores(head))
 
 
 @dataclass(frozen=True)

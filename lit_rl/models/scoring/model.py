@@ -166,6 +166,16 @@ def scoring_config(model: LanguageModel, found: PreTrainedConfig, scoring: Scori
     return config
 
 
+def is_scoring(model: LanguageModel, scoring: Scoring) -> bool:
+    """Whether its files are those of such a classifier, and not of a language model."""
+    import transformers
+
+    if scoring is SEQUENCES:
+        register_classifier(model.config)
+    known = getattr(transformers, scoring.auto)._model_mapping
+    return type(model.config) in known and _is_classifier(model.config, known[type(model.config)].__name__)
+
+
 def head_name(base: Any) -> str:
     """Name of the head among the model's modules."""
     return next(name for name in HEADS if hasattr(base, name))

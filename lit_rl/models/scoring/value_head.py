@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, float32, nn
+from torch import Tensor, float32, nn, no_grad
 
 from lit_rl.models.policy.loading import Float32Head
 
@@ -10,9 +10,9 @@ from lit_rl.models.policy.loading import Float32Head
 class ValueHead(nn.Module):
     """One number a position: ``w h + b``, computed in float32, with ``w = 0`` and ``b = 0`` at the start.
 
-    Zeros, so that ``V = 0`` before the first update: the first advantages hold no noise of a head that has learned
-    nothing, and no random number is drawn. The head learns from the first step (its gradient is ``(V - R) h``), and
-    the trunk under it from the second.
+    Zeros, where it does not begin as the head of a reward model: so ``V = 0`` before the first update, the first
+    advantages hold no noise of a head that has learned nothing, and no random number is drawn. The head learns from the
+    first step (its gradient is ``(V - R) h``), and the trunk under it from the second.
 
     Args:
         hidden_size: Width of the hidden states.
@@ -26,6 +26,16 @@ class ValueHead(nn.Module):
         self.linear = Float32Head(hidden_size, 1, dtype=float32)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
+
+    @classmethod
+    def of_scores(cls, score: nn.Linear) -> ValueHead:
+        """One that begins as the head of a reward model: ``V`` of a state is the score of the text up to it."""
+        head = cls(score.in_features)
+        with no_grad():
+            head.linear.weight.copy_(score.weight)
+            if score.bias is not None:
+                head.linear.bias.copy_(score.bias)
+        return head
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``(..., h)`` of any type to float32 ``(...)``."""

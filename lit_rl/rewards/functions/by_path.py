@@ -58,14 +58,15 @@ class FunctionFromPath:
 
     Args:
         path: ``package.module:name``, or ``file.py:name`` with a file relative to the current directory. Kept absolute.
+        key: The setting that it came with, for messages.
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.
         RewardError: the module or file fails on import, or what it names cannot be called.
     """
 
-    def __init__(self, path: str) -> None:
-        named = named_by(path, "reward.fn")
+    def __init__(self, path: str, key: str = "reward.fn") -> None:
+        named = named_by(path, key)
         check_callable(path, named.value)
         self.source, self.text, self.function = named.source, named.text, named.value
         functools.update_wrapper(self, self.function, updated=())
@@ -94,14 +95,14 @@ class FunctionFromPath:
         return self.source.rpartition(".")[2] if self.text is None else Path(self.source).stem
 
 
-def load_function(path: str) -> FunctionFromPath:
-    """The callable at ``package.module:name``, ``./file.py:name`` or ``/folder/file.py:name``.
+def load_function(path: str, key: str = "reward.fn") -> FunctionFromPath:
+    """The callable at ``package.module:name``, ``./file.py:name`` or ``/folder/file.py:name``, which `key` names.
 
     Raises:
         ConfigError: the path is not of this form, or the module, file or name does not exist.
         RewardError: the module or file fails on import.
     """
-    return FunctionFromPath(path)
+    return FunctionFromPath(path, key)
 
 
 def is_async(function: Any) -> bool:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lit_rl.errors import ConfigError, RewardError, StorageError, did_you_mean, in_range
 from lit_rl.examples import TokenBatch
+from lit_rl.rewards.scorers.init_kwargs import check_init_kwargs, check_overrides, check_template_kwargs
 from lit_rl.vision import PromptVision, Vision
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from lit_rl.models.policy.processor import VisionProcessor
 
@@ -32,9 +33,11 @@ class Classifier:
         max_length: Longest row in tokens. None: what the model's config allows.
         overlong: What to do with a longer row; one of `allowed_overlong`.
         chat_template: A Jinja chat template in place of the tokenizer's.
+        chat_template_kwargs: Further arguments of the chat template.
+        init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
 
     Raises:
-        ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
+        ConfigError: a setting is out of range or fixed, or ``name`` is written as a path and is no folder.
     """
 
     auto: ClassVar[str]
@@ -43,7 +46,7 @@ class Classifier:
     """How many numbers it must give."""
     allowed_overlong: ClassVar[tuple[str, ...]]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
         name: str,
         *,
@@ -54,6 +57,8 @@ class Classifier:
         max_length: int | None,
         overlong: str,
         chat_template: str | None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
     ) -> None:
         from lit_rl.models.policy import hub
 
@@ -74,6 +79,10 @@ class Classifier:
         self.max_length = max_length
         self.overlong = overlong
         self.chat_template = chat_template
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.init_kwargs = dict(init_kwargs or {})
+        check_template_kwargs(self.chat_template_kwargs)
+        check_init_kwargs(self.init_kwargs)
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
         self._processor: VisionProcessor | None = None
 
@@ -141,6 +150,16 @@ class Classifier:
                 "Set chat_template to the one that the model was trained with."
             )
 
+    def check_labels(self, config: PreTrainedConfig) -> None:
+        """Raises ConfigError where the model does not give as many numbers as it must."""
+        if config.num_labels != self.labels:
+            what, kind = ("one number", "sequence") if self.labels == 1 else ("two: wrong and right", "token")
+            raise ConfigError(
+                f"name={self.name!r} is no reward model of this kind: it has num_labels={config.num_labels}, and "
+                f"{'a reward' if self.labels == 1 else 'a step'} is {what}. "
+                f"Take a {kind} classifier that was trained with num_labels={self.labels}."
+            )
+
     def _check_lengths(self, rows: Sequence[Sequence[int]], limit: int) -> None:
         longest = max(range(len(rows)), key=lambda i: len(rows[i]), default=None)
         if longest is None:
@@ -166,13 +185,10 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
     name, path, revision = description.name, description.path, description.revision
     with hub.reading("name", name, path):
         config = AutoConfig.from_pretrained(path, revision=revision)
-    if config.num_labels != description.labels:
-        what, kind = ("one number", "sequence") if description.labels == 1 else ("two: wrong and right", "token")
-        raise ConfigError(
-            f"name={name!r} is no reward model of this kind: it has num_labels={config.num_labels}, and "
-            f"{'a reward' if description.labels == 1 else 'a step'} is {what}. "
-            f"Take a {kind} classifier that was trained with num_labels={description.labels}."
-        )
+        if description.init_kwargs:
+            check_overrides(description.init_kwargs, config, name)
+            config = AutoConfig.from_pretrained(path, revision=revision, **description.init_kwargs)
+    description.check_labels(config)
     hub.refuse_pickle("name", path, "")
     register_classifier(config)
     with hub.reading("name", name, path):

@@ -43,6 +43,8 @@ class ProcessRewardModel(Classifier):
         max_length: Longest row in tokens. None: what the model's config allows.
         overlong: What to do with a longer row: `error` ends the run, `skip` gives it no score (None).
         chat_template: A Jinja chat template in place of the tokenizer's.
+        chat_template_kwargs: Further arguments of the chat template.
+        init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
 
     Raises:
         ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
@@ -64,6 +66,8 @@ class ProcessRewardModel(Classifier):
         max_length: int | None = None,
         overlong: Literal["error", "skip"] = "error",
         chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(
             name,
@@ -74,6 +78,8 @@ class ProcessRewardModel(Classifier):
             max_length=max_length,
             overlong=overlong,
             chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            init_kwargs=init_kwargs,
         )
         allowed = (*_AGGREGATES, "spans")
         if aggregate not in allowed:
@@ -140,7 +146,8 @@ class ProcessRewardModel(Classifier):
                 ids.pop()  # some tokenizers add it by themselves
         else:
             self.require_chat_template(tokenizer)
-            text: Any = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)  # pyright: ignore
+            how = {"tokenize": False, "add_generation_prompt": True, **self.chat_template_kwargs}
+            text: Any = tokenizer.apply_chat_template(prompt, **how)  # pyright: ignore
             ids = _plain(tokenizer, text)
         end = _plain(tokenizer, self.separator)
         if not end:

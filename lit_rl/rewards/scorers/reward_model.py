@@ -1,23 +1,24 @@
-"""Reward models: sequence classifiers with one output, fed with text, so that their vocabulary may be any."""
+"""Reward models: sequence classifiers of which one output counts, fed with text: their vocabulary may be any."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.errors import ConfigError, RewardError
+from lit_rl.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.scorers.classifier import Classifier, logits_of
+from lit_rl.rewards.scorers.label_output import OUTPUTS, label_index, scale_of
 from lit_rl.rollout import Prompt
 from lit_rl.videos import Visual, shown_in
 from lit_rl.vision import PromptVision
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 class RewardModel(Classifier):
-    """The score ``logits[:, 0]`` that a sequence classifier gives to prompt and completion.
+    """The score that a sequence classifier gives to prompt and completion: its one logit, or what `label` chooses.
 
     A model over images, as `RewardModeling` exports one, is shown those of the data's columns ``image`` and ``images``.
     Where prompts are messages, the conversation goes through the chat template of the reward model's own tokenizer;
@@ -38,9 +39,15 @@ class RewardModel(Classifier):
         append_eos: End a plain text with the EOS token, as reward models are trained on plain text (TRL's too).
             Conversations end as their chat template says. None: what the model's config says under `ends_with_eos`,
             which exports of `RewardModeling` do; no where it says nothing.
+        chat_template_kwargs: Further arguments of the chat template.
+        init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
+        label: Of a classifier with several labels: the number of the one that is the reward, or its name in the
+            config's `id2label`. None: the only one.
+        output: What is the reward: the label's `logit`, `probability` or `log_probability`. Labels of one text exclude
+            each other (softmax) unless there is one only, or the config says `multi_label_classification` (sigmoid).
 
     Raises:
-        ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
+        ConfigError: a setting is out of range or fixed, or ``name`` is written as a path and is no folder.
     """
 
     auto = "AutoModelForSequenceClassification"
@@ -58,6 +65,10 @@ class RewardModel(Classifier):
         overlong: Literal["error", "truncate_left", "skip"] = "error",
         chat_template: str | None = None,
         append_eos: bool | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        init_kwargs: dict[str, Any] | None = None,
+        label: int | str | None = None,
+        output: Literal["logit", "probability", "log_probability"] = "logit",
     ) -> None:
         super().__init__(
             name,
@@ -68,8 +79,19 @@ class RewardModel(Classifier):
             max_length=max_length,
             overlong=overlong,
             chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            init_kwargs=init_kwargs,
         )
+        if output not in OUTPUTS:
+            raise ConfigError(
+                f"output={output!r} is unknown: allowed is {', '.join(OUTPUTS)}.{did_you_mean(str(output), OUTPUTS)}"
+            )
         self.append_eos = append_eos
+        self.label, self.output = label, output
+
+    def check_labels(self, config: PreTrainedConfig) -> None:
+        """Raises ConfigError where it is not said which of several labels is the reward, or there is none of them."""
+        label_index(config, self.label, self.name)
 
     def __call__(
         self,
@@ -97,10 +119,11 @@ class RewardModel(Classifier):
         scored = [i for i, row in enumerate(rows) if len(row) <= limit or self.overlong == "truncate_left"]
         self._check_cut(scored, rows, seen, limit)
         scores: list[float | None] = [None] * len(rows)
+        column, scale = label_index(model.config, self.label, self.name), scale_of(model.config, self.output)
         for batch in self.batches(rows, scored):
             ids = [rows[i][-limit:] for i in batch]
-            logits = logits_of(model, ids, [seen[i] for i in batch] if seen else [])[:, 0]
-            for i, score in zip(batch, logits.tolist(), strict=True):
+            numbers = scale(logits_of(model, ids, [seen[i] for i in batch] if seen else []))[:, column]
+            for i, score in zip(batch, numbers.tolist(), strict=True):
                 scores[i] = score
         return scores
 
@@ -125,7 +148,8 @@ class RewardModel(Classifier):
         found, seen = [], []
         for row, (prompt, ids, images) in enumerate(zip(prompts, rows, shown, strict=True)):
             messages: Any = prompt
-            text: Any = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            how = {"tokenize": False, "add_generation_prompt": True, **self.chat_template_kwargs}
+            text: Any = tokenizer.apply_chat_template(messages, **how)  # pyright: ignore
             bare: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
             where = f"row {row} for the reward model {self.name!r}"
             if ids[: len(bare)] != bare:
@@ -158,7 +182,7 @@ class RewardModel(Classifier):
             return self._ended(tokenizer, self._text_ids(tokenizer, prompt, text_of(completion)))
         self.require_chat_template(tokenizer)
         reply = completion if isinstance(completion, list | tuple) else [{"role": "assistant", "content": completion}]
-        text: Any = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False)
+        text: Any = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False, **self.chat_template_kwargs)
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:

@@ -205,7 +205,9 @@ class Rewards:
         if not self.while_generating or not self.functions:
             return None
         inputs = {"prompts": prompts, **columns}
-        begun = BegunRewards(self._callers, inputs, self._rows_for(inputs), trainer_state or TrainerState())
+        rows = self._rows_for(inputs)
+        callers = {name: self._callers[name] for name in rows}
+        begun = BegunRewards(callers, inputs, rows, trainer_state or TrainerState())
         return begun or None
 
     def score(
@@ -289,7 +291,7 @@ class Rewards:
             for future in begun.values():
                 if future is not None:
                     future.cancel()
-        return {name: by_function[name] for name in self.names}
+        return {name: by_function[name] for name in callers}
 
     def _callers_for(self, inputs: Mapping[str, Any]) -> Mapping[str, Caller]:
         """What calls each function on these inputs."""

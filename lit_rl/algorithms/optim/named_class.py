@@ -1,0 +1,39 @@
+"""A class of torch, or of the user's, by its dotted path."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import TypeVar
+
+from lit_rl.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def class_at(path: str, key: str, kind: type[T], known: Iterable[str]) -> type[T]:
+    """The class that a setting names.
+
+    Args:
+        path: `package.module.Class`.
+        key: The setting, for messages.
+        kind: What it has to be a subclass of.
+        known: Names that a mistyped one may have meant.
+
+    Raises:
+        ConfigError: nothing can be imported from there, or it is no subclass of `kind`.
+    """
+    module_name, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}={path!r} cannot be imported ({error}).{did_you_mean(name, known)}") from error
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{key}={path!r} is {found!r}; allowed is a {_public(kind)} class.")
+    return found
+
+
+def _public(kind: type) -> str:
+    """As people write it: of the package, not of the module within."""
+    package = kind.__module__.removesuffix(".optimizer")
+    return f"{package}.{kind.__name__}"
