@@ -99,6 +99,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return LINK.sub(moved, NAMED_BLOCK.sub(r'```\2 title="\1"', markdown))
 
 
+def on_post_build(config: Any) -> None:
+    """docs/llms.txt names the pages of the repository: on the site it names those of the site."""
+    index = Path(config.site_dir) / "llms.txt"
+
+    def moved(found: re.Match[str]) -> str:
+        return re.sub(r"README\.md$", "index.md", home(target("docs/llms.txt", found[0]) or found[0]))[:-2] + "html"
+
+    index.write_text(LINK.sub(moved, index.read_text()))
+
+
 class PlainRoles(Extension):
     """Docstrings name other objects with Sphinx's roles: the site shows the name alone."""
 
