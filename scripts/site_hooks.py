@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from griffe import Extension
+from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,7 @@ PAGES = {"README.md": "index.md"} | {
 }
 """Pages that do not stand in docs/: their path in the repository, and on the site."""
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[#)])")
+FORMULA = re.compile(r"(\$\$?)([^$]+)\1")
 ROLE = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`")
 NAMED_BLOCK = re.compile(r"^<!-- file: (\S+) -->\n```(\w+)$", re.M)
 
@@ -58,11 +60,11 @@ def linked(page: str, text: str) -> Iterator[str]:
 
 
 def notebook(path: Path) -> str:
-    """A notebook as Markdown: its words and its code, without outputs."""
-    cells = json.loads(path.read_text())["cells"]
+    """A notebook as Markdown: its words and its code, without outputs; formulas as MathML, which needs no script."""
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text())["cells"]]
     return "\n\n".join(
-        "".join(cell["source"]) if cell["cell_type"] == "markdown" else f"```python\n{''.join(cell['source'])}\n```"
-        for cell in cells
+        FORMULA.sub(lambda found: convert(found[2]), text) if kind == "markdown" else f"```python\n{text}\n```"
+        for kind, text in cells
     )
 
 
