@@ -118,7 +118,7 @@ $(SITE)/.stamp: tests/docs/site-requirements.txt
 	@touch $@
 
 site: $(SITE)/.stamp  ## the documentation as a site, into site/ (python3 -m http.server -d site)
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict -q
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 # TRL by itself, beside the torch and transformers that ours is measured with.
 $(PEER)/.stamp: constraints.txt

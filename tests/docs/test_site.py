@@ -93,7 +93,7 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no .venv-site: make site")
     folder = tmp_path_factory.mktemp("site")
     told = subprocess.run(
-        [program, "build", "--strict", "-q", "-d", folder],
+        [program, "build", "--strict", "-d", folder],
         cwd=root, capture_output=True, text=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )  # fmt: skip
     assert told.returncode == 0 and "WARNING" not in told.stderr, told.stdout + told.stderr
