@@ -10,6 +10,7 @@ ENGINES := .venv-engines
 AGENTS := .venv-agents
 DEEPSPEED := .venv/deepspeed
 PEER := .venv-peer
+SITE := .venv-site
 TORCHVISION := .venv/torchvision
 NOTEBOOKS := tests/doors/test_notebook.py
 
@@ -33,7 +34,7 @@ IN_AGENTS := tests/agents tests/models/test_models_liger.py
 ALL := not exhaustive and not slow
 
 .DEFAULT_GOAL := help
-.PHONY: help setup environments demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow engines agents deepspeed bench bench-full bench-gpu lint format clean
+.PHONY: help setup environments demo chain smollm2 real-model test test-all test-exhaustive test-core test-oracle test-families test-docs test-dist test-faults test-chain test-engines test-engines-images test-engines-families test-agents test-deepspeed test-slow test-site site engines agents deepspeed bench bench-full bench-gpu lint format clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-22s %s\n", $$1, $$2}'
@@ -105,9 +106,19 @@ engines: $(ENGINES)/.stamp  ## set up .venv-engines: vLLM for a CPU
 agents: $(AGENTS)/.stamp  ## set up .venv-agents: verifiers, OpenEnv, Liger
 
 # `make -j3 environments`, on a bare machine, waits for the slowest and not for all of them.
-environments: $(STAMPS)/torchvision $(STAMPS)/deepspeed $(ENGINES)/.stamp $(AGENTS)/.stamp  ## set up what test-all runs in
+environments: $(STAMPS)/torchvision $(STAMPS)/deepspeed $(ENGINES)/.stamp $(AGENTS)/.stamp $(SITE)/.stamp  ## set up what test-all runs in
 
 deepspeed: $(STAMPS)/deepspeed  ## set up DeepSpeed, for its tests alone
+
+# It reads lit_rl's docstrings without importing it, so it needs no torch: a few seconds.
+$(SITE)/.stamp: tests/docs/site-requirements.txt
+	@test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	@echo "Installing mkdocs into $(SITE) ..."
+	@$(SITE)/bin/python -m pip install -q $(PIP_ARGS) -r tests/docs/site-requirements.txt
+	@touch $@
+
+site: $(SITE)/.stamp  ## the documentation as a site, into site/ (python3 -m http.server -d site)
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 # TRL by itself, beside the torch and transformers that ours is measured with.
 $(PEER)/.stamp: constraints.txt
@@ -154,8 +165,11 @@ test-oracle: $(STAMPS)/dev  ## of test-all, the same tensors through us and thro
 test-families: $(STAMPS)/torchvision  ## of test-all, models over images whose processors need torchvision, and quantised ones, at toy size
 	$(FAMILIES_PYTEST) -m '$(ALL)' $(args)
 
-test-docs: $(STAMPS)/dev  ## of test-all, every command and table of README.md and docs/, and the notebooks
+test-docs: $(STAMPS)/dev $(SITE)/.stamp  ## of test-all, every command and table of README.md and docs/, and the notebooks
 	$(PYTEST) $(TWO) -m '$(ALL)' tests/docs $(NOTEBOOKS) $(args)
+
+test-site: $(STAMPS)/dev $(SITE)/.stamp  ## of test-docs, the site: built strictly, every page in it, nothing fetched from elsewhere
+	$(PYTEST) tests/docs/test_site.py $(args)
 
 test-dist: $(STAMPS)/dev  ## of test-all, the tests that start several processes
 	$(PYTEST) -m 'dist and $(ALL)' $(args)
@@ -196,4 +210,4 @@ format: $(STAMPS)/dev  ## rewrite the files the way `make lint` wants them
 	$(BIN)/ruff check -q --fix .
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .venv-engines .venv-agents .venv-peer .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-engines .venv-agents .venv-peer .venv-site site .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,122 @@
+"""The commands of docs/start.md, how-to.md and tutorials.md compose; those of from-verl.md too, and its keys exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from composed_configs import tree_of
+from doc_blocks import blocks, table_rows
+from doc_runs import left_as_found
+
+from lit_rl import cli
+from lit_rl.cli.other_words import translated
+
+GUIDES = ("start.md", "how-to.md", "tutorials.md", "from-verl.md")
+VERL = ("Methods", "Batches", "Objective", "Sampling", "Model and devices", "Runs")
+"""Headings of the tables of from-verl.md."""
+RUN_ELSEWHERE = ("make", "source", "tensorboard")
+WHOLE = {"algo": "grpo", "experiment": "null"}
+"""Groups that choose parts of others, with their defaults: what is composed together has the same of them."""
+ANY_VALUE = ("run_dir", "seed", "ckpt_path", "task", "trainer.max_steps", "model.name", "data.path", "optimizer.lr")
+"""Keys of which one value stands for all."""
+
+
+@dataclass
+class Asked:
+    """Words of a command line, as keys and values, and keys that must then be there."""
+
+    words: dict[str, str]
+    keys: list[str] = field(default_factory=list)
+
+    def agrees(self, other: Asked) -> bool:
+        """Whether one config can have both."""
+        same = all(other.words.get(key, value) == value for key, value in self.words.items() if key not in ANY_VALUE)
+        same &= all(self.words.get(key, plain) == other.words.get(key, plain) for key, plain in WHOLE.items())
+        return same and not self.needs_default(other) and not other.needs_default(self)
+
+    def needs_default(self, other: Asked) -> bool:
+        """Whether a key here is one of a group of which only the other makes a choice."""
+        names = [*self.words, *self.keys]
+        under = {name.replace(".", "/")[: len(group) + 1] for name in names for group in other.words}
+        alone = [group for group in other.words if "." not in group and group not in self.words]
+        return any(f"{group}/" in under and group not in WHOLE for group in alone)
+
+
+def commands_of(document: Path, cwd: Path) -> Iterator[list[str]]:
+    """What is composed of each command of a page; its scripts are run, and its files written, on the way."""
+    found = blocks(document)
+    for block in found:
+        if block.file is not None:
+            (cwd / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (cwd / block.file).write_text(block.text)
+    for words in (words for block in found for words in block.commands):
+        match words:
+            case ["python", "train.py", "--config-dir", folder, *overrides]:
+                own = {f"data={path.stem}" for path in (cwd / folder / "data").glob("*.yaml")}
+                assert own & set(overrides), words
+                yield [word for word in overrides if word not in own]
+            case ["python", "train.py", "-m", *overrides]:
+                yield [word.split(",")[0] for word in overrides]
+            case ["lit-rl", command, *_] if command in cli.LIGHT:
+                continue
+            case ["python", "train.py", *overrides]:
+                yield overrides
+            case ["lit-rl", command, *overrides]:
+                assert command in cli.HYDRA, words
+                yield overrides
+            case ["python", script]:
+                exec(compile((cwd / script).read_text(), script, "exec"), {})
+            case [command, *_]:
+                assert command in RUN_ELSEWHERE, f"{document.name} has a command that no test knows: {words}"
+
+
+def lines_of_verl(document: Path) -> Iterator[Asked]:
+    """What each line of the tables names on our side."""
+    for row in (row for heading in VERL for row in table_rows(document, heading)):
+        named = re.findall(r"`([^`]+)`", row[1])
+        assert named or row[1] in ("not built", "not needed"), row
+        yield Asked(as_words([n for n in named if "=" in n]), [n for n in named if "=" not in n])
+
+
+def as_words(overrides: list[str]) -> dict[str, str]:
+    """Keys and values, after other tools' names were read as ours."""
+    return dict(word.split("=", 1) for word in translated(overrides)[0])
+
+
+@pytest.mark.all
+def test_the_commands_of_the_guides_compose(root: Path, cwd: Path) -> None:
+    """Those that agree in one config. What they do is tested by the pages that explain it."""
+    asked: list[Asked] = list(lines_of_verl(root / "docs" / "from-verl.md"))
+    assert len(asked) > 90
+    for name in GUIDES:
+        own = [Asked(as_words(words)) for words in commands_of(root / "docs" / name, cwd)]
+        assert own, name
+        asked += own
+    together: list[Asked] = []
+    for one in asked:
+        home = next((other for other in together if one.agrees(other)), None)
+        if home is None:
+            together.append(home := Asked({}))
+        home.words |= one.words
+        home.keys += one.keys
+    for one in together:
+        with left_as_found():
+            tree = tree_of(*(f"{key}={value}" for key, value in one.words.items()))
+        for key in one.keys:
+            node = tree
+            for name in key.split("."):
+                assert name in node, (key, one.words)
+                node = node[name]
+
+
+def test_llms_txt_names_every_page(root: Path) -> None:
+    text = (root / "docs" / "llms.txt").read_text()
+    named = re.findall(r"^- \[[^\]]+\]\(([^)]+)\): \S", text, re.M)
+    pages = {path.relative_to(root / "docs").as_posix() for path in (root / "docs").rglob("*.md")}
+    pages |= {f"../{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")}
+    pages |= {f"../notebooks/{path.name}" for path in (root / "notebooks").glob("*.ipynb")}
+    assert len(named) == len(set(named)) and set(named) == pages
