@@ -9,12 +9,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from peft import LoraConfig
 
 from lit_rl.algorithms import GRPO
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError
-from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 
@@ -55,11 +53,6 @@ def test_a_loss_of_another_form(returned: Any, came: str, tmp_path: Path) -> Non
 def test_a_schedule_of_torch() -> None:
     with pytest.raises(ConfigError, match=r"scheduler is a partial\. Allowed is .*factor\(step"):
         grpo(scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=10))
-
-
-def test_a_config_of_peft() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora is a LoraConfig\. Allowed is lit_rl\.models\.Lora"):
-        LanguageModel("tiny", lora=LoraConfig(r=4))  # pyright: ignore
 
 
 def test_a_text_to_complete() -> None:

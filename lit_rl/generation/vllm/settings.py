@@ -170,8 +170,7 @@ def adapter_rank(model: LanguageModel) -> int | None:
     None. What the policy itself says is `lit_rl.models.export.adapter_folder.adapter_only`.
     """
     if model.lora is not None:
-        whole = model.lora.dora or model.lora.modules_to_save or model.new_tokens
-        return None if whole else model.lora.r
+        return None if model.new_tokens else model.lora.engine_rank
     if model.adapter is None:
         return None
     from peft import PeftConfig

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.models.policy import hub
 from lit_rl.models.policy import tokenizer as tokenizers
-from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.peft_adapter import Adapter, as_adapter
 from lit_rl.models.policy.vision_parts import freeze, sees
 
 if TYPE_CHECKING:
@@ -55,8 +55,9 @@ class LanguageModel:
         attn_implementation: "sdpa", "eager", "flash_attention_2", ... None lets transformers choose.
         revision: Branch, tag or commit of the hub repository.
         trust_remote_code: Run Python code that comes with the model. From the hub only with ``revision`` a commit.
-        lora: Train fresh low-rank adapters instead of the weights.
-        adapter: Continue training this PEFT LoRA adapter: a folder or a hub id.
+        lora: Train fresh low-rank adapters instead of the weights. In Python also a config of PEFT, of any kind that
+            can be merged: `peft.LoraConfig`, `OFTConfig`, `IA3Config`, `VeraConfig`, ...
+        adapter: Continue training this PEFT adapter: a folder or a hub id.
         quantization: Hold the frozen base in 4 bits ("nf4") or 8 ("int8"). Needs ``lora`` or ``adapter``.
         freeze: Parts of a model over images that are not trained: "vision", what sees, and "projector", what brings it
             to the width of the text. Not for a model over text.
@@ -91,7 +92,7 @@ class LanguageModel:
         attn_implementation: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        lora: Lora | None = None,
+        lora: Adapter | None = None,
         adapter: str | None = None,
         quantization: Literal["nf4", "int8"] | None = None,
         freeze: Sequence[str] | None = None,
@@ -115,7 +116,7 @@ class LanguageModel:
         self.attn_implementation = attn_implementation
         self.revision = revision
         self.trust_remote_code = trust_remote_code
-        self.lora = lora
+        self.lora = as_adapter(lora)
         self.adapter = adapter
         self.quantization = quantization
         self.freeze = None if freeze is None else tuple(freeze)
@@ -173,11 +174,6 @@ class LanguageModel:
             raise ConfigError(
                 f"model.gradient_checkpointing={self.gradient_checkpointing!r} is unknown: allowed is true, false, "
                 "auto, offload."
-            )
-        if self.lora is not None and not isinstance(self.lora, Lora):
-            raise ConfigError(
-                f"model.lora is a {type(self.lora).__name__}. Allowed is lit_rl.models.Lora(r=16, alpha=32, "
-                "dropout=0, targets='all-linear', rslora=False, dora=False, modules_to_save=None)."
             )
         for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
             raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
