@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to P
     from lit_rl.generation import RolloutFunction as RolloutFunction
     from lit_rl.models import LanguageModel as LanguageModel
     from lit_rl.models import Lora as Lora
+    from lit_rl.models.policy.loaded import LoadedModel as LoadedModel
     from lit_rl.ops.advantages import centered as centered
     from lit_rl.ops.advantages import group_normalized as group_normalized
     from lit_rl.ops.advantages import leave_one_out as leave_one_out
@@ -76,6 +77,7 @@ _PLACES = {
     "environments": "CustomEnvironment FunctionTools",
     "generation": "RolloutFunction",
     "models": "LanguageModel Lora",
+    "models.policy.loaded": "LoadedModel",
     "ops.advantages": "centered group_normalized leave_one_out",
     "ops.losses": "cispo_loss clipped_policy_loss reinforce_loss",
     "ops.reductions": "StepTotals sequence_mean token_mean",

@@ -26,7 +26,7 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Example
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch, VerdictBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.preference.verdicts import bco
 from lit_rl.ops.step import Metrics
 
@@ -47,7 +47,7 @@ class BCO(VerdictModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

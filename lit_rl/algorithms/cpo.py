@@ -24,7 +24,7 @@ from lit_rl.algorithms.signatures import setting, unwrapped
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.text_forward import TextScores
 from lit_rl.ops.preference.common import alpha_reward
 from lit_rl.ops.preference.losses import ipo, sigmoid, sigmoid_norm
@@ -51,7 +51,7 @@ class CPO(PairModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

@@ -24,7 +24,7 @@ from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.text_forward import TextScores
 from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops.masking import masked_mean
@@ -57,7 +57,7 @@ class DPO(PairModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

@@ -33,6 +33,7 @@ from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import ExampleBatch, TextBatch, Totals
 from lit_rl.models.policy.disagreement import disagreement
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.models.policy.text_forward import refuse_leaks
 from lit_rl.models.reference.base import OnCPU, Scorer
@@ -69,7 +70,7 @@ class GKD(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         teacher: LanguageModel | str,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.advantages import group_normalized
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3
@@ -42,7 +42,7 @@ class GRPO(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable = group_normalized,

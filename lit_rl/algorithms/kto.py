@@ -30,7 +30,7 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
 from lit_rl.examples import VerdictBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.ops.masking import masked_sum
@@ -55,7 +55,7 @@ class KTO(VerdictModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

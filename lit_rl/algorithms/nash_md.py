@@ -26,7 +26,7 @@ from lit_rl.algorithms.rollouts.opponents import duels, policy_rows
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.generation.mixture import GeometricMixture
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens, mean_entropy, mean_of
@@ -54,7 +54,7 @@ class NashMD(JudgedModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

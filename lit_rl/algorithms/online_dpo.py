@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.families.judged_pairs import JudgedPairs
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
@@ -45,7 +45,7 @@ class OnlineDPO(JudgedPairs):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

@@ -34,7 +34,7 @@ from lit_rl.algorithms.terms.credit import Credit, turns_of
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.models.scoring.critic import Critic, SeparateCritic, SharedTrunk
 from lit_rl.models.scoring.reward_adapter import RewardAdapter
@@ -81,7 +81,7 @@ class PPO(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         critic: Critic | None = None,

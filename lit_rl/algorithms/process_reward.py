@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_rl.algorithms.families.scalar import ScalarModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.examples import StepwiseBatch, Totals
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.scoring.model import TOKENS
 from lit_rl.ops.preference.rewards import steps
 from lit_rl.ops.step import Metrics, mean_of
@@ -37,7 +37,7 @@ class ProcessRewardModeling(ScalarModule):
     headline = ("loss", "accuracy")
     scoring = TOKENS
 
-    def __init__(self, model: LanguageModel | str, **shared: Any) -> None:
+    def __init__(self, model: GivenModel, **shared: Any) -> None:
         super().__init__(model, **shared)
 
     def denominator(self, totals: Totals) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3
 from lit_rl.ops.losses import clipped_policy_loss
@@ -38,7 +38,7 @@ class Reinforce(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable = reinforce_plus_plus,

@@ -18,7 +18,7 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.encode import marks_start
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.scoring.model import SEQUENCES
 from lit_rl.ops.preference.rewards import bradley_terry
 from lit_rl.ops.step import Highest, Lowest, Metrics, mean_of
@@ -42,7 +42,7 @@ class RewardModeling(ScalarModule):
     headline = ("loss", "accuracy", "margin")
     scoring = SEQUENCES
 
-    def __init__(self, model: LanguageModel | str, *, center_coef: float = 0.0, **shared: Any) -> None:
+    def __init__(self, model: GivenModel, *, center_coef: float = 0.0, **shared: Any) -> None:
         super().__init__(model, **shared)
         in_range("algo.center_coef", center_coef, low=0)
         self.center_coef = center_coef

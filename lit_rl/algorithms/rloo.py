@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, final
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.advantages import leave_one_out
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3
@@ -50,7 +50,7 @@ class RLOO(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable = leave_one_out,

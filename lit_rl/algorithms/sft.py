@@ -20,7 +20,7 @@ from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import TextBatch, Totals
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.neftune import noisy_embeddings
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.imitation import cross_entropy
@@ -48,7 +48,7 @@ class SFT(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         imitation: Callable = cross_entropy,

@@ -21,7 +21,7 @@ from lit_rl.algorithms.families.judged_pairs import JudgedPairs, pairs_of
 from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.rollouts.opponents import duels
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
@@ -49,7 +49,7 @@ class XPO(JudgedPairs):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

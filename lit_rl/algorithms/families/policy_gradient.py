@@ -43,7 +43,7 @@ from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.environments.source import Interactive
 from lit_rl.errors import ConfigError, StorageError, in_range
 from lit_rl.models.policy.forward import TokenScores, score
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.ops.kl import k1
 from lit_rl.ops.masking import masked_sum
@@ -96,7 +96,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable,

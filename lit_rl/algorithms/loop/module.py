@@ -56,11 +56,11 @@ from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
 from lit_rl.models.policy.vision_parts import trained_by_images
-from lit_rl.models.reference.base import Auto, Reference, Scorer
+from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
 from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
@@ -70,7 +70,9 @@ class PolicyModule(L.LightningModule):
     """A LightningModule with a policy that is described at once and loaded in `configure_model`.
 
     Args:
-        model: The policy: a description, or its name, folder or hub id.
+        model: The policy: a description, or its name, folder or hub id. In Python also a model of transformers or PEFT
+            that is loaded already: it is trained in place.
+        tokenizer: Of a model that is loaded already.
         reference: What the KL is measured against, loaded only where a term needs it. None chooses by the policy.
         optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
         scheduler: Makes the learning-rate schedule. None is linear to zero.
@@ -82,8 +84,9 @@ class PolicyModule(L.LightningModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         *,
+        tokenizer: GivenTokenizer = None,
         reference: Reference | None = None,
         optimizer: OptimizerFactory | None = None,
         scheduler: Schedule | None = None,
@@ -91,7 +94,7 @@ class PolicyModule(L.LightningModule):
         micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
-        self.model = LanguageModel.of(model)
+        self.model = described(model, tokenizer)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
         self.scheduler: Schedule = Linear() if scheduler is None else as_schedule(scheduler)
@@ -645,6 +648,8 @@ class PolicyModule(L.LightningModule):
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
+        elif self.needs_reference and self._fitting:
+            self._check_reference_began()
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
         if ranks and len(ranks) != self.world_size:
             if self._fitting:
@@ -703,7 +708,18 @@ class PolicyModule(L.LightningModule):
                 "config.yaml."
             )
 
+    def _check_reference_began(self) -> None:
+        """Refuse to resume on an object that an earlier run has trained, where the reference is what it was before."""
+        trained = isinstance(self.model, LoadedModel) and self.model.began_trained
+        if trained and isinstance(self.reference, Copy | Auto):
+            raise StorageError(
+                "The run is to be resumed with an object as model that was trained in place since it was loaded, and "
+                "the reference would be a copy of what it learned. Load it anew (from_pretrained), and give that."
+            )
+
     def on_train_start(self) -> None:
+        if isinstance(self.model, LoadedModel):
+            self.model.note_training()
         if self._resumed_rng is not None:
             state.set_rng_state(self._resumed_rng)
             self._resumed_rng = None

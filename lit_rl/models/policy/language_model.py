@@ -132,8 +132,13 @@ class LanguageModel:
         self.eos_token = eos_token
         self.pad_token = pad_token
         self._new_tokens: tuple[int, ...] = ()
-        self.path = str(hub.SHIPPED[name]) if name in hub.SHIPPED else hub.resolve("model.name", name, revision)
+        self.path = self.find()
         self._check()
+
+    def find(self) -> str:
+        """The folder or hub id that the name stands for."""
+        name = self.name
+        return str(hub.SHIPPED[name]) if name in hub.SHIPPED else hub.resolve("model.name", name, self.revision)
 
     @classmethod
     def of(cls, model: Any, key: str = "model", **settings: Any) -> LanguageModel:
@@ -158,7 +163,7 @@ class LanguageModel:
             came = f"the class {model.__name__}"
         elif isinstance(model, nn.Module):
             came += ", which is loaded already"
-            then = " To train this one call save_pretrained(folder) on it and on its tokenizer, and give the folder."
+            then = " Call save_pretrained(folder) on it and on its tokenizer, and give the folder."
         raise ConfigError(
             f"{key} is {came}. Allowed is a name ('tiny', 'digits'), a folder, a hub id, or "
             f"lit_rl.models.LanguageModel(name, ...).{then}"
@@ -257,7 +262,7 @@ class LanguageModel:
         Raises:
             ConfigError: it has no EOS token, so that no response could end, or ids that the embedding lacks.
         """
-        tokenizer = tokenizers.load_tokenizer(self.name, self.path, **self._hub)
+        tokenizer = self.read_tokenizer()
         self._check_vocabulary(tokenizer)
         if self.chat_template is not None:
             self._new_tokens = tuple(tokenizers.set_chat_template(tokenizer, self.chat_template))
@@ -272,6 +277,10 @@ class LanguageModel:
             tokenizers.set_token(tokenizer, "pad", self.pad_token)
         tokenizers.choose_pad(tokenizer, self._eos_ids(tokenizer))
         return tokenizer
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer as it comes with the model, padding on the left."""
+        return tokenizers.load_tokenizer(self.name, self.path, **self._hub)
 
     @property
     def sees(self) -> bool:
