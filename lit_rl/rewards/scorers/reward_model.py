@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.errors import ConfigError, RewardError
 from lit_rl.rewards.completion import Completion, text_of
-from lit_rl.rewards.scorers.classifier import Classifier, logits_of
+from lit_rl.rewards.scorers.classifier import Classifier, GivenScorer, logits_of
 from lit_rl.rollout import Prompt
 from lit_rl.videos import Visual, shown_in
 from lit_rl.vision import PromptVision
@@ -26,7 +26,7 @@ class RewardModel(Classifier):
     `load`; it runs without gradient and outside the Trainer's autocast.
 
     Args:
-        name: A folder or a hub id.
+        name: A folder or a hub id; in Python also a classifier that is loaded already, with its tokenizer.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs, such as "cpu" or "cuda:1". None: the rank's own GPU, else the CPU.
@@ -38,6 +38,7 @@ class RewardModel(Classifier):
         append_eos: End a plain text with the EOS token, as reward models are trained on plain text (TRL's too).
             Conversations end as their chat template says. None: what the model's config says under `ends_with_eos`,
             which exports of `RewardModeling` do; no where it says nothing.
+        tokenizer: In Python: of a model that is loaded already.
 
     Raises:
         ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
@@ -49,7 +50,7 @@ class RewardModel(Classifier):
 
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
-        name: str,
+        name: GivenScorer,
         revision: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
         device: str | None = None,
@@ -58,9 +59,11 @@ class RewardModel(Classifier):
         overlong: Literal["error", "truncate_left", "skip"] = "error",
         chat_template: str | None = None,
         append_eos: bool | None = None,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__(
             name,
+            tokenizer=tokenizer,
             revision=revision,
             dtype=dtype,
             device=device,
