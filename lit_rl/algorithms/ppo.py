@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.schedules import After, Schedule
+from lit_rl.algorithms.optim.schedules import After, GivenSchedule, Schedule, as_schedule
+from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.preflight import estimators, footprint
 from lit_rl.algorithms.preflight.memory import Beside, Network, Numbers
 from lit_rl.algorithms.rollouts.micro_batches import without_gradient
@@ -86,7 +87,7 @@ class PPO(PolicyGradient):
         *,
         critic: Critic | None = None,
         critic_lr: float | None = None,
-        critic_scheduler: Schedule | None = None,
+        critic_scheduler: GivenSchedule | None = None,
         critic_warmup: int = 0,
         advantage: Callable = gae,
         whitening: Callable | None = whiten_tokens,
@@ -122,7 +123,9 @@ class PPO(PolicyGradient):
         self.value_clip, self.vf_coef = value_clip, vf_coef
         self.value_function: Critic = SeparateCritic() if critic is None else critic
         self.critic: Any = None
-        self.critic_lr, self.critic_scheduler, self.critic_warmup = critic_lr, critic_scheduler, critic_warmup
+        self.critic_lr, self.critic_warmup = critic_lr, critic_warmup
+        of_critic = None if critic_scheduler is None else as_schedule(critic_scheduler, "critic_scheduler")
+        self.critic_scheduler: Schedule | FromTorch | None = of_critic
         self.adapter = None if reward_adapter is None else RewardAdapter(reward_adapter)
         self.reward_adapter: Any = None
         self.ptx, self.ptx_coef = ptx, ptx_coef
@@ -264,7 +267,7 @@ class PPO(PolicyGradient):
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}
         return [*super().parameter_groups(), critic if self.critic_lr is None else critic | {"lr": self.critic_lr}]
 
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> list[Schedule | FromTorch]:
         (policy,) = super().schedules()
         critic = self.critic_scheduler or policy
         return [After(self.critic_warmup, policy) if self.critic_warmup else policy, critic]

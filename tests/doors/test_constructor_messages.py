@@ -9,8 +9,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lit_rl.algorithms import GRPO
+from lit_rl.algorithms import GRPO, PPO, Constant
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError
 from lit_rl.rewards import exact_match
@@ -50,9 +51,33 @@ def test_a_loss_of_another_form(returned: Any, came: str, tmp_path: Path) -> Non
         fit(grpo(loss=loss), tmp_path)
 
 
-def test_a_schedule_of_torch() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler is a partial\. Allowed is .*factor\(step"):
-        grpo(scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=10))
+ADAM = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (10, r"scheduler is a int\. Allowed is Linear, .*functools\.partial\(torch\.optim\.lr_scheduler\.StepLR"),
+        ("StepLR", r"scheduler is a str\. Allowed is"),
+        (StepLR(ADAM, 10), r"scheduler is a StepLR\..* has an optimizer already"),
+        (StepLR, r"scheduler=StepLR was called with the optimizer alone and failed: .*step_size.*Bind its other"),
+        (partial(ReduceLROnPlateau), r"scheduler=ReduceLROnPlateau waits for a metric"),
+        (lambda optimizer: 0.1, r"scheduler=<lambda> gave a float\. It takes the optimizer and returns a scheduler"),
+    ],
+)
+def test_what_is_no_schedule(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(grpo(scheduler=given), tmp_path)
+
+
+def test_a_critics_warm_up_and_a_scheduler_of_torch(tmp_path: Path) -> None:
+    drawn: dict[str, Any] = {"sampling": Sampling(max_new_tokens=2), "group_size": 1, "minibatches": 1}
+    one = partial(StepLR, step_size=1)
+    for more in ({"critic_warmup": 1}, {"critic_scheduler": Constant()}):
+        with pytest.raises(ConfigError, match=r"scheduler is a scheduler of torch, which has one schedule for all"):
+            fit(PPO("tiny", exact_match, scheduler=one, **drawn, **more), tmp_path)
+    with pytest.raises(ConfigError, match=r"critic_scheduler is a int\. Allowed is"):
+        PPO("tiny", exact_match, critic_scheduler=3)  # pyright: ignore
 
 
 def test_a_text_to_complete() -> None:

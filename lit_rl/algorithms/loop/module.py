@@ -24,8 +24,9 @@ from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
-from lit_rl.algorithms.optim.schedules import Linear, Schedule, as_schedule, by_group
+from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
 from lit_rl.algorithms.optim.strategies import flattens, offload_policy, shards
+from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.optim.zero import ZeROStrategy
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
@@ -75,7 +76,8 @@ class PolicyModule(L.LightningModule):
         tokenizer: Of a model that is loaded already.
         reference: What the KL is measured against, loaded only where a term needs it. None chooses by the policy.
         optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
-        scheduler: Makes the learning-rate schedule. None is linear to zero.
+        scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
+            an optimizer step. None is linear to zero.
         seed: Of the samples and of the order of groups.
         micro_batch_size: Rows of a forward pass on each rank, in place of `trainer.accumulate_grad_batches`:
             completions of whole groups or their slices, or rows of a data set. "auto" takes as many as fit into memory;
@@ -89,7 +91,7 @@ class PolicyModule(L.LightningModule):
         tokenizer: GivenTokenizer = None,
         reference: Reference | None = None,
         optimizer: OptimizerFactory | None = None,
-        scheduler: Schedule | None = None,
+        scheduler: GivenSchedule | None = None,
         seed: int = 0,
         micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
@@ -97,7 +99,7 @@ class PolicyModule(L.LightningModule):
         self.model = described(model, tokenizer)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
-        self.scheduler: Schedule = Linear() if scheduler is None else as_schedule(scheduler)
+        self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.memory_gb: float | None = None
@@ -413,7 +415,7 @@ class PolicyModule(L.LightningModule):
         """What the optimizer trains, the policy's group first."""
         return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "name": "policy"}]
 
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> list[Schedule | FromTorch]:
         """One for each parameter group."""
         return [self.scheduler]
 
