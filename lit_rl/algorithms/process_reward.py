@@ -13,6 +13,7 @@ from typing import Any, final
 from torch import Tensor
 
 from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.examples import StepwiseBatch, Totals
 from lit_rl.models.policy.loaded import GivenModel
@@ -38,6 +39,7 @@ class ProcessRewardModeling(ScalarModule):
     scoring = TOKENS
 
     def __init__(self, model: GivenModel, **shared: Any) -> None:
+        given.keywords(type(self), shared, ScalarModule)
         super().__init__(model, **shared)
 
     def denominator(self, totals: Totals) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.encode import marks_start
 from lit_rl.errors import in_range
@@ -43,6 +44,7 @@ class RewardModeling(ScalarModule):
     scoring = SEQUENCES
 
     def __init__(self, model: GivenModel, *, center_coef: float = 0.0, **shared: Any) -> None:
+        given.keywords(type(self), shared, ScalarModule)
         super().__init__(model, **shared)
         in_range("algo.center_coef", center_coef, low=0)
         self.center_coef = center_coef

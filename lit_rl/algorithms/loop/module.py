@@ -28,6 +28,7 @@ from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, a
 from lit_rl.algorithms.optim.strategies import flattens, offload_policy, shards
 from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.optim.zero import ZeROStrategy
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.deepspeed import (
@@ -99,6 +100,9 @@ class PolicyModule(L.LightningModule):
         self.model = described(model, tokenizer)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
+        given.reference(self.reference)
+        given.optimizer_factory(self.optimizer)
+        given.instance("seed", seed, int, "a whole number, such as seed=0")
         self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
@@ -334,6 +338,13 @@ class PolicyModule(L.LightningModule):
 
     # ------------------------------------------------------------------ loading
 
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a module is trained by a Trainer, and what answers is its policy."""
+        raise ConfigError(
+            f"{type(self).__name__} is not called. Train it with trainer.fit(module, datamodule=...); of tokens call "
+            "module.policy(input_ids) after module.configure_model()."
+        )
+
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self.policy is not None:
@@ -426,6 +437,7 @@ class PolicyModule(L.LightningModule):
         groups = self.parameter_groups()
         keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
+        given.made_optimizer(optimizer)
         if keeps_its_own:
             optimizer_fits_zero(optimizer)
         if self._averages_gradients(optimizer):
