@@ -13,7 +13,7 @@ undesirable ones (the paper's underlying distribution matching), by a regression
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ from lit_rl.ops.preference.verdicts import bco
 from lit_rl.ops.step import Metrics
 
 
-@final
 class BCO(VerdictModule):
     """Binary classifier optimisation.
 

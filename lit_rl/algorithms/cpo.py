@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ PER_TOKEN = (ipo, sigmoid_norm, simpo, alphapo)
 """Losses whose reward is of the log-prob per token."""
 
 
-@final
 class CPO(PairModule):
     """Contrastive preference optimisation.
 

@@ -13,7 +13,7 @@ policy itself is to write them (WPO, 2406.11827), and a reference that follows (
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from lit_rl.ops.preference.pairs import sums_of_pairs
 from lit_rl.ops.step import Metrics
 
 
-@final
 class DPO(PairModule):
     """Direct preference optimisation.
 

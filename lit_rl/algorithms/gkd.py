@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,6 @@ Writer = Literal["data", "student", "teacher"]
 """Who wrote the completions of an optimizer step."""
 
 
-@final
 class GKD(OfflinePolicyModule):
     """Generalised knowledge distillation.
 

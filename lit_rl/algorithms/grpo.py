@@ -14,7 +14,7 @@ further term, off by default, stands in `lit_rl.algorithms.families.policy_gradi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.models.policy.loaded import GivenModel
@@ -26,7 +26,6 @@ from lit_rl.ops.reductions import token_mean
 from lit_rl.rewards.sums.weighted import Rewards
 
 
-@final
 class GRPO(PolicyGradient):
     """Group-relative policy optimisation.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -41,7 +41,6 @@ BALANCE = (1.0, 4 / 3)
 """Range of w_d n_d / (w_u n_u) that section 4.2 of the paper recommends."""
 
 
-@final
 class KTO(VerdictModule):
     """Kahneman-Tversky optimisation.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 
-@final
 class NashMD(JudgedModule):
     """Nash mirror descent. Of each prompt's two completions the second is the mixture's; the first is learned from.
 

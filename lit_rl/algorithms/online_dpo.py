@@ -14,7 +14,7 @@ against the one that wins least often.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +29,6 @@ from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Rollout
 
 
-@final
 class OnlineDPO(JudgedPairs):
     """Online direct preference optimisation.
 

@@ -13,7 +13,7 @@ The likelihood is of prompt and completion, as in the authors' code and in TRL; 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from lit_rl.ops.preference.odds import odds_ratio
 from lit_rl.ops.step import Metrics, mean_of
 
 
-@final
 class ORPO(OfflinePolicyModule):
     """Odds ratio preference optimisation.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,6 @@ from lit_rl.rewards.sums.weighted import Rewards, Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
-@final
 class PPO(PolicyGradient):
     """Proximal policy optimisation with a critic.
 

@@ -8,7 +8,7 @@ That is the cross-entropy of two classes, which TRL trained up to 0.26.
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from lit_rl.ops.preference.rewards import steps
 from lit_rl.ops.step import Metrics, mean_of
 
 
-@final
 class ProcessRewardModeling(ScalarModule):
     """Training of a process reward model, which is exported as a token classifier with the labels "wrong" and "right".
 

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from lit_rl.ops.preference.rewards import bradley_terry
 from lit_rl.ops.step import Highest, Lowest, Metrics, mean_of
 
 
-@final
 class RewardModeling(ScalarModule):
     """Training of a reward model, which is exported as a sequence classifier with one label.
 

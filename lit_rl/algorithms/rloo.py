@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
 from lit_rl.models.policy.loaded import GivenModel
@@ -31,7 +31,6 @@ SEQUENCE_CLIPPED = partial(clipped_policy_loss, ratio=sequence_sum_ratio)
 """The clipped surrogate with the ratio of the whole sequence."""
 
 
-@final
 class RLOO(PolicyGradient):
     """REINFORCE leave-one-out.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +28,6 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 
 
-@final
 class SFT(OfflinePolicyModule):
     """Supervised fine-tuning.
 

@@ -13,7 +13,7 @@ been seen. A tie, and a pair without a verdict, is in neither the sum nor the me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +31,6 @@ from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
-@final
 class XPO(JudgedPairs):
     """Exploratory preference optimisation. Of each prompt's two completions the second is the reference's.
 

@@ -42,7 +42,7 @@ def as_schedule(given: GivenSchedule, key: str = "scheduler") -> Schedule | From
     if hasattr(given, "factor") and not isinstance(given, type):
         return given  # pyright: ignore[reportReturnType]
     if callable(given) and not isinstance(given, LRScheduler):
-        return FromTorch(given, key)
+        return FromTorch(given, key)  # pyright: ignore[reportArgumentType]
     then = ""
     if isinstance(given, LRScheduler):
         then = " This one has an optimizer already, which is not that of the run."

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 from lit_rl.data.hub import GivenRows
 from lit_rl.data.offline.example_module import ExampleDataModule
 
 
-@final
 class SupervisedDataModule(ExampleDataModule):
     """Texts to imitate, for `SFT`.
 
@@ -36,7 +35,6 @@ class SupervisedDataModule(ExampleDataModule):
         self.options = replace(self.options, learn=learn, packing=packing)
 
 
-@final
 class PreferenceDataModule(ExampleDataModule):
     """Pairs of a chosen and a rejected completion, or single completions with a verdict.
 
@@ -46,7 +44,6 @@ class PreferenceDataModule(ExampleDataModule):
     serves = ("pairs", "verdicts")
 
 
-@final
 class StepwiseDataModule(ExampleDataModule):
     """Solutions in steps, each step labelled right or wrong, for a process reward model.
 
