@@ -1,1 +1,116 @@
-"""PyTorch Lightning modules for RL post-training of language models."""
+"""PyTorch Lightning modules for RL post-training of language models.
+
+What a script or a notebook needs stands here, and is imported when it is first asked for: `import lit_rl` alone loads
+no PyTorch.
+
+    from lit_rl import GRPO, RolloutDataModule
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to Python, and a test compares the two
+    from lit_rl.algorithms import BCO as BCO
+    from lit_rl.algorithms import CPO as CPO
+    from lit_rl.algorithms import DPO as DPO
+    from lit_rl.algorithms import GKD as GKD
+    from lit_rl.algorithms import GRPO as GRPO
+    from lit_rl.algorithms import KTO as KTO
+    from lit_rl.algorithms import ORPO as ORPO
+    from lit_rl.algorithms import PPO as PPO
+    from lit_rl.algorithms import RLOO as RLOO
+    from lit_rl.algorithms import SFT as SFT
+    from lit_rl.algorithms import XPO as XPO
+    from lit_rl.algorithms import AdamW as AdamW
+    from lit_rl.algorithms import Constant as Constant
+    from lit_rl.algorithms import Cosine as Cosine
+    from lit_rl.algorithms import Evaluation as Evaluation
+    from lit_rl.algorithms import Linear as Linear
+    from lit_rl.algorithms import NashMD as NashMD
+    from lit_rl.algorithms import OnlineDPO as OnlineDPO
+    from lit_rl.algorithms import ProcessRewardModeling as ProcessRewardModeling
+    from lit_rl.algorithms import Reinforce as Reinforce
+    from lit_rl.algorithms import RewardModeling as RewardModeling
+    from lit_rl.algorithms.rollouts.scored import Scored as Scored
+    from lit_rl.callbacks import JsonlLogger as JsonlLogger
+    from lit_rl.callbacks.text import html_table as html_table
+    from lit_rl.data.datamodule import RolloutDataModule as RolloutDataModule
+    from lit_rl.data.offline.datamodule import PreferenceDataModule as PreferenceDataModule
+    from lit_rl.data.offline.datamodule import StepwiseDataModule as StepwiseDataModule
+    from lit_rl.data.offline.datamodule import SupervisedDataModule as SupervisedDataModule
+    from lit_rl.data.tasks import Addition as Addition
+    from lit_rl.environments import CustomEnvironment as CustomEnvironment
+    from lit_rl.environments import FunctionTools as FunctionTools
+    from lit_rl.generation import RolloutFunction as RolloutFunction
+    from lit_rl.models import LanguageModel as LanguageModel
+    from lit_rl.models import Lora as Lora
+    from lit_rl.models.policy.loaded import LoadedModel as LoadedModel
+    from lit_rl.ops.advantages import centered as centered
+    from lit_rl.ops.advantages import group_normalized as group_normalized
+    from lit_rl.ops.advantages import leave_one_out as leave_one_out
+    from lit_rl.ops.losses import cispo_loss as cispo_loss
+    from lit_rl.ops.losses import clipped_policy_loss as clipped_policy_loss
+    from lit_rl.ops.losses import reinforce_loss as reinforce_loss
+    from lit_rl.ops.reductions import StepTotals as StepTotals
+    from lit_rl.ops.reductions import sequence_mean as sequence_mean
+    from lit_rl.ops.reductions import token_mean as token_mean
+    from lit_rl.ops.returns import gae as gae
+    from lit_rl.rewards import RewardModel as RewardModel
+    from lit_rl.rewards import Rewards as Rewards
+    from lit_rl.rewards import exact_match as exact_match
+    from lit_rl.rewards import math_accuracy as math_accuracy
+    from lit_rl.rollout import Sampling as Sampling
+
+_PLACES = {
+    "algorithms": (
+        "AdamW BCO CPO Constant Cosine DPO Evaluation GKD GRPO KTO Linear NashMD ORPO OnlineDPO PPO "
+        "ProcessRewardModeling RLOO Reinforce RewardModeling SFT XPO"
+    ),
+    "algorithms.rollouts.scored": "Scored",
+    "callbacks": "JsonlLogger",
+    "callbacks.text": "html_table",
+    "data.datamodule": "RolloutDataModule",
+    "data.offline.datamodule": "PreferenceDataModule StepwiseDataModule SupervisedDataModule",
+    "data.tasks": "Addition",
+    "environments": "CustomEnvironment FunctionTools",
+    "generation": "RolloutFunction",
+    "models": "LanguageModel Lora",
+    "models.policy.loaded": "LoadedModel",
+    "ops.advantages": "centered group_normalized leave_one_out",
+    "ops.losses": "cispo_loss clipped_policy_loss reinforce_loss",
+    "ops.reductions": "StepTotals sequence_mean token_mean",
+    "ops.returns": "gae",
+    "rewards": "RewardModel Rewards exact_match math_accuracy",
+    "rollout": "Sampling",
+}
+"""Public names, by the module under `lit_rl` that has them."""
+
+_MODULE_OF = {name: f"lit_rl.{module}" for module, names in _PLACES.items() for name in names.split()}
+
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for, and keep it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(_unknown(name), name=name)
+    found = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = found
+    return found
+
+
+def _unknown(name: str) -> str:
+    if name.startswith("_"):  # Python and its tools ask for such names, and catch the error
+        return f"module 'lit_rl' has no attribute {name!r}"
+    from lit_rl.errors import did_you_mean
+
+    return (
+        f"lit_rl has no {name!r} of its own.{did_you_mean(name, _MODULE_OF)} Its modules, which docs/modules.md lists, "
+        "are imported by name: import lit_rl.rewards."
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})

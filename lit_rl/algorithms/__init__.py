@@ -1,4 +1,4 @@
-"""The methods, one final LightningModule a file; what they are made of stands in the folders beside them."""
+"""The methods, one LightningModule a file, none derived from another; what they are made of stands beside them."""
 
 from lit_rl.algorithms.bco import BCO as BCO
 from lit_rl.algorithms.cpo import CPO as CPO

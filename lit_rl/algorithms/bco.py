@@ -13,7 +13,7 @@ undesirable ones (the paper's underlying distribution matching), by a regression
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +26,11 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example import Example
 from lit_rl.errors import ConfigError
 from lit_rl.examples import TokenBatch, VerdictBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.preference.verdicts import bco
 from lit_rl.ops.step import Metrics
 
 
-@final
 class BCO(VerdictModule):
     """Binary classifier optimisation.
 
@@ -47,7 +46,7 @@ class BCO(VerdictModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lit_rl.algorithms.signatures import setting, unwrapped
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.text_forward import TextScores
 from lit_rl.ops.preference.common import alpha_reward
 from lit_rl.ops.preference.losses import ipo, sigmoid, sigmoid_norm
@@ -35,7 +35,6 @@ PER_TOKEN = (ipo, sigmoid_norm, simpo, alphapo)
 """Losses whose reward is of the log-prob per token."""
 
 
-@final
 class CPO(PairModule):
     """Contrastive preference optimisation.
 
@@ -51,7 +50,7 @@ class CPO(PairModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

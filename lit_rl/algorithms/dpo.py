@@ -13,7 +13,7 @@ policy itself is to write them (WPO, 2406.11827), and a reference that follows (
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from lit_rl.algorithms.terms.precomputed_reference import PrecomputedReference
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.text_forward import TextScores
 from lit_rl.models.reference.base import ReferenceFree
 from lit_rl.ops.masking import masked_mean
@@ -34,7 +34,6 @@ from lit_rl.ops.preference.pairs import sums_of_pairs
 from lit_rl.ops.step import Metrics
 
 
-@final
 class DPO(PairModule):
     """Direct preference optimisation.
 
@@ -57,7 +56,7 @@ class DPO(PairModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

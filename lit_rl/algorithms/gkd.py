@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import ExampleBatch, TextBatch, Totals
 from lit_rl.models.policy.disagreement import disagreement
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.sharding import unsharded
 from lit_rl.models.policy.text_forward import refuse_leaks
 from lit_rl.models.reference.base import OnCPU, Scorer
@@ -45,7 +46,6 @@ Writer = Literal["data", "student", "teacher"]
 """Who wrote the completions of an optimizer step."""
 
 
-@final
 class GKD(OfflinePolicyModule):
     """Generalised knowledge distillation.
 
@@ -69,7 +69,7 @@ class GKD(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         teacher: LanguageModel | str,

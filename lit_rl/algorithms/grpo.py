@@ -14,10 +14,10 @@ further term, off by default, stands in `lit_rl.algorithms.families.policy_gradi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.advantages import group_normalized
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3
@@ -26,7 +26,6 @@ from lit_rl.ops.reductions import token_mean
 from lit_rl.rewards.sums.weighted import Rewards
 
 
-@final
 class GRPO(PolicyGradient):
     """Group-relative policy optimisation.
 
@@ -42,7 +41,7 @@ class GRPO(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable = group_normalized,

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -30,7 +30,7 @@ from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.example_set import ExampleSet
 from lit_rl.errors import ConfigError
 from lit_rl.examples import VerdictBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.ops.masking import masked_sum
@@ -41,7 +41,6 @@ BALANCE = (1.0, 4 / 3)
 """Range of w_d n_d / (w_u n_u) that section 4.2 of the paper recommends."""
 
 
-@final
 class KTO(VerdictModule):
     """Kahneman-Tversky optimisation.
 
@@ -55,7 +54,7 @@ class KTO(VerdictModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         beta: float = 0.1,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from lit_rl.algorithms.rollouts.opponents import duels, policy_rows
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.generation.mixture import GeometricMixture
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens, mean_entropy, mean_of
@@ -35,7 +35,6 @@ from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Rollout, select
 
 
-@final
 class NashMD(JudgedModule):
     """Nash mirror descent. Of each prompt's two completions the second is the mixture's; the first is learned from.
 
@@ -54,7 +53,7 @@ class NashMD(JudgedModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

@@ -14,13 +14,13 @@ against the one that wins least often.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
 from lit_rl.algorithms.families.judged_pairs import JudgedPairs
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
@@ -29,7 +29,6 @@ from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Rollout
 
 
-@final
 class OnlineDPO(JudgedPairs):
     """Online direct preference optimisation.
 
@@ -45,7 +44,7 @@ class OnlineDPO(JudgedPairs):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

@@ -13,7 +13,7 @@ The likelihood is of prompt and completion, as in the authors' code and in TRL; 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +23,12 @@ from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch, TokenBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.masking import masked_mean, masked_sum
 from lit_rl.ops.preference.odds import odds_ratio
 from lit_rl.ops.step import Metrics, mean_of
 
 
-@final
 class ORPO(OfflinePolicyModule):
     """Odds ratio preference optimisation.
 
@@ -43,7 +42,7 @@ class ORPO(OfflinePolicyModule):
     learns_from = "pairs"
     headline = ("loss", "nll_loss", "rewards/accuracies", "log_odds_chosen")
 
-    def __init__(self, model: LanguageModel | str, reward: Any = None, *, beta: float = 0.1, **shared: Any) -> None:
+    def __init__(self, model: GivenModel, reward: Any = None, *, beta: float = 0.1, **shared: Any) -> None:
         super().__init__(model, reward, **shared)
         in_range("algo.beta", beta, low=0, open_low=True)
         self.beta = beta

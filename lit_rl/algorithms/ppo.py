@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.algorithms.optim.schedules import After, Schedule
+from lit_rl.algorithms.optim.schedules import After, GivenSchedule, Schedule, as_schedule
+from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.preflight import estimators, footprint
 from lit_rl.algorithms.preflight.memory import Beside, Network, Numbers
 from lit_rl.algorithms.rollouts.micro_batches import without_gradient
@@ -34,7 +35,7 @@ from lit_rl.algorithms.terms.credit import Credit, turns_of
 from lit_rl.data.supervised import SupervisedText
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.text_forward import score_texts
 from lit_rl.models.scoring.critic import Critic, SeparateCritic, SharedTrunk
 from lit_rl.models.scoring.reward_adapter import RewardAdapter
@@ -52,7 +53,6 @@ from lit_rl.rewards.sums.weighted import Rewards, Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
-@final
 class PPO(PolicyGradient):
     """Proximal policy optimisation with a critic.
 
@@ -81,12 +81,12 @@ class PPO(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         critic: Critic | None = None,
         critic_lr: float | None = None,
-        critic_scheduler: Schedule | None = None,
+        critic_scheduler: GivenSchedule | None = None,
         critic_warmup: int = 0,
         advantage: Callable = gae,
         whitening: Callable | None = whiten_tokens,
@@ -122,7 +122,9 @@ class PPO(PolicyGradient):
         self.value_clip, self.vf_coef = value_clip, vf_coef
         self.value_function: Critic = SeparateCritic() if critic is None else critic
         self.critic: Any = None
-        self.critic_lr, self.critic_scheduler, self.critic_warmup = critic_lr, critic_scheduler, critic_warmup
+        self.critic_lr, self.critic_warmup = critic_lr, critic_warmup
+        of_critic = None if critic_scheduler is None else as_schedule(critic_scheduler, "critic_scheduler")
+        self.critic_scheduler: Schedule | FromTorch | None = of_critic
         self.adapter = None if reward_adapter is None else RewardAdapter(reward_adapter)
         self.reward_adapter: Any = None
         self.ptx, self.ptx_coef = ptx, ptx_coef
@@ -264,7 +266,7 @@ class PPO(PolicyGradient):
         critic: dict[str, Any] = {"params": self.value_function.parameters(self.policy, self.critic), "name": "critic"}
         return [*super().parameter_groups(), critic if self.critic_lr is None else critic | {"lr": self.critic_lr}]
 
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> list[Schedule | FromTorch]:
         (policy,) = super().schedules()
         critic = self.critic_scheduler or policy
         return [After(self.critic_warmup, policy) if self.critic_warmup else policy, critic]

@@ -8,20 +8,20 @@ That is the cross-entropy of two classes, which TRL trained up to 0.26.
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
 from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.examples import StepwiseBatch, Totals
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.scoring.model import TOKENS
 from lit_rl.ops.preference.rewards import steps
 from lit_rl.ops.step import Metrics, mean_of
 
 
-@final
 class ProcessRewardModeling(ScalarModule):
     """Training of a process reward model, which is exported as a token classifier with the labels "wrong" and "right".
 
@@ -37,7 +37,8 @@ class ProcessRewardModeling(ScalarModule):
     headline = ("loss", "accuracy")
     scoring = TOKENS
 
-    def __init__(self, model: LanguageModel | str, **shared: Any) -> None:
+    def __init__(self, model: GivenModel, **shared: Any) -> None:
+        given.keywords(type(self), shared, ScalarModule)
         super().__init__(model, **shared)
 
     def denominator(self, totals: Totals) -> int:

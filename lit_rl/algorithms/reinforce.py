@@ -12,10 +12,10 @@ takes the reward of the greedy completion as baseline (2310.10505). Every furthe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3
 from lit_rl.ops.losses import clipped_policy_loss
@@ -24,7 +24,6 @@ from lit_rl.ops.returns import reinforce_plus_plus
 from lit_rl.rewards.sums.weighted import Rewards
 
 
-@final
 class Reinforce(PolicyGradient):
     """REINFORCE++ by default; REINFORCE, ReMax and the like by their advantage and loss.
 
@@ -38,7 +37,7 @@ class Reinforce(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable = reinforce_plus_plus,

@@ -8,23 +8,23 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_rl.algorithms.families.scalar import ScalarModule
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.data.offline.encode import marks_start
 from lit_rl.errors import in_range
 from lit_rl.examples import PairBatch
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.scoring.model import SEQUENCES
 from lit_rl.ops.preference.rewards import bradley_terry
 from lit_rl.ops.step import Highest, Lowest, Metrics, mean_of
 
 
-@final
 class RewardModeling(ScalarModule):
     """Training of a reward model, which is exported as a sequence classifier with one label.
 
@@ -42,7 +42,8 @@ class RewardModeling(ScalarModule):
     headline = ("loss", "accuracy", "margin")
     scoring = SEQUENCES
 
-    def __init__(self, model: LanguageModel | str, *, center_coef: float = 0.0, **shared: Any) -> None:
+    def __init__(self, model: GivenModel, *, center_coef: float = 0.0, **shared: Any) -> None:
+        given.keywords(type(self), shared, ScalarModule)
         super().__init__(model, **shared)
         in_range("algo.center_coef", center_coef, low=0)
         self.center_coef = center_coef

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 from lit_rl.algorithms.families.policy_gradient import PolicyGradient
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.advantages import leave_one_out
 from lit_rl.ops.correction import auto_correction
 from lit_rl.ops.kl import corrected_k3
@@ -31,7 +31,6 @@ SEQUENCE_CLIPPED = partial(clipped_policy_loss, ratio=sequence_sum_ratio)
 """The clipped surrogate with the ratio of the whole sequence."""
 
 
-@final
 class RLOO(PolicyGradient):
     """REINFORCE leave-one-out.
 
@@ -50,7 +49,7 @@ class RLOO(PolicyGradient):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable = leave_one_out,

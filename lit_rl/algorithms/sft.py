@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +20,7 @@ from lit_rl.algorithms.rollouts.plan import mix
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import in_range
 from lit_rl.examples import TextBatch, Totals
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.neftune import noisy_embeddings
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.ops.imitation import cross_entropy
@@ -28,7 +28,6 @@ from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.step import Metrics, mean_entropy, mean_of
 
 
-@final
 class SFT(OfflinePolicyModule):
     """Supervised fine-tuning.
 
@@ -48,7 +47,7 @@ class SFT(OfflinePolicyModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Any = None,
         *,
         imitation: Callable = cross_entropy,

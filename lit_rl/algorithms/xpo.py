@@ -13,7 +13,7 @@ been seen. A tie, and a pair without a verdict, is in neither the sum nor the me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor
 
@@ -21,7 +21,7 @@ from lit_rl.algorithms.families.judged_pairs import JudgedPairs, pairs_of
 from lit_rl.algorithms.preflight import judged as preflight
 from lit_rl.algorithms.rollouts.opponents import duels
 from lit_rl.models.policy.forward import TokenScores
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.ops.masking import masked_sum
 from lit_rl.ops.preference.losses import sigmoid
 from lit_rl.ops.reductions import StepTotals
@@ -31,7 +31,6 @@ from lit_rl.rewards.sums.weighted import Rewards
 from lit_rl.rollout import Completions, PromptBatch, Rollout
 
 
-@final
 class XPO(JudgedPairs):
     """Exploratory preference optimisation. Of each prompt's two completions the second is the reference's.
 
@@ -49,7 +48,7 @@ class XPO(JudgedPairs):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable | None = None,
         *,
         judge: Judge | Callable[..., Any] | None = None,

@@ -35,7 +35,7 @@ from lit_rl.cli.lightning_data import data_module_of
 from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
-from lit_rl.cli.schemas import parameters
+from lit_rl.cli.schemas import PYTHON_ONLY, parameters
 from lit_rl.commands import evaluate, report
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
@@ -158,7 +158,8 @@ class CommandLine(LightningCLI):
             help="As Lightning's; auto is bf16-true where the device has units for bfloat16, 32-true elsewhere.",
         )
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
-        parser.add_subclass_arguments(PolicyModule, "model", fail_untyped=False, required=True, skip=set(FACTORIES))
+        skipped_of_model = {*FACTORIES, *PYTHON_ONLY}
+        parser.add_subclass_arguments(PolicyModule, "model", fail_untyped=False, required=True, skip=skipped_of_model)
         data: Any = self.datamodule_class
         parser.add_class_arguments(data, "data", fail_untyped=False, sub_configs=True, skip={"task"})
         parser.add_argument(

@@ -215,6 +215,10 @@ def schema(name: str, path: str, target: Any, *, keywords_only: bool = False) ->
     return dataclasses.make_dataclass(name, fields)
 
 
+PYTHON_ONLY = frozenset({"tokenizer"})
+"""Parameters for objects that no config can name."""
+
+
 def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
     """The parameters of a function or a constructor, with their types.
 
@@ -231,7 +235,7 @@ def parameters(target: Any) -> list[tuple[inspect.Parameter, Any]]:
         for parameter in inspect.signature(function).parameters.values():
             handed_on = handed_on or parameter.kind is parameter.VAR_KEYWORD
             by_position = number and ours and parameter.kind is not parameter.KEYWORD_ONLY
-            if parameter.name == "self" or by_position:
+            if parameter.name in ("self", *PYTHON_ONLY) or by_position:
                 continue
             if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 found.setdefault(parameter.name, (parameter, hints.get(parameter.name, Any)))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import Corpus, read_corpus, set_key
+from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader, RolloutLoader
 from lit_rl.data.order import RolloutOrder
@@ -31,6 +32,7 @@ class RolloutDataModule(SourcedDataModule):
     left out is counted in `report`.
 
     Args:
+        rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`, which is read whole.
         prompt_key: The column of the prompt.
         prompts_per_rollout: Prompts of one rollout, all ranks together.
         max_prompt_tokens: Longest prompt, in tokens.
@@ -41,6 +43,7 @@ class RolloutDataModule(SourcedDataModule):
 
     def __init__(
         self,
+        rows: GivenRows | None = None,
         *,
         prompt_key: str = "prompt",
         prompts_per_rollout: int = 32,
@@ -48,7 +51,7 @@ class RolloutDataModule(SourcedDataModule):
         overlong: Literal["drop", "truncate_left", "error"] = "drop",
         **source: Any,
     ) -> None:
-        super().__init__(**source)
+        super().__init__(rows, **source)
         in_range("data.prompts_per_rollout", prompts_per_rollout, low=1)
         self.options = PromptOptions(
             prompt_key=prompt_key, max_prompt_tokens=max_prompt_tokens, overlong=overlong, **self.reading

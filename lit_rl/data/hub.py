@@ -5,12 +5,48 @@ No code that comes with a data set is ever run: `datasets` 4 and later has no lo
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.errors import BackendError, ConfigError, DataError, did_you_mean
 from lit_rl.offline import read_the_cache_alone_where_there_is_no_hub
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    GivenRows = list[dict[str, Any]] | Dataset | IterableDataset
+    """Rows that are handed over in Python. Configs that are read from files know lists alone."""
+else:
+    GivenRows = list[dict[str, Any]]
+
+
+def is_data_set(given: Any) -> bool:
+    """Whether it is a data set of `datasets`, which nobody who has none imports."""
+    datasets = sys.modules.get("datasets")
+    return datasets is not None and isinstance(given, datasets.Dataset | datasets.IterableDataset)
+
+
+def rows_of_object(key: str, given: Any) -> Any:
+    """All rows of a data set of `datasets`, of an `IterableDataset` by going through it once; anything else as it is.
+
+    Args:
+        key: What messages call it.
+        given: What a user gave as rows.
+
+    Raises:
+        DataError: it has several splits, or a row cannot be read.
+    """
+    datasets = sys.modules.get("datasets")
+    if datasets is not None and isinstance(given, datasets.DatasetDict | datasets.IterableDatasetDict):
+        raise DataError(f"{key} is a {type(given).__name__} with the splits {', '.join(given)}: give one of them.")
+    if not is_data_set(given):
+        return given
+    try:
+        return given.to_list() if hasattr(given, "to_list") else [dict(row) for row in given]
+    except Exception as error:  # the library raises of many kinds: a row that it cannot read is bad data
+        raise DataError(f"{key}: cannot be read: {excerpt(str(error), 300)}") from error
 
 
 def from_saved(path: Path, *, split: str | None = None, name: str | None = None) -> list[dict[str, Any]]:

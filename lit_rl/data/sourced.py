@@ -9,6 +9,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.data.corpus import list_counts
+from lit_rl.data.hub import GivenRows, is_data_set
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.images import MAX_IMAGE_PIXELS
 from lit_rl.data.jsonl import OnBadRow
@@ -25,7 +26,7 @@ class SourcedDataModule(L.LightningDataModule):
         path: A .jsonl, .ndjson, .json, .parquet, .csv or .tsv file, a folder of `datasets`, or a hub id.
         split: The split of `path`.
         name: The configuration of `path`, for a hub id that has several.
-        rows: The rows themselves.
+        rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
         task: An object whose `train()` and `val()` return rows, such as `lit_rl.data.tasks.Addition`. An empty `val()`
             means no validation.
         sources: Several sources, each `{path, split, name, weight}`. An epoch draws as many rows as there are, shared
@@ -38,6 +39,7 @@ class SourcedDataModule(L.LightningDataModule):
         max_image_pixels: Width times height of an image, at most, by its header. For a model over images.
         on_bad_row: What to do with a row that cannot be read or is not sound: `error` refuses the data, `skip` leaves
             it out.
+        val: The validation rows themselves, as `rows`, or several sets by name.
         val_path: A validation set, or several by name. Read like `path`.
         val_split: The split of `val_path`, or of `path` where no `val_path` came; by name for several.
         val_fraction: Share of the prompts held out for validation, in [0, 1), where neither a `val_*` source nor a task
@@ -49,11 +51,11 @@ class SourcedDataModule(L.LightningDataModule):
 
     def __init__(
         self,
+        rows: GivenRows | None = None,
         *,
         path: str | None = None,
         split: str | None = None,
         name: str | None = None,
-        rows: list[dict[str, Any]] | None = None,
         task: Any | None = None,
         sources: list[dict[str, Any]] | None = None,
         rename: dict[str, str] | None = None,
@@ -63,6 +65,7 @@ class SourcedDataModule(L.LightningDataModule):
         max_image_pixels: int = MAX_IMAGE_PIXELS,
         shuffle: bool = True,
         on_bad_row: OnBadRow = "error",
+        val: Any | None = None,
         val_path: str | dict[str, str] | None = None,
         val_split: str | dict[str, str] | None = None,
         val_fraction: float = 0.05,
@@ -92,7 +95,9 @@ class SourcedDataModule(L.LightningDataModule):
         }
         """How every kind of row is read: fields of `PromptOptions` and of `ExampleOptions`."""
         self.on_bad_row: OnBadRow = on_bad_row
-        self.rows, self.task = rows, task
+        if val is not None and (val_path is not None or val_split is not None):
+            raise ConfigError("data.val are validation rows, and data.val_path or data.val_split name others: set one.")
+        self.rows, self.task, self.val = rows, task, val
         self.val_fraction, self.val_batch_size = val_fraction, val_batch_size
         self.shuffle, self.seed, self.allow_changed = shuffle, seed, allow_changed
 
@@ -106,10 +111,18 @@ class SourcedDataModule(L.LightningDataModule):
 
     def val_rows(self) -> dict[str, Rows]:
         """The rows of each validation set, by its name; a single unnamed one has an empty name."""
+        if self.val is not None:
+            sets = self.val if isinstance(self.val, dict) else {"": self.val}
+            return {name: named_rows(f"data.val{f'.{name}' if name else ''}", rows) for name, rows in sets.items()}
         if self.val_sources or self.task is None:
             return {name: source.load(self.on_bad_row) for name, source in self.val_sources.items()}
         rows = self.task.val()
         return {"": named_rows("data.task.val()", rows)} if rows else {}
+
+    @property
+    def streamable(self) -> list[Any]:
+        """Sources that can be read as their rows are needed."""
+        return self.sources or ([self.rows] if is_data_set(self.rows) else [])
 
     def held_out(self, val: dict[str, Rows]) -> float:
         """Share of the training rows to hold out: none where there is validation data."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from lit_rl.data.hub import rows_of_object
 from lit_rl.data.image_prompts import Shown
 from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.sources import Rows, load_rows
@@ -133,13 +134,16 @@ def prompt_key(prompt: Prompt, shown: Shown | None = None) -> str:
 
 
 def named_rows(key: str, rows: Any) -> Rows:
-    """Rows that were handed over in Python, checked.
+    """Rows that were handed over in Python, a list or a data set of `datasets`, checked.
 
     Raises:
         DataError: not a list of dicts, or an empty one.
     """
-    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Sequence):
-        raise DataError(f"{key} is a {type(rows).__name__}; it takes a list of dicts.")
+    rows = rows_of_object(key, rows)
+    if isinstance(rows, str):
+        raise DataError(f"{key}={rows!r} is a text; it takes a list of dicts. A file, folder or hub id is data.path.")
+    if isinstance(rows, bytes | Mapping) or not isinstance(rows, Sequence):
+        raise DataError(f"{key} is a {type(rows).__name__}; it takes a list of dicts, or a data set of `datasets`.")
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{key}[{i}] is {row!r:.80}; it takes a list of dicts.")

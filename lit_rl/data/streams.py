@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_rl.data.checks import excerpt, one_of
-from lit_rl.data.hub import open_hub, open_saved
+from lit_rl.data.hub import GivenRows, open_hub, open_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.raw_rows import BATCH, RawRow, rows_of_cells, rows_of_lines, rows_of_parquet
 from lit_rl.data.sources import Rows, hub_name, local_path, suffix_of
@@ -38,7 +38,7 @@ class RowStream:
     files and the hub as `datasets` streams them. No row is kept.
 
     Args:
-        source: What is read.
+        source: What is read: a file, folder or hub id, or a data set of `datasets`.
         on_bad_row: What to do with a row that cannot be read: `error` raises, `skip` counts it. A bad row is one of
             those taken in any case, so that a place can be found again without parsing what is before it.
 
@@ -48,7 +48,7 @@ class RowStream:
         BackendError: the hub cannot be reached, or does not give the data set.
     """
 
-    def __init__(self, source: Source, on_bad_row: OnBadRow = "error") -> None:
+    def __init__(self, source: Source | GivenRows, on_bad_row: OnBadRow = "error") -> None:
         one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
         self.on_bad_row = on_bad_row
         self.name, self._read, self._has_lines = _opened(source)
@@ -91,8 +91,10 @@ class RowStream:
         return self.__dict__ | {"_rows": None}  # an open file cannot go to another process
 
 
-def _opened(source: Source) -> tuple[str, Reader, bool]:
+def _opened(source: Any) -> tuple[str, Reader, bool]:
     """What messages call a source, how it is read, and whether its rows have lines."""
+    if not isinstance(source, Source):
+        return "data.rows", partial(_rows_of_data, source, "data.rows"), False
     path, split, name = source.path, source.split, source.name
     local = local_path(path)
     if local is not None and local.is_file():

@@ -263,7 +263,7 @@ def test_every_command_composes(page: Path, composed: Any) -> None:
 
 def script_arguments(page: Path) -> dict[str, Any]:
     """Keyword arguments of `GRPOConfig` in the example's script."""
-    (script,) = [block.text for block in blocks(page) if block.language == "python"]
+    (script,) = [block.text for block in blocks(page) if block.file == "train_with_trl.py"]
     calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
     (config,) = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "GRPOConfig"]
     return {str(word.arg): ast.literal_eval(word.value) for word in config.keywords}

@@ -10,11 +10,12 @@ import lightning as L
 import pytest
 import torch
 from peft import LoraConfig
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from lit_rl.algorithms import GRPO
+from lit_rl.algorithms import DPO, GRPO, PPO, Constant, RewardModeling
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.data.offline.datamodule import PreferenceDataModule
 from lit_rl.errors import ConfigError
-from lit_rl.models import LanguageModel
 from lit_rl.rewards import exact_match
 from lit_rl.rollout import Sampling
 
@@ -23,11 +24,11 @@ def grpo(**settings: Any) -> GRPO:
     return GRPO("tiny", exact_match, sampling=Sampling(max_new_tokens=2), group_size=2, **settings)
 
 
-def fit(module: GRPO, folder: Path) -> L.Trainer:
+def fit(module: Any, folder: Path, data: Any = None) -> L.Trainer:
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(2)]
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     trainer = L.Trainer(max_steps=1, accelerator="cpu", default_root_dir=folder, **quiet)
-    trainer.fit(module, datamodule=RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0))
+    trainer.fit(module, datamodule=data or RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0))
     return trainer
 
 
@@ -52,14 +53,106 @@ def test_a_loss_of_another_form(returned: Any, came: str, tmp_path: Path) -> Non
         fit(grpo(loss=loss), tmp_path)
 
 
-def test_a_schedule_of_torch() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler is a partial\. Allowed is .*factor\(step"):
-        grpo(scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=10))
+ADAM = torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 
 
-def test_a_config_of_peft() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora is a LoraConfig\. Allowed is lit_rl\.models\.Lora"):
-        LanguageModel("tiny", lora=LoraConfig(r=4))  # pyright: ignore
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (10, r"scheduler is a int\. Allowed is Linear, .*functools\.partial\(torch\.optim\.lr_scheduler\.StepLR"),
+        ("StepLR", r"scheduler is a str\. Allowed is"),
+        (StepLR(ADAM, 10), r"scheduler is a StepLR\..* has an optimizer already"),
+        (StepLR, r"scheduler=StepLR was called with the optimizer alone and failed: .*step_size.*Bind its other"),
+        (partial(ReduceLROnPlateau), r"scheduler=ReduceLROnPlateau waits for a metric"),
+        (lambda optimizer: 0.1, r"scheduler=<lambda> gave a float\. It takes the optimizer and returns a scheduler"),
+    ],
+)
+def test_what_is_no_schedule(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(grpo(scheduler=given), tmp_path)
+
+
+def test_a_critics_warm_up_and_a_scheduler_of_torch(tmp_path: Path) -> None:
+    drawn: dict[str, Any] = {"sampling": Sampling(max_new_tokens=2), "group_size": 1, "minibatches": 1}
+    one = partial(StepLR, step_size=1)
+    for more in ({"critic_warmup": 1}, {"critic_scheduler": Constant()}):
+        with pytest.raises(ConfigError, match=r"scheduler is a scheduler of torch, which has one schedule for all"):
+            fit(PPO("tiny", exact_match, scheduler=one, **drawn, **more), tmp_path)
+    with pytest.raises(ConfigError, match=r"critic_scheduler is a int\. Allowed is"):
+        PPO("tiny", exact_match, critic_scheduler=3)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"loss": "dapo"}, r"loss is 'dapo'\. Allowed is a function of tensors: "),
+        ({"kl": None, "beta": 0.1}, r"kl is None\. Allowed is a function of tensors: "),
+        ({"reduction": "mean"}, r"reduction is 'mean'\. Allowed is a function of tensors: "),
+        ({"correction": "x"}, r"correction is 'x'\. Allowed is a function of tensors, or None: "),
+        ({"optimizer": ADAM}, r"optimizer is a Adam that has weights already.*functools\.partial\(torch\.optim\.SGD"),
+        ({"optimizer": "adamw"}, r"optimizer is 'adamw'\. Allowed is what makes one from parameter groups"),
+        ({"reference": "auto"}, r"reference is 'auto'\. Allowed is an object of lit_rl\.models\.reference"),
+        ({"evaluation": {"group_size": 2}}, r"evaluation is .*, a dict\. Write evaluation=Evaluation\("),
+        ({"seed": None}, r"seed is None, a NoneType\. Write a whole number"),
+        ({"loss_type": "dapo"}, r"GRPO takes no loss_type=\. A loss is a function"),
+        ({"peft_config": LoraConfig()}, r"GRPO takes no peft_config=\. It belongs to the model: .*LanguageModel"),
+        ({"tools": [len]}, r"GRPO takes no tools=\. It is an environment: env="),
+        ({"num_generations": 8}, r"GRPO takes no num_generations=\. Here it is group_size="),
+        ({"minibatch": 2}, r"GRPO takes no minibatch=\. Did you mean 'minibatches'\?"),
+    ],
+)
+def test_a_setting_of_another_kind_or_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        grpo(**given)
+
+
+def test_settings_that_are_given_already() -> None:
+    for given, message in (
+        ({"sampling": {"max_new_tokens": 2}}, r"sampling is .*, a dict\. Write sampling=Sampling\("),
+        ({"group_size": "8"}, r"group_size is '8', a str\. Write a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            GRPO("tiny", exact_match, **given)
+    with pytest.raises(ConfigError, match=r"RewardModeling takes no sampling=\. help\(RewardModeling\)"):
+        RewardModeling("tiny", sampling=Sampling())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"advantage": lambda rewards, group_id: rewards.sum()}, r"advantage gave a tensor of shape \(\)\. It is to"),
+        ({"reduction": lambda tokens, mask, totals: tokens}, r"reduction gave a tensor of shape \(4, \d\)\. It is to"),
+        ({"optimizer": lambda groups: 3}, r"optimizer gave a int\. It takes parameter groups"),
+    ],
+)
+def test_a_function_that_returns_something_else(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fit(grpo(**given), tmp_path)
+
+
+def test_a_loss_of_pairs_that_is_a_scalar(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "x"} for n in range(2)]
+    module = DPO("tiny", preference=lambda pairs, beta: (pairs.rejected - pairs.chosen).mean())
+    data = PreferenceDataModule(rows, batch_size=2, val_fraction=0)
+    with pytest.raises(
+        ConfigError, match=r"preference gave a tensor of shape \(\)\. It is to return a tensor .*\(2,\)"
+    ):
+        fit(module, tmp_path, data)
+
+
+def test_a_module_is_not_called() -> None:
+    with pytest.raises(ConfigError, match=r"GRPO is not called\. Train it with trainer\.fit"):
+        grpo()("17+25=")
+
+
+def test_generating_needs_the_policy() -> None:
+    module, data = grpo(), RolloutDataModule([{"prompt": "1+1=", "answer": "2"}], val_fraction=0)
+    data.prepare(module.tokenizer, stage="predict")
+    with pytest.raises(ConfigError, match=r"not loaded yet: call module\.configure_model\(\) first"):
+        module.generate(data.peek(1))
+    module.configure_model()
+    with module.rollout_context():
+        assert module.generate(data.peek(1)).response_ids.shape[0] == 2
 
 
 def test_a_text_to_complete() -> None:

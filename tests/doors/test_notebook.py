@@ -102,6 +102,14 @@ def images(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
     return notebook.cells
 
 
+@pytest.fixture(scope="module")
+def own(execute: Callable, root: Path) -> list[nbformat.NotebookNode]:
+    """The cells of the notebook on an algorithm of one's own, run."""
+    notebook = read(root, "06_your_own_algorithm")
+    execute(notebook)
+    return notebook.cells
+
+
 def printed(cells: list[nbformat.NotebookNode]) -> str:
     """Everything that the cells wrote or displayed as text."""
     parts = []
@@ -117,7 +125,7 @@ def html(cells: list[nbformat.NotebookNode]) -> str:
     return "".join(output["data"]["text/html"] for output in outputs if "text/html" in output.get("data", {}))
 
 
-NAMES = ("01_first_grpo", "02_ppo_step_by_step", "03_preferences", "04_tools", "05_images")
+NAMES = ("01_first_grpo", "02_ppo_step_by_step", "03_preferences", "04_tools", "05_images", "06_your_own_algorithm")
 
 
 def test_every_notebook_is_tested(root: Path) -> None:
@@ -292,3 +300,22 @@ class TestImages:
     def test_shows_a_digit_a_curve_and_what_is_read(self, images: list) -> None:
         outputs = [output for cell in images for output in cell.get("outputs", [])]
         assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+
+
+class TestYourOwn:
+    def test_it_has_twenty_lines(self, own: list) -> None:
+        (source,) = [cell.source for cell in own if cell.source.startswith("class Patient")]
+        assert len([line for line in source.splitlines() if line.strip()]) <= 20
+
+    def test_from_the_same_advantages_its_gradient_is_that_of_grpo(self, own: list) -> None:
+        found = re.search(r"largest difference (\S+) of a gradient of (\d\.\d+)", printed(own))
+        assert found and float(found.group(1)) < 1e-5 and float(found.group(2)) > 0.1
+
+    def test_the_policy_learns(self, own: list) -> None:
+        before, after = (
+            float(re.search(rf"^{name}\s+(\d\.\d+)", printed(own), re.M).group(1))  # pyright: ignore
+            for name in ("before", "after")
+        )
+        assert after > before + 0.05
+        share = re.search(r"^share (\d\.\d+), surprise (\d\.\d+) nats a token$", printed(own), re.M)
+        assert share and 0.4 < float(share.group(1)) < 0.6 and float(share.group(2)) > 0

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.templates import control_tokens, encode_prompt
-from lit_rl.errors import LitRLError
+from lit_rl.errors import ConfigError, LitRLError
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.rewards.judges.base import Judge, check_verdicts
 from lit_rl.rewards.sums.weighted import TrainerState
 from lit_rl.rollout import PromptBatch
@@ -69,6 +70,11 @@ class ComparedModel:
         Raises:
             ConfigError: there is no model of that name.
         """
+        if against == BASE and isinstance(self.policy, LoadedModel):
+            raise ConfigError(
+                f"eval.win_rate_against={BASE} is the policy as it was before its first step, and model came as an "
+                "object, which is trained in place. Give its folder or hub id, here or as model."
+            )
         if against == BASE:
             return self.policy
         with _keys_of_the_evaluation():

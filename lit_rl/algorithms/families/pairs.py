@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.offline_policy import OfflinePolicyModule
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.preflight import preferences as pair_checks
 from lit_rl.algorithms.terms.whole_step import WholeStep, share_of
 from lit_rl.errors import in_range
@@ -107,7 +108,9 @@ class PairModule(OfflinePolicyModule, ABC):
 
 
 def _losses_of_pairs(function: Preference, beta: float, constants: dict[str, Any], **columns: Tensor) -> Tensor:
-    return function(Pairs(**columns, **constants), beta)
+    losses = function(Pairs(**columns, **constants), beta)
+    given.of_shape("preference", losses, tuple(next(iter(columns.values())).shape[:1]))
+    return losses
 
 
 class Sides(NamedTuple):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lit_rl.algorithms.loop.on_policy import OnPolicyModule
-from lit_rl.algorithms.preflight import estimators, losses, zero_advantages
+from lit_rl.algorithms.preflight import estimators, given, losses, zero_advantages
 from lit_rl.algorithms.preflight import policy_gradient as preflight
 from lit_rl.algorithms.preflight.sampling import lag_is_corrected, sampling_teaches
 from lit_rl.algorithms.rollouts.scored import Scored
@@ -43,7 +43,7 @@ from lit_rl.algorithms.terms.turn_rewards import TurnRewards
 from lit_rl.environments.source import Interactive
 from lit_rl.errors import ConfigError, StorageError, in_range
 from lit_rl.models.policy.forward import TokenScores, score
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel
 from lit_rl.models.policy.loading import drops_out
 from lit_rl.ops.kl import k1
 from lit_rl.ops.masking import masked_sum
@@ -96,7 +96,7 @@ class PolicyGradient(OnPolicyModule, ABC):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         reward: Rewards | Callable,
         *,
         advantage: Callable,
@@ -125,6 +125,9 @@ class PolicyGradient(OnPolicyModule, ABC):
         skip_zero_advantages: bool = True,
         **shared: Any,
     ) -> None:
+        given.functions(loss=loss, kl=kl, reward_kl=reward_kl, reduction=reduction)
+        given.functions(True, advantage=advantage, correction=correction, rejection=rejection, whitening=whitening)
+        given.functions(True, shaping=shaping, weight_norm=weight_norm, selection=selection)
         super().__init__(model, reward, **shared)
         self.credit, self.turn_rewards = CreditAssignment(shaping, reward_norm, reward_clip), TurnRewards(advantage)
         self.kl = ReferenceKL(
@@ -173,6 +176,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         credit = self.credit(scored, tokenizer=self.model.tokenizer, ranks=self.ranks)
         credit, distances = self.kl.take_off_rewards(credit, old, ref, sampled)
         advantages = self.ranks.apply(self.advantage, credit.columns(completions))
+        given.of_shape("advantage", advantages, (len(sampled),), tuple(sampled.shape))
         advantages = self.whitening(advantages, credit.rewards, completions, self.ranks)
         rollout = Rollout(
             completions=completions.without_episodes,
@@ -233,6 +237,7 @@ class PolicyGradient(OnPolicyModule, ABC):
         tokens, distances = self.kl.add_to_loss(tokens, rollout, logprobs, old)
 
         objective = self.reduction(tokens, mask, totals)
+        given.of_shape("reduction", objective, ())
         metrics = metrics | weighing | off_policy | distances
         if entropy is not None:
             metrics |= {"entropy": (masked_sum(entropy.detach(), mask), mask.sum())}

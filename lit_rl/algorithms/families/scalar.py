@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lit_rl.algorithms.loop.offline import OfflineModule
 from lit_rl.algorithms.optim.optimizers import OptimizerFactory
-from lit_rl.algorithms.optim.schedules import Schedule
+from lit_rl.algorithms.optim.schedules import GivenSchedule
 from lit_rl.examples import TokenBatch
 from lit_rl.models.export.policy import ExportReport, model_card
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer
 from lit_rl.models.scoring.export import export_scoring
 from lit_rl.models.scoring.forward import scoring_logits
 from lit_rl.models.scoring.model import Scoring, check_scoring, load_scoring
@@ -39,9 +39,11 @@ class ScalarModule(OfflineModule, ABC):
 
     Args:
         model: The language model whose trunk it starts from, or a scoring model of the same kind to go on with: a
-            description, or its name, folder or hub id.
+            description, or its name, folder or hub id. In Python also a classifier that is loaded already.
+        tokenizer: Of a classifier that is loaded already.
         optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
-        scheduler: Makes the learning-rate schedule. None is linear to zero.
+        scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
+            an optimizer step. None is linear to zero.
         seed: Of the fresh head.
         router_aux_loss_coef: Weight of the load-balancing loss of a mixture of experts (2101.03961, eq. 4 to 6), which
             is defined over a micro-batch.
@@ -54,16 +56,17 @@ class ScalarModule(OfflineModule, ABC):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         *,
+        tokenizer: GivenTokenizer = None,
         optimizer: OptimizerFactory | None = None,
-        scheduler: Schedule | None = None,
+        scheduler: GivenSchedule | None = None,
         seed: int = 0,
         router_aux_loss_coef: float = 0.0,
         micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         shared: dict[str, Any] = {"optimizer": optimizer, "scheduler": scheduler, "seed": seed}
-        shared["micro_batch_size"] = micro_batch_size
+        shared |= {"tokenizer": tokenizer, "micro_batch_size": micro_batch_size}
         super().__init__(model, router_aux_loss_coef=router_aux_loss_coef, **shared)
 
     @property

@@ -15,6 +15,7 @@ from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, 
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedModel, Drawing, compare
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim.strategies import whole_weights
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
@@ -63,6 +64,9 @@ class GeneratingModule(PolicyModule):
         log_entropy: bool = True,
         **shared: Any,
     ) -> None:
+        given.keywords(type(self), shared, PolicyModule)
+        given.instance("sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl")
+        given.instance("evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl")
         super().__init__(model, **shared)
         self.reward_functions = reward if isinstance(reward, Rewards) else Rewards(reward)
         self.generator: Generator = NativeGenerator() if generator is None else as_generator(generator)
@@ -158,6 +162,8 @@ class GeneratingModule(PolicyModule):
                 'data = RolloutDataModule(rows=[{"prompt": text}], val_fraction=0); data.prepare(module.tokenizer, '
                 'stage="predict"); data.peek(1). To talk to a policy: lit-rl chat, or load its export, the folder hf.'
             )
+        if self.policy is None:
+            raise ConfigError("The policy is not loaded yet: call module.configure_model() first; a Trainer does it.")
         asked = self.request(batch, sampling, group_size)
         with self._early.begun(self.reward_functions, asked, self.trainer_state) as asked:
             return self.source.draw(asked, self.ranks)

@@ -24,9 +24,11 @@ from lit_rl.algorithms.optim.broken_steps import BrokenSteps, keep_batch
 from lit_rl.algorithms.optim.master_weights import average_over_ranks, check_masters, is_narrow, with_masters
 from lit_rl.algorithms.optim.optimizers import AdamW, OptimizerFactory
 from lit_rl.algorithms.optim.precision import made_in, replace_half_precision, shard_precision
-from lit_rl.algorithms.optim.schedules import Linear, Schedule, as_schedule, by_group
+from lit_rl.algorithms.optim.schedules import GivenSchedule, Linear, Schedule, as_schedule, by_group
 from lit_rl.algorithms.optim.strategies import flattens, offload_policy, shards
+from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.algorithms.optim.zero import ZeROStrategy
+from lit_rl.algorithms.preflight import given
 from lit_rl.algorithms.preflight.cut import Cut, Given, Step, cut, most_decoded
 from lit_rl.algorithms.preflight.data import monitors
 from lit_rl.algorithms.preflight.deepspeed import (
@@ -56,11 +58,11 @@ from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
-from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import GivenModel, GivenTokenizer, LoadedModel, described
 from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.sharding import shard
 from lit_rl.models.policy.vision_parts import trained_by_images
-from lit_rl.models.reference.base import Auto, Reference, Scorer
+from lit_rl.models.reference.base import Auto, Copy, Reference, Scorer
 from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
@@ -70,10 +72,13 @@ class PolicyModule(L.LightningModule):
     """A LightningModule with a policy that is described at once and loaded in `configure_model`.
 
     Args:
-        model: The policy: a description, or its name, folder or hub id.
+        model: The policy: a description, or its name, folder or hub id. In Python also a model of transformers or PEFT
+            that is loaded already: it is trained in place.
+        tokenizer: Of a model that is loaded already.
         reference: What the KL is measured against, loaded only where a term needs it. None chooses by the policy.
         optimizer: Makes the optimizer. None is AdamW at a learning rate of 1e-6.
-        scheduler: Makes the learning-rate schedule. None is linear to zero.
+        scheduler: The learning-rate schedule, or a function from an optimizer to a scheduler of torch, which steps once
+            an optimizer step. None is linear to zero.
         seed: Of the samples and of the order of groups.
         micro_batch_size: Rows of a forward pass on each rank, in place of `trainer.accumulate_grad_batches`:
             completions of whole groups or their slices, or rows of a data set. "auto" takes as many as fit into memory;
@@ -82,19 +87,23 @@ class PolicyModule(L.LightningModule):
 
     def __init__(
         self,
-        model: LanguageModel | str,
+        model: GivenModel,
         *,
+        tokenizer: GivenTokenizer = None,
         reference: Reference | None = None,
         optimizer: OptimizerFactory | None = None,
-        scheduler: Schedule | None = None,
+        scheduler: GivenSchedule | None = None,
         seed: int = 0,
         micro_batch_size: int | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
-        self.model = LanguageModel.of(model)
+        self.model = described(model, tokenizer)
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
-        self.scheduler: Schedule = Linear() if scheduler is None else as_schedule(scheduler)
+        given.reference(self.reference)
+        given.optimizer_factory(self.optimizer)
+        given.instance("seed", seed, int, "a whole number, such as seed=0")
+        self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.memory_gb: float | None = None
@@ -329,6 +338,13 @@ class PolicyModule(L.LightningModule):
 
     # ------------------------------------------------------------------ loading
 
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a module is trained by a Trainer, and what answers is its policy."""
+        raise ConfigError(
+            f"{type(self).__name__} is not called. Train it with trainer.fit(module, datamodule=...); of tokens call "
+            "module.policy(input_ids) after module.configure_model()."
+        )
+
     def configure_model(self) -> None:
         """Load the policy, and the reference if a term needs it. Lightning calls it; by hand, call it once."""
         if self.policy is not None:
@@ -410,7 +426,7 @@ class PolicyModule(L.LightningModule):
         """What the optimizer trains, the policy's group first."""
         return [{"params": [p for p in self.policy.parameters() if p.requires_grad], "name": "policy"}]
 
-    def schedules(self) -> list[Schedule]:
+    def schedules(self) -> list[Schedule | FromTorch]:
         """One for each parameter group."""
         return [self.scheduler]
 
@@ -421,6 +437,7 @@ class PolicyModule(L.LightningModule):
         groups = self.parameter_groups()
         keeps_its_own = isinstance(self.trainer.strategy, DeepSpeedStrategy)
         optimizer = self.optimizer(groups) if keeps_its_own else with_masters(self.optimizer, groups)
+        given.made_optimizer(optimizer)
         if keeps_its_own:
             optimizer_fits_zero(optimizer)
         if self._averages_gradients(optimizer):
@@ -645,6 +662,8 @@ class PolicyModule(L.LightningModule):
             check_masters(checkpoint.get("optimizer_states", ()), trained, self.optimizer)
         if self.needs_reference and self.reference.moves:
             self._load_reference(checkpoint)
+        elif self.needs_reference and self._fitting:
+            self._check_reference_began()
         ranks = checkpoint.get("lit_rl", ()) if self.trainer_or_none is not None else ()
         if ranks and len(ranks) != self.world_size:
             if self._fitting:
@@ -703,7 +722,18 @@ class PolicyModule(L.LightningModule):
                 "config.yaml."
             )
 
+    def _check_reference_began(self) -> None:
+        """Refuse to resume on an object that an earlier run has trained, where the reference is what it was before."""
+        trained = isinstance(self.model, LoadedModel) and self.model.began_trained
+        if trained and isinstance(self.reference, Copy | Auto):
+            raise StorageError(
+                "The run is to be resumed with an object as model that was trained in place since it was loaded, and "
+                "the reference would be a copy of what it learned. Load it anew (from_pretrained), and give that."
+            )
+
     def on_train_start(self) -> None:
+        if isinstance(self.model, LoadedModel):
+            self.model.note_training()
         if self._resumed_rng is not None:
             state.set_rng_state(self._resumed_rng)
             self._resumed_rng = None

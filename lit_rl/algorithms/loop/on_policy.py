@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
-from lit_rl.algorithms.preflight import environments, footprint
+from lit_rl.algorithms.preflight import environments, footprint, given
 from lit_rl.algorithms.preflight.cut import Cut, Step
 from lit_rl.algorithms.preflight.memory import REWARD_MODELS, Lengths, Memory
 from lit_rl.algorithms.preflight.sampling import weights_are_copied
@@ -73,6 +73,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         groups: GroupSelection | None = None,
         **shared: Any,
     ) -> None:
+        given.instance("group_size", group_size, int, "a whole number, such as group_size=8")
         super().__init__(model, reward, **shared)
         self.minibatches, self.iterations = minibatches, iterations
         self.split_groups: int | Literal["auto"] = split_groups

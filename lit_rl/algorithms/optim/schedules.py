@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from lit_rl.algorithms.optim.torch_schedules import FromTorch
 from lit_rl.errors import ConfigError, in_range
 
 
@@ -21,31 +22,58 @@ class Schedule(Protocol):
         """What the learning rate is multiplied by in step `step`, which counts from 0."""
         ...
 
-    def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR: ...
+    def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler: ...
 
 
-def as_schedule(given: Any) -> Schedule:
-    """What was given, if it is a schedule.
+GivenSchedule = Schedule | Callable[[Optimizer], LRScheduler]
+"""A schedule of ours, or what makes a scheduler of torch from an optimizer."""
+
+
+def as_schedule(given: GivenSchedule, key: str = "scheduler") -> Schedule | FromTorch:
+    """What was given, if it is a schedule, or a function that makes a scheduler of torch.
+
+    Args:
+        given: What a user gave.
+        key: What the error calls it.
 
     Raises:
-        ConfigError: it is something else, such as a scheduler of torch.
+        ConfigError: it is something else, such as a scheduler that has an optimizer already.
     """
-    if not hasattr(given, "factor"):
+    if hasattr(given, "factor") and not isinstance(given, type):
+        return given  # pyright: ignore[reportReturnType]
+    if callable(given) and not isinstance(given, LRScheduler):
+        return FromTorch(given, key)  # pyright: ignore[reportArgumentType]
+    then = ""
+    if isinstance(given, LRScheduler):
+        then = " This one has an optimizer already, which is not that of the run."
+    raise ConfigError(
+        f"{key} is a {type(given).__name__}. Allowed is Linear, Cosine or Constant of lit_rl, each with warmup_steps; "
+        "a function from an optimizer to a scheduler of torch, such as "
+        "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=10); or an object with factor(step, total_steps) "
+        f"-> float, by how much the learning rate is multiplied.{then}"
+    )
+
+
+def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule | FromTorch]) -> LRScheduler:
+    """One scheduler with a schedule for each parameter group, in the groups' order.
+
+    Raises:
+        ConfigError: a scheduler of torch came for some of the groups, or is to wait.
+    """
+    first, *others = schedules
+    if isinstance(first, FromTorch) and all(other is first for other in others):
+        return first.scheduler(optimizer)
+    inner = [each.schedule if isinstance(each, After) else each for each in schedules]
+    if from_torch := next((each for each in inner if isinstance(each, FromTorch)), None):
         raise ConfigError(
-            f"scheduler is a {type(given).__name__}. Allowed is Linear, Cosine or Constant of "
-            "lit_rl.algorithms.optim.schedules, each with warmup_steps, ScheduleByPath of "
-            "lit_rl.algorithms.optim.schedule_by_path, which takes one of torch, or an object of yours with "
-            "factor(step, total_steps) -> float: by how much the learning rate is multiplied."
+            f"{from_torch.key} is a scheduler of torch, which has one schedule for all parameter groups, and this run "
+            "has several: a critic's own schedule, or its warm-up. Take Linear, Cosine or Constant of lit_rl, or an "
+            "object with factor(step, total_steps) -> float."
         )
-    return given
-
-
-def by_group(optimizer: Optimizer, total_steps: float, schedules: Sequence[Schedule]) -> LambdaLR:
-    """One scheduler with a schedule for each parameter group, in the groups' order."""
     return LambdaLR(optimizer, [_bound(schedule, total_steps) for schedule in schedules])
 
 
-def _bound(schedule: Schedule, total_steps: float) -> Callable[[int], float]:
+def _bound(schedule: Any, total_steps: float) -> Callable[[int], float]:
     # A plain function: of any other callable LambdaLR would put the attributes into every checkpoint.
     return lambda step: schedule.factor(step, total_steps)
 
@@ -77,7 +105,7 @@ class _WarmedUp(ABC):
     def decay(self, done: float) -> float:
         """The factor after the share `done` of the steps after the warm-up, in [0, 1]."""
 
-    def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
+    def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler:
         return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
 
 
@@ -144,7 +172,7 @@ class After:
     """
 
     steps: int
-    schedule: Schedule
+    schedule: Any  # a scheduler of torch cannot wait: `by_group` refuses it, where there is an optimizer to say so of
 
     def __post_init__(self) -> None:
         in_range("steps", self.steps, low=0)
@@ -154,5 +182,5 @@ class After:
             return 0.0
         return self.schedule.factor(step - self.steps, total_steps - self.steps)
 
-    def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
+    def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler:
         return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))

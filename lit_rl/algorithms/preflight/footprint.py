@@ -13,6 +13,7 @@ from lit_rl.algorithms.optim.optimizers import AdamW8bit, AdamWSplit, ByPath
 from lit_rl.algorithms.preflight.images import seeing_shape
 from lit_rl.algorithms.preflight.memory import Buckets, Gathered, Head, Network, Numbers
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.shape import Linear, ModelShape
 from lit_rl.models.policy.vision_parts import PARTS
 from lit_rl.models.reference.base import AdapterBase, Auto, Reference
@@ -128,7 +129,7 @@ def _adapter(model: LanguageModel) -> tuple[int, Any]:
     if model.lora is not None:
         return model.lora.r, model.lora.targets
     saved = _saved_adapter(model)
-    return saved.get("r", 16), saved.get("target_modules") or "all-linear"
+    return saved.get("r", 16) or 16, saved.get("target_modules") or "all-linear"
 
 
 def _saved_adapter(model: LanguageModel) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def _saved_adapter(model: LanguageModel) -> dict[str, Any]:
 
 def reference_bytes(reference: Reference, model: LanguageModel, policy: Network, numbers: Numbers) -> int:
     """Weights that a reference holds on the policy's device beside the policy, and averages beside those."""
-    fresh = isinstance(reference, Auto) and model.lora is not None
+    fresh = isinstance(reference, Auto) and isinstance(model.lora, Lora)
     if fresh or isinstance(reference, AdapterBase) or getattr(reference, "device", None) == "cpu":
         return 0
     if isinstance(reference, OtherModel):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, final
+from typing import Any, Literal
 
+from lit_rl.data.hub import GivenRows
 from lit_rl.data.offline.example_module import ExampleDataModule
 
 
-@final
 class SupervisedDataModule(ExampleDataModule):
     """Texts to imitate, for `SFT`.
 
     Args:
+        rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
         learn: Which tokens are learned: `completion` (all tokens of a text without a prompt), `assistant` (what the
             chat template marks as the assistant's), or `all`.
         packing: `none` is a row a text; `best_fit` puts whole texts together into rows of `max_length`, `wrapped` cuts
@@ -24,16 +25,16 @@ class SupervisedDataModule(ExampleDataModule):
 
     def __init__(
         self,
+        rows: GivenRows | None = None,
         *,
         learn: Literal["completion", "assistant", "all"] = "completion",
         packing: Literal["none", "best_fit", "wrapped"] = "none",
         **shared: Any,
     ) -> None:
-        super().__init__(**shared)
+        super().__init__(rows, **shared)
         self.options = replace(self.options, learn=learn, packing=packing)
 
 
-@final
 class PreferenceDataModule(ExampleDataModule):
     """Pairs of a chosen and a rejected completion, or single completions with a verdict.
 
@@ -43,11 +44,11 @@ class PreferenceDataModule(ExampleDataModule):
     serves = ("pairs", "verdicts")
 
 
-@final
 class StepwiseDataModule(ExampleDataModule):
     """Solutions in steps, each step labelled right or wrong, for a process reward model.
 
     Args:
+        rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
         separator: Ends every step.
         last_step_only: Learn the label of the last step only.
         shared: What every `ExampleDataModule` takes.
@@ -55,6 +56,8 @@ class StepwiseDataModule(ExampleDataModule):
 
     serves = ("stepwise",)
 
-    def __init__(self, *, separator: str = "\n", last_step_only: bool = False, **shared: Any) -> None:
-        super().__init__(**shared)
+    def __init__(
+        self, rows: GivenRows | None = None, *, separator: str = "\n", last_step_only: bool = False, **shared: Any
+    ) -> None:
+        super().__init__(rows, **shared)
         self.options = replace(self.options, separator=separator, last_step_only=last_step_only)

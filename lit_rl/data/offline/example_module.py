@@ -10,6 +10,7 @@ import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lit_rl.data.corpus import set_key
+from lit_rl.data.hub import GivenRows
 from lit_rl.data.image_prompts import Processor
 from lit_rl.data.loader import EvalLoader
 from lit_rl.data.offline import streaming
@@ -36,6 +37,7 @@ class ExampleDataModule(SourcedDataModule):
     `report`.
 
     Args:
+        rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
         batch_size: Rows of one optimizer step, over all its micro-batches and ranks.
         max_length: Longest text, prompt included, in tokens; null is no limit.
         max_completion_tokens: Longest completion, in tokens; null is no limit of its own.
@@ -56,6 +58,7 @@ class ExampleDataModule(SourcedDataModule):
 
     def __init__(
         self,
+        rows: GivenRows | None = None,
         *,
         batch_size: int = 32,
         max_length: int | None = 1024,
@@ -68,7 +71,7 @@ class ExampleDataModule(SourcedDataModule):
         val_batch_size: int = 32,
         **source: Any,
     ) -> None:
-        super().__init__(val_batch_size=val_batch_size, **source)
+        super().__init__(rows, val_batch_size=val_batch_size, **source)
         in_range("data.batch_size", batch_size, low=1)
         self.batch_size, self.group_by_length = batch_size, group_by_length
         self.options = ExampleOptions(
@@ -271,7 +274,10 @@ class ExampleDataModule(SourcedDataModule):
             raise ConfigError("data.stream_buffer reads rows of text alone: leave it out with a model over images.")
         else:
             self._windows = None  # its rows go before others come
-            sources, weights = [RowStream(source, self.on_bad_row) for source in self.sources], self.weights or (1.0,)
+            sources, weights = (
+                [RowStream(source, self.on_bad_row) for source in self.streamable],
+                self.weights or (1.0,),
+            )
             windows = Windows(sources, self.stream_buffer, weights, tokenizer, kind, self.options, self.batch_size)
             corpus = streaming.corpus_beside(windows, val, tokenizer, self.options)
             self._windows = windows

@@ -60,22 +60,23 @@ def check_settings(data: SourcedDataModule, size: int, *, batch_size: int, max_l
             f"data.stream_buffer={size} is below data.batch_size={batch_size}, the rows of one step: raise it; "
             "some thousands are usual."
         )
-    if not data.sources:
+    if not data.streamable:
         key = "data.rows" if data.rows is not None else "data.task"
         raise ConfigError(
-            f"data.stream_buffer={size} is for files and the hub; {key} is in memory whole: leave data.stream_buffer "
-            "out, or write the rows to a .jsonl file and set data.path."
+            f"data.stream_buffer={size} is for files, the hub and data sets of `datasets`; {key} is in "
+            "memory whole: leave "
+            "data.stream_buffer out, or write the rows to a .jsonl file and set data.path."
         )
     if max_length is None:
         raise ConfigError(
             f"data.max_length=null with data.stream_buffer={size}: the longest row is not known before it is read, so "
             "whether it fits into the model is not either. Set data.max_length."
         )
-    if data.val_fraction > 0 and not data.val_sources:
+    if data.val_fraction > 0 and not data.val_sources and data.val is None:
         raise ConfigError(
             f"data.val_fraction={data.val_fraction} with data.stream_buffer={size}: prompts cannot be held out of rows "
             "that are never there all at once. Set data.val_fraction=0, or name a validation set (data.val_path, or "
-            "data.val_split)."
+            "data.val_split; in Python val)."
         )
 
 

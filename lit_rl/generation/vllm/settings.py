@@ -14,6 +14,7 @@ from typing import Any, Literal
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, in_range
 from lit_rl.models.policy import hub
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.loading import check_causal
 
 WORKER_EXTENSION = "lit_rl.generation.vllm.worker.WeightUpdates"
@@ -130,6 +131,11 @@ def model_arguments(model: LanguageModel) -> dict[str, Any]:
         ConfigError: no causal language model, or the policy's vocabulary outgrows the files.
         StorageError: the folder holds no safetensors; nothing else is read.
     """
+    if isinstance(model, LoadedModel):
+        raise ConfigError(
+            "An engine of vLLM reads the policy's files, and model came as an object: save it and its tokenizer by "
+            "save_pretrained(folder), and give the folder as model."
+        )
     check_causal(model.name, model.config)
     hub.refuse_pickle("model.name", model.path, "")
     unused = model.config_and_kwargs[1]
@@ -170,8 +176,7 @@ def adapter_rank(model: LanguageModel) -> int | None:
     None. What the policy itself says is `lit_rl.models.export.adapter_folder.adapter_only`.
     """
     if model.lora is not None:
-        whole = model.lora.dora or model.lora.modules_to_save or model.new_tokens
-        return None if whole else model.lora.r
+        return None if model.new_tokens else model.lora.engine_rank
     if model.adapter is None:
         return None
     from peft import PeftConfig

@@ -38,7 +38,7 @@ def export_policy(
 ) -> ExportReport:
     """Write model, tokenizer, generation config and card to ``folder``, which appears whole and checked, or not at all.
 
-    With a model over images its processor is written. A LoRA policy is merged into its base, and its adapter stands by
+    With a model over images its processor is written. An adapter is merged into its base, and stands by
     itself in ``folder/adapter``. One process calls this. The weights are ``policy_state``'s: ``policy`` gives configs
     only, so it may be sharded and on any device.
 
@@ -88,17 +88,32 @@ def refilled(
     plain: PreTrainedModel, model: nn.Module, state: Mapping[str, Tensor], description: LanguageModel
 ) -> PreTrainedModel | PeftModel:
     """``plain`` with adapters like ``model``'s, where it has any, and the tensors of ``state``: nothing is copied."""
-    from peft import PeftModel, get_peft_model
+    from peft import PeftModel, PeftType, get_peft_model
 
     rebuilt: Any = plain
     if isinstance(model, PeftModel):
+        config = copy.deepcopy(model.peft_config[str(model.active_adapter)])
+        if plain.device.type == "meta" and config.peft_type != PeftType.LORA:
+            _give_storage(plain)
         with torch.device(plain.device):
-            rebuilt = get_peft_model(plain, copy.deepcopy(model.peft_config[str(model.active_adapter)]))
+            rebuilt = get_peft_model(plain, config)
+    needed = dict(rebuilt.named_parameters())
     if description.quantization is not None:
-        trained = {name for name, parameter in rebuilt.named_parameters() if parameter.requires_grad}
-        state = {name: tensor for name, tensor in state.items() if name in trained}
-    _fill(rebuilt, plain, state)
+        needed = {name: parameter for name, parameter in needed.items() if parameter.requires_grad}
+        state = {name: tensor for name, tensor in state.items() if name in needed}
+    _fill(rebuilt, plain, state, needed)
     return rebuilt
+
+
+@torch.no_grad()
+def _give_storage(plain: PreTrainedModel) -> None:
+    """Zeros on the CPU in place of tensors without storage. Adapters other than LoRA compute what no state holds when
+    they are made, such as the indices by which OFT merges: made without storage, these would be anything, and the
+    merged model another one than was trained, without an error.
+    """
+    plain.to_empty(device="cpu")
+    for tensor in (*plain.parameters(), *plain.buffers()):
+        tensor.zero_()
 
 
 def _empty(config: PreTrainedConfig, description: LanguageModel) -> PreTrainedModel:
@@ -114,15 +129,17 @@ def unquantized(description: LanguageModel) -> LanguageModel:
     return whole
 
 
-def _fill(model: nn.Module, plain: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
-    """Put ``state`` into ``model``, whose base is ``plain``; refuse a state that leaves a parameter without a value."""
+def _fill(
+    model: nn.Module, plain: PreTrainedModel, state: Mapping[str, Tensor], needed: Mapping[str, nn.Parameter]
+) -> None:
+    """Put ``state`` into ``model``, whose base is ``plain``; refuse a state that leaves out what is ``needed``."""
     tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
     try:
         unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
     except RuntimeError as error:
         raise StorageError(f"The policy's weights do not fit its own config: {error}") from error
     _tie(plain)
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    missing = [name for name, parameter in model.named_parameters() if parameter is needed.get(name)]
     for problem, names in (("lacks", missing), ("also holds", unexpected)):
         if names:
             raise StorageError(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.models.policy import hub
 from lit_rl.models.policy import tokenizer as tokenizers
-from lit_rl.models.policy.lora import Lora
 from lit_rl.models.policy.options import ForwardOptions
+from lit_rl.models.policy.peft_adapter import Adapter, as_adapter
 from lit_rl.models.policy.vision_parts import freeze, sees
 
 if TYPE_CHECKING:
@@ -55,8 +55,9 @@ class LanguageModel:
         attn_implementation: "sdpa", "eager", "flash_attention_2", ... None lets transformers choose.
         revision: Branch, tag or commit of the hub repository.
         trust_remote_code: Run Python code that comes with the model. From the hub only with ``revision`` a commit.
-        lora: Train fresh low-rank adapters instead of the weights.
-        adapter: Continue training this PEFT LoRA adapter: a folder or a hub id.
+        lora: Train fresh low-rank adapters instead of the weights. In Python also a config of PEFT, of any kind that
+            can be merged: `peft.LoraConfig`, `OFTConfig`, `IA3Config`, `VeraConfig`, ...
+        adapter: Continue training this PEFT adapter: a folder or a hub id.
         quantization: Hold the frozen base in 4 bits ("nf4") or 8 ("int8"). Needs ``lora`` or ``adapter``.
         freeze: Parts of a model over images that are not trained: "vision", what sees, and "projector", what brings it
             to the width of the text. Not for a model over text.
@@ -91,7 +92,7 @@ class LanguageModel:
         attn_implementation: str | None = None,
         revision: str | None = None,
         trust_remote_code: bool = False,
-        lora: Lora | None = None,
+        lora: Adapter | None = None,
         adapter: str | None = None,
         quantization: Literal["nf4", "int8"] | None = None,
         freeze: Sequence[str] | None = None,
@@ -115,7 +116,7 @@ class LanguageModel:
         self.attn_implementation = attn_implementation
         self.revision = revision
         self.trust_remote_code = trust_remote_code
-        self.lora = lora
+        self.lora = as_adapter(lora)
         self.adapter = adapter
         self.quantization = quantization
         self.freeze = None if freeze is None else tuple(freeze)
@@ -131,8 +132,13 @@ class LanguageModel:
         self.eos_token = eos_token
         self.pad_token = pad_token
         self._new_tokens: tuple[int, ...] = ()
-        self.path = str(hub.SHIPPED[name]) if name in hub.SHIPPED else hub.resolve("model.name", name, revision)
+        self.path = self.find()
         self._check()
+
+    def find(self) -> str:
+        """The folder or hub id that the name stands for."""
+        name = self.name
+        return str(hub.SHIPPED[name]) if name in hub.SHIPPED else hub.resolve("model.name", name, self.revision)
 
     @classmethod
     def of(cls, model: Any, key: str = "model", **settings: Any) -> LanguageModel:
@@ -157,7 +163,7 @@ class LanguageModel:
             came = f"the class {model.__name__}"
         elif isinstance(model, nn.Module):
             came += ", which is loaded already"
-            then = " To train this one call save_pretrained(folder) on it and on its tokenizer, and give the folder."
+            then = " Call save_pretrained(folder) on it and on its tokenizer, and give the folder."
         raise ConfigError(
             f"{key} is {came}. Allowed is a name ('tiny', 'digits'), a folder, a hub id, or "
             f"lit_rl.models.LanguageModel(name, ...).{then}"
@@ -173,11 +179,6 @@ class LanguageModel:
             raise ConfigError(
                 f"model.gradient_checkpointing={self.gradient_checkpointing!r} is unknown: allowed is true, false, "
                 "auto, offload."
-            )
-        if self.lora is not None and not isinstance(self.lora, Lora):
-            raise ConfigError(
-                f"model.lora is a {type(self.lora).__name__}. Allowed is lit_rl.models.Lora(r=16, alpha=32, "
-                "dropout=0, targets='all-linear', rslora=False, dora=False, modules_to_save=None)."
             )
         for key in sorted(self.init_kwargs.keys() & _OWN.keys()):
             raise ConfigError(f"model.init_kwargs.{key} is not taken: use {_OWN[key]}.")
@@ -261,7 +262,7 @@ class LanguageModel:
         Raises:
             ConfigError: it has no EOS token, so that no response could end, or ids that the embedding lacks.
         """
-        tokenizer = tokenizers.load_tokenizer(self.name, self.path, **self._hub)
+        tokenizer = self.read_tokenizer()
         self._check_vocabulary(tokenizer)
         if self.chat_template is not None:
             self._new_tokens = tuple(tokenizers.set_chat_template(tokenizer, self.chat_template))
@@ -276,6 +277,10 @@ class LanguageModel:
             tokenizers.set_token(tokenizer, "pad", self.pad_token)
         tokenizers.choose_pad(tokenizer, self._eos_ids(tokenizer))
         return tokenizer
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer as it comes with the model, padding on the left."""
+        return tokenizers.load_tokenizer(self.name, self.path, **self._hub)
 
     @property
     def sees(self) -> bool:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from lit_rl.errors import BackendError, ConfigError, StorageError
 from lit_rl.models.policy import hub
+from lit_rl.models.policy.adapter_kinds import check_kind
 from lit_rl.models.policy.vision_parts import placeholder_ids, sees
 
 if TYPE_CHECKING:
@@ -213,21 +214,20 @@ def let_gradients_through(base: nn.Module) -> None:
 
 
 def continue_adapter(base: PreTrainedModel, adapter: str) -> PeftModel:
-    """The model with a trained LoRA adapter, a folder or a hub id, that goes on being trained.
+    """The model with a trained adapter, a folder or a hub id, that goes on being trained.
 
     Raises:
-        ConfigError: it is another kind of adapter.
+        ConfigError: it is of a kind that cannot be merged.
         StorageError: it does not fit the model.
     """
-    from peft import PeftConfig, PeftModel, PeftType, get_peft_model_state_dict
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
     path = hub.resolve("model.adapter", adapter)
     hub.refuse_pickle("model.adapter", path, "adapter_model")
     with hub.reading("model.adapter", adapter, path):
         config = PeftConfig.from_pretrained(path)
-        if config.peft_type != PeftType.LORA:
-            raise ConfigError(f"model.adapter={adapter!r} is a {config.peft_type} adapter: only LoRA is supported.")
+        check_kind(f"model.adapter={adapter!r}", config)
         stored = load_peft_weights(path, device="cpu")
         policy = PeftModel.from_pretrained(base, path, is_trainable=True)
     wanted = get_peft_model_state_dict(policy, save_embedding_layers=False).keys()

@@ -43,6 +43,11 @@ class Lora:
         if not self.targets or (not isinstance(self.targets, str) and "" in self.targets):
             raise ConfigError(f'model.lora.targets={self.targets!r} names no layer. Use "all-linear", or layer names.')
 
+    @property
+    def engine_rank(self) -> int | None:
+        """The rank, where an engine can hold the adapter beside the base; None where it takes merged weights."""
+        return None if self.dora or self.modules_to_save else self.r
+
     def apply(
         self,
         model: PreTrainedModel,

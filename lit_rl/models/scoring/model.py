@@ -16,6 +16,7 @@ from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.policy import hub, liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
 from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.loaded import LoadedModel
 from lit_rl.models.policy.loading import (
     check_causal,
     continue_adapter,
@@ -23,6 +24,7 @@ from lit_rl.models.policy.loading import (
     let_gradients_through,
     quantization_config,
 )
+from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import freeze
 from lit_rl.models.scoring.vision_classifier import register_classifier
 
@@ -97,6 +99,8 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         StorageError, BackendError: as `LanguageModel.load`.
     """
     check_scoring(model, scoring)
+    if isinstance(model, LoadedModel):
+        return _given_scorer(model, scoring)
     if model.use_liger_kernel:
         liger.check(model.name, model.config)
     if model.adapter is not None:
@@ -115,6 +119,23 @@ def load_scoring(model: LanguageModel, scoring: Scoring) -> PreTrainedModel | Pe
         freeze(base, model.frozen_parts)
     set_checkpointing(base, model.checkpointing)
     return scorer.train()
+
+
+def _given_scorer(model: LoadedModel, scoring: Scoring) -> PreTrainedModel | PeftModel:
+    """A classifier that is loaded already, with its head. Its config gets the pad token: it looks for the last other.
+
+    Raises:
+        ConfigError: it is no such classifier.
+    """
+    base = base_of(model.given)
+    if not _is_classifier(model.config, _classifier_name(model, scoring)):
+        raise ConfigError(
+            f"model is a {type(base).__name__} that is loaded already, and a {scoring.auto} is trained here: give one "
+            f"with num_labels={len(scoring.labels)}, or the folder or hub id of the language model to start from."
+        )
+    for part in (base.config, base.config.get_text_config()):
+        part.pad_token_id = model.pad_id
+    return model.prepared(scoring.task_type, head=(head_name(base),))
 
 
 def load_scoring_base(model: LanguageModel, scoring: Scoring) -> PreTrainedModel:

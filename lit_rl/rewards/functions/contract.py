@@ -79,9 +79,10 @@ def check_callable(name: str, function: Any) -> None:
     if isinstance(function, torch.nn.Module):
         raise RewardError(
             f"reward function {name!r} is a PyTorch module ({type(function).__name__}), which takes tensors and no "
-            "texts. For a reward model in a folder or on the hub give lit_rl.rewards.RewardModel(folder_or_hub_id) (in "
-            "a config: reward=reward_model). For any other module write def f(prompts, completions, **columns), which "
-            "calls it and returns one number a completion."
+            "texts. For a reward model give lit_rl.rewards.RewardModel(folder_or_hub_id), or, loaded already, "
+            "lit_rl.rewards.RewardModel(model, tokenizer=...) (in a config: "
+            "reward=reward_model). For any other module write def f(prompts, completions, **columns), which calls "
+            "it and returns one number a completion."
         )
     if isinstance(function, type):
         raise RewardError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
     from lit_rl.models.policy.processor import VisionProcessor
 
+    GivenScorer = str | PreTrainedModel
+    """A folder or hub id, or a model that is loaded already. Configs that are read from files know the first."""
+else:
+    GivenScorer = str
+
 _DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
@@ -25,7 +31,8 @@ class Classifier:
     """What reward models share: where the model is, how long its rows are, and that it is loaded once.
 
     Args:
-        name: A folder or a hub id.
+        name: A folder or a hub id; in Python also a model that is loaded already.
+        tokenizer: Of a model that is loaded already.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs. None: the rank's own GPU, else the CPU.
@@ -48,8 +55,9 @@ class Classifier:
 
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
-        name: str,
+        name: GivenScorer,
         *,
+        tokenizer: Any,
         revision: str | None,
         dtype: str,
         device: str | None,
@@ -70,8 +78,12 @@ class Classifier:
         in_range("batch_size", batch_size, low=1)
         if max_length is not None:
             in_range("max_length", max_length, low=1)
-        self.name = name
-        self.path = hub.resolve("name", name)
+        self._given = None if isinstance(name, str) and tokenizer is None else (name, tokenizer)
+        self.name = name if isinstance(name, str) else _name_of(name)
+        self.init_kwargs = dict(init_kwargs or {})
+        if self._given is not None:
+            _check_given(self, *self._given, revision=revision, dtype=dtype)
+        self.path = self.name if self._given is not None else hub.resolve("name", self.name)
         self.revision = revision
         self.dtype = dtype
         self.device = device
@@ -80,7 +92,6 @@ class Classifier:
         self.overlong = overlong
         self.chat_template = chat_template
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        self.init_kwargs = dict(init_kwargs or {})
         check_template_kwargs(self.chat_template_kwargs)
         check_init_kwargs(self.init_kwargs)
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
@@ -101,7 +112,7 @@ class Classifier:
             BackendError: the model cannot be reached.
         """
         if self._loaded is None:
-            self._loaded = _load(self)
+            self._loaded = _load(self) if self._given is None else _placed(self, *self._given)
         return self._loaded
 
     def processor(self) -> VisionProcessor | None:
@@ -173,6 +184,49 @@ class Classifier:
                 f"{sum(len(row) > limit for row in rows)} with more than max_length={limit}. Raise it, or set overlong "
                 f"to {ways}."
             )
+
+
+def _check_given(description: Classifier, model: Any, tokenizer: Any, *, revision: Any, dtype: str) -> None:
+    """Refuse an object that is no model of this kind, and settings that are about files.
+
+    Raises:
+        ConfigError: says which, and what to pass.
+    """
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    if isinstance(model, str):
+        raise ConfigError(
+            f"tokenizer belongs to a model that is loaded already, and name={model!r} has its own: leave it out, "
+            "or set chat_template."
+        )
+    kind = type(model).__name__
+    if not isinstance(model, PreTrainedModel) or "For" + description.auto.partition("For")[2] not in kind:
+        raise ConfigError(
+            f"{type(description).__name__} got a {kind}. It takes a folder, a hub id, or a model that transformers' "
+            f"{description.auto} has loaded, with its tokenizer."
+        )
+    description.check_labels(model.config)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ConfigError(
+            f"{type(description).__name__} got a {kind} that is loaded already, and no tokenizer: pass "
+            "tokenizer=AutoTokenizer.from_pretrained(name) of transformers, the one that belongs to the model."
+        )
+    if revision is not None or dtype != "auto" or description.init_kwargs:
+        raise ConfigError(
+            "revision, dtype and init_kwargs are of loading, and the reward model is loaded already: leave them out."
+        )
+
+
+def _name_of(model: Any) -> str:
+    return str(getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__)
+
+
+def _placed(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """An object on its device, in evaluation mode. Its weights are not changed, nor is the tokenizer."""
+    if description.chat_template is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = description.chat_template
+    return model.to(_device(description.device)).eval(), tokenizer
 
 
 def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

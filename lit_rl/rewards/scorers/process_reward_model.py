@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.functions.contract import Span
-from lit_rl.rewards.scorers.classifier import Classifier, logits_of
+from lit_rl.rewards.scorers.classifier import Classifier, GivenScorer, logits_of
 from lit_rl.rollout import Prompt
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class ProcessRewardModel(Classifier):
     `RewardModel`.
 
     Args:
-        name: A folder or a hub id of a token classifier with two labels, "wrong" and "right".
+        name: A folder or a hub id of a token classifier with two labels, "wrong" and "right"; in Python also
+            one that is loaded already, with its tokenizer.
         separator: Ends every step, as in training.
         aggregate: `min`, `mean`, `prod` (the product) or `last` of the steps' probabilities; `spans` gives every step's
             own to the characters of that step, and the reward is their sum.
@@ -45,6 +46,7 @@ class ProcessRewardModel(Classifier):
         chat_template: A Jinja chat template in place of the tokenizer's.
         chat_template_kwargs: Further arguments of the chat template.
         init_kwargs: Further arguments of `from_pretrained`: fields of the model's config, `attn_implementation`.
+        tokenizer: In Python: of a model that is loaded already.
 
     Raises:
         ConfigError: a setting is out of range, or ``name`` is written as a path and is no folder.
@@ -56,7 +58,7 @@ class ProcessRewardModel(Classifier):
 
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
-        name: str,
+        name: GivenScorer,
         separator: str = "\n",
         aggregate: Literal["min", "mean", "prod", "last", "spans"] = "min",
         revision: str | None = None,
@@ -68,9 +70,11 @@ class ProcessRewardModel(Classifier):
         chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         init_kwargs: dict[str, Any] | None = None,
+        tokenizer: Any = None,
     ) -> None:
         super().__init__(
             name,
+            tokenizer=tokenizer,
             revision=revision,
             dtype=dtype,
             device=device,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lit_rl.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
-from lit_rl.rewards.scorers.classifier import Classifier, logits_of
+from lit_rl.rewards.scorers.classifier import Classifier, GivenScorer, logits_of
 from lit_rl.rewards.scorers.label_output import OUTPUTS, label_index, scale_of
 from lit_rl.rollout import Prompt
 from lit_rl.videos import Visual, shown_in
@@ -27,7 +27,7 @@ class RewardModel(Classifier):
     `load`; it runs without gradient and outside the Trainer's autocast.
 
     Args:
-        name: A folder or a hub id.
+        name: A folder or a hub id; in Python also a classifier that is loaded already, with its tokenizer.
         revision: Branch, tag or commit of the hub repository.
         dtype: Type of the weights: "float32", "bfloat16", "float16", or "auto" (as stored).
         device: Where the model runs, such as "cpu" or "cuda:1". None: the rank's own GPU, else the CPU.
@@ -45,6 +45,7 @@ class RewardModel(Classifier):
             config's `id2label`. None: the only one.
         output: What is the reward: the label's `logit`, `probability` or `log_probability`. Labels of one text exclude
             each other (softmax) unless there is one only, or the config says `multi_label_classification` (sigmoid).
+        tokenizer: In Python: of a model that is loaded already.
 
     Raises:
         ConfigError: a setting is out of range or fixed, or ``name`` is written as a path and is no folder.
@@ -56,7 +57,7 @@ class RewardModel(Classifier):
 
     def __init__(  # noqa: PLR0913 (one keyword a setting, as in the config)
         self,
-        name: str,
+        name: GivenScorer,
         revision: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto",
         device: str | None = None,
@@ -69,9 +70,12 @@ class RewardModel(Classifier):
         init_kwargs: dict[str, Any] | None = None,
         label: int | str | None = None,
         output: Literal["logit", "probability", "log_probability"] = "logit",
+        tokenizer: Any = None,
     ) -> None:
+        self.label, self.output = label, output  # which a model that is loaded already is checked for
         super().__init__(
             name,
+            tokenizer=tokenizer,
             revision=revision,
             dtype=dtype,
             device=device,
@@ -87,7 +91,6 @@ class RewardModel(Classifier):
                 f"output={output!r} is unknown: allowed is {', '.join(OUTPUTS)}.{did_you_mean(str(output), OUTPUTS)}"
             )
         self.append_eos = append_eos
-        self.label, self.output = label, output
 
     def check_labels(self, config: PreTrainedConfig) -> None:
         """Raises ConfigError where it is not said which of several labels is the reward, or there is none of them."""

@@ -1,0 +1,149 @@
+"""What a constructor was given, from the hands of people who know other libraries: refused in one vocabulary.
+
+Each message says what came, what is allowed, and what to write.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_rl.errors import ConfigError, did_you_mean
+
+_MODEL = "it belongs to the model: model=lit_rl.LanguageModel(name, lora=...), or a PeftModel with tokenizer="
+_OPTIMIZER = "it belongs to the optimizer: optimizer=lit_rl.AdamW(lr=...)"
+_SAMPLING = "it belongs to the sampling: sampling=lit_rl.Sampling(max_new_tokens=..., temperature=...)"
+_ENV = "it is an environment: env=lit_rl.FunctionTools(...), CustomEnvironment(...) or RolloutFunction(...)"
+_DATA = "rows belong to a data module: trainer.fit(module, datamodule=lit_rl.RolloutDataModule(rows, val=...))"
+_TRAINER = "it belongs to lightning.Trainer(...)"
+_ELSEWHERE = {
+    "loss_type": "a loss is a function: loss=lit_rl.cispo_loss, advantage=..., reduction=... (docs/from-trl.md)",
+    **dict.fromkeys(("lora", "peft_config"), _MODEL),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay", "optim"), _OPTIMIZER),
+    **dict.fromkeys(("max_new_tokens", "max_completion_length", "temperature", "top_p", "top_k", "min_p"), _SAMPLING),
+    **dict.fromkeys(("tools", "rollout_func", "environment_factory", "environment"), _ENV),
+    **dict.fromkeys(("train_dataset", "eval_dataset", "dataset", "data"), _DATA),
+    **dict.fromkeys(("callbacks", "max_steps", "max_grad_norm", "output_dir", "precision"), _TRAINER),
+    "num_generations": "here it is group_size=",
+    "num_iterations": "here it is iterations=",
+    "reward_funcs": "here it is reward=",
+    "processing_class": "here it is tokenizer=, of a model that is loaded already",
+    "reward_processing_classes": "it belongs to the reward: lit_rl.RewardModel(model, tokenizer=...)",
+    "args": "there is no object of arguments: each setting is a keyword (docs/from-trl.md)",
+    "optimizers": "here they are optimizer= and scheduler=, functions that make them",
+}
+"""What other libraries call a setting, and where it stands here."""
+
+
+def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
+    """Refuse keywords that no constructor of an algorithm takes.
+
+    Args:
+        algorithm: What is made.
+        given: The keywords that are handed on.
+        taken: The class whose constructor gets them, and its parents'.
+
+    Raises:
+        ConfigError: names the first of them, and where it belongs or what is near.
+    """
+    known = _names(taken)
+    wrong = next((name for name in given if name not in known), None)
+    if wrong is None:
+        return
+    elsewhere = f" {_ELSEWHERE[wrong][0].upper()}{_ELSEWHERE[wrong][1:]}." if wrong in _ELSEWHERE else ""
+    near = "" if elsewhere else did_you_mean(wrong, known | _names(algorithm))
+    raise ConfigError(
+        f"{algorithm.__name__} takes no {wrong}=.{elsewhere}{near} help({algorithm.__name__}) lists them."
+    )
+
+
+def _names(kind: type) -> set[str]:
+    """Names of all keywords of a class's constructor, and of its parents' where it hands keywords on to them."""
+    names: set[str] = set()
+    for maker in (vars(each)["__init__"] for each in kind.__mro__ if "__init__" in vars(each)):
+        parameters = inspect.signature(maker).parameters.values()
+        names |= {each.name for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)}
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            break
+    return names - {"self"}
+
+
+def functions(optional: bool = False, /, **given: Any) -> None:
+    """Refuse settings that are no functions of tensors.
+
+    Args:
+        optional: Whether None is allowed.
+        given: The settings by name.
+
+    Raises:
+        ConfigError: one cannot be called, or is None where a function is needed.
+    """
+    for key, value in given.items():
+        if not callable(value) and not (optional and value is None):
+            none = ", or None" if optional else ""
+            raise ConfigError(
+                f"{key} is {value!r:.60}. Allowed is a function of tensors{none}: one of lit_rl.ops, such as "
+                "lit_rl.clipped_policy_loss for loss, functools.partial of one, or your own (docs/architecture.md)."
+            )
+
+
+def instance(key: str, value: Any, kind: type, example: str) -> None:
+    """Refuse a setting of another type.
+
+    Raises:
+        ConfigError: says what came, and an example of what to write.
+    """
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} is {value!r:.60}, a {type(value).__name__}. Write {example}.")
+
+
+def reference(value: Any) -> None:
+    """Raises ConfigError where it is no reference."""
+    if not hasattr(value, "scoring") or isinstance(value, type):
+        raise ConfigError(
+            f"reference is {value!r:.60}. Allowed is an object of lit_rl.models.reference.base, such as FrozenCopy() "
+            "or AdapterBase(), of lit_rl.models.reference.moving, or None, which chooses by the policy."
+        )
+
+
+def optimizer_factory(value: Any) -> None:
+    """Raises ConfigError where it cannot make an optimizer."""
+    if isinstance(value, Optimizer):
+        why = f"is a {type(value).__name__} that has weights already, which are not the run's"
+    elif not callable(value):
+        why = f"is {value!r:.60}"
+    else:
+        return
+    raise ConfigError(
+        f"optimizer {why}. Allowed is what makes one from parameter groups: lit_rl.AdamW(lr=1e-5), or "
+        "functools.partial(torch.optim.SGD, lr=1e-3)."
+    )
+
+
+def made_optimizer(value: Any) -> None:
+    """Raises ConfigError where what a factory made is no optimizer."""
+    if not isinstance(value, Optimizer):
+        raise ConfigError(
+            f"optimizer gave a {type(value).__name__}. It takes parameter groups and returns an optimizer of torch."
+        )
+
+
+def of_shape(key: str, value: Any, *shapes: tuple[int, ...]) -> None:
+    """Refuse what a function of the user returned, where its shape is another.
+
+    Args:
+        key: The function's setting.
+        value: What it returned.
+        shapes: Those that are allowed.
+
+    Raises:
+        ConfigError: it is no tensor, or of another shape.
+    """
+    came = tuple(value.shape) if isinstance(value, Tensor) else None
+    if came not in shapes:
+        what = f"a tensor of shape {came}" if came is not None else f"a {type(value).__name__}"
+        raise ConfigError(f"{key} gave {what}. It is to return a tensor of shape {' or '.join(map(str, shapes))}.")

@@ -1,0 +1,220 @@
+"""A language model that is loaded already, in the place of a description."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.models.policy import loading
+from lit_rl.models.policy.adapter_kinds import check_kind
+from lit_rl.models.policy.checkpointing import set_checkpointing
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.models.policy.peft_adapter import PeftAdapter
+from lit_rl.models.policy.trunk import base_of
+from lit_rl.models.policy.vision_parts import sees
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    GivenModel = LanguageModel | PreTrainedModel | PeftModel | str
+    """What every algorithm takes as `model`. Configs that are read from files know the first and the last."""
+    GivenTokenizer = PreTrainedTokenizerBase | None
+    """What every algorithm takes as `tokenizer`, in Python alone."""
+else:
+    GivenModel = LanguageModel | str
+    GivenTokenizer = Any
+
+_SETTINGS = (
+    "lora",
+    "disable_dropout",
+    "gradient_checkpointing",
+    "fused_head",
+    "shared_prompts",
+    "rows_by_length",
+    "folded_attention",
+    "fused_accumulation",
+    "eos_token",
+    "pad_token",
+)
+_TRAINED: WeakSet[Any] = WeakSet()
+"""Objects that a run of this process has trained."""
+
+
+class LoadedModel(LanguageModel):
+    """A model of transformers, or of PEFT around one, as an object. It is trained in place: after a run it is what was
+    learned, on the device of the run. Its tokenizer is copied, and stays as it is.
+
+    Args:
+        model: A causal language model over text; of a reward model, a sequence classifier with one label.
+        tokenizer: Its tokenizer.
+        settings: Of `LanguageModel`, those that are not about files: lora, disable_dropout, gradient_checkpointing,
+            eos_token, pad_token, and how log-probs are computed. With `lora` the object gets the adapters.
+
+    Raises:
+        ConfigError: the model sees images, is quantised, or has several adapters or one that cannot be merged; the
+            tokenizer is none; or a setting is about files.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> None:
+        from peft import PeftModel
+        from transformers import PreTrainedModel
+
+        if not isinstance(model, PreTrainedModel | PeftModel):
+            raise ConfigError(f"model is a {type(model).__name__}, and no model of transformers or PEFT.")
+        _check_tokenizer(model, tokenizer)
+        for name in settings:
+            if name not in _SETTINGS:
+                raise ConfigError(
+                    f"{name} is no setting of a model that is loaded already. Allowed are {', '.join(_SETTINGS)}."
+                    f"{did_you_mean(name, _SETTINGS)}"
+                )
+        base = base_of(model)
+        _check_base(base)
+        if isinstance(model, PeftModel):
+            settings["lora"] = _adapter_of(model, settings.get("lora"))
+        if getattr(base, "is_gradient_checkpointing", False):
+            settings.setdefault("gradient_checkpointing", True)
+        self.given = model
+        self.given_tokenizer = tokenizer
+        self.began_trained = False
+        """Whether another run of this process had trained the object when this one began."""
+        name = str(getattr(base.config, "_name_or_path", "") or type(base).__name__)
+        super().__init__(name, dtype=str(base.dtype).removeprefix("torch."), **settings)
+
+    def find(self) -> str:
+        return self.name
+
+    @property
+    def config_and_kwargs(self) -> tuple[PreTrainedConfig, dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        base = base_of(self.given)
+        config = copy.deepcopy(base.config)
+        config.architectures = [type(base).__name__]
+        return config, {}
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(base_of(self.given), "generation_config", None)
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase:
+        tokenizer = copy.deepcopy(self.given_tokenizer)
+        tokenizer.padding_side = "left"
+        tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+        return tokenizer
+
+    def load(self) -> PreTrainedModel | PeftModel:
+        """The object itself, in train mode, with adapters where `lora` came.
+
+        Raises:
+            ConfigError: no causal language model over text, or an adapter that fits no module.
+        """
+        loading.check_causal(self.name, self.config)
+        assert self.tokenizer.eos_token is not None  # it checks itself
+        return self.prepared("CAUSAL_LM")
+
+    def prepared(self, task_type: str, *, head: tuple[str, ...] = ()) -> PreTrainedModel | PeftModel:
+        """The object in train mode, as the settings say.
+
+        Args:
+            task_type: PEFT's word for what the model does.
+            head: Names of a classifier's head.
+        """
+        from peft import PeftModel
+
+        given: Any = self.given
+        self.began_trained = given in _TRAINED
+        base = base_of(given)
+        if str(base.dtype) != f"torch.{self.dtype}":
+            base.to(self.config_dtype)
+        if self.disable_dropout:
+            loading.disable_dropout(base)
+        if self.lora is not None and not isinstance(given, PeftModel):
+            given = self.lora.apply(base, task_type, head=head)
+        set_checkpointing(base, self.checkpointing)
+        return given.train()
+
+    @property
+    def config_dtype(self) -> Any:
+        """The type of the weights, as torch names it."""
+        import torch
+
+        return getattr(torch, self.dtype)
+
+    def load_base(self) -> PreTrainedModel:
+        raise ConfigError(
+            "The policy came as an object, which is trained in place: there is no second copy of what it was before. "
+            "Give the folder or hub id that it came from as model."
+        )
+
+    def note_training(self) -> None:
+        """A run begins to train the object."""
+        _TRAINED.add(self.given)
+
+
+def described(model: Any, tokenizer: Any = None) -> LanguageModel:
+    """What a user gave as model, as a description.
+
+    Args:
+        model: A description, a name, folder or hub id, or a loaded model of transformers or PEFT.
+        tokenizer: Of a loaded model.
+
+    Raises:
+        ConfigError: it is anything else; a loaded model came without its tokenizer, or a tokenizer with what names its
+            own.
+    """
+    from torch import nn
+
+    if isinstance(model, nn.Module):
+        from peft import PeftModel
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel | PeftModel):
+            return LoadedModel(model, tokenizer)
+    elif tokenizer is not None:
+        raise ConfigError(
+            "tokenizer belongs to a model that is loaded already. A name, folder or hub id has its own, which "
+            "lit_rl.LanguageModel(name, chat_template=..., eos_token=..., pad_token=...) changes."
+        )
+    return LanguageModel.of(model)
+
+
+def _check_tokenizer(model: Any, tokenizer: Any) -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    kind = type(base_of(model)).__name__
+    came = f"tokenizer is a {type(tokenizer).__name__}" if tokenizer is not None else "its tokenizer did not come"
+    raise ConfigError(
+        f"model is a {kind} that is loaded already, and {came}: pass tokenizer=AutoTokenizer.from_pretrained(name) of "
+        "transformers, the one that belongs to the model."
+    )
+
+
+def _check_base(base: Any) -> None:
+    why = ""
+    if sees(base.config):
+        why = "sees images, and needs its processor"
+    elif getattr(base, "is_quantized", False):
+        why = "is quantised, and an export needs the weights as they were published"
+    if why:
+        raise ConfigError(
+            f"model is a {type(base).__name__} that {why}: give its folder or hub id, such as "
+            "lit_rl.LanguageModel(name, ...)."
+        )
+
+
+def _adapter_of(model: PeftModel, lora: Any) -> PeftAdapter:
+    """The adapter that a model of PEFT carries."""
+    if lora is not None:
+        raise ConfigError("model is a PeftModel, which has an adapter, and lora would make another: leave it out.")
+    if len(model.peft_config) != 1:
+        raise ConfigError(
+            f"model is a PeftModel with {len(model.peft_config)} adapters ({', '.join(model.peft_config)}), and one is "
+            "trained and exported: delete the others (delete_adapter)."
+        )
+    (config,) = model.peft_config.values()
+    check_kind("The adapter of model", config)
+    return PeftAdapter(config)

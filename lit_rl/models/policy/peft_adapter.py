@@ -1,0 +1,118 @@
+"""An adapter as a config of PEFT describes it, of any kind that can be merged into the weights."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lit_rl.errors import ConfigError
+from lit_rl.models.policy.adapter_kinds import check_kind
+from lit_rl.models.policy.lora import Lora
+from lit_rl.models.policy.vision_parts import layers_unasked
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from transformers import PreTrainedModel
+
+    Adapter = Lora | PeftConfig
+    """What `LanguageModel` takes as `lora`. Configs that are read from files know `Lora` alone."""
+else:
+    Adapter = Lora
+
+_NOT_ALONE = ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters")
+
+
+@dataclass(frozen=True, eq=False)
+class PeftAdapter:
+    """Train fresh adapters as a config of PEFT says, and leave the weights of the model as they are.
+
+    Args:
+        config: The config. It is copied: yours stays as it is.
+
+    Raises:
+        ConfigError: the kind cannot be merged.
+    """
+
+    config: Any
+
+    def __post_init__(self) -> None:
+        check_kind("model.lora", self.config)
+
+    @property
+    def r(self) -> int:
+        """The rank, or what is about as large: for the plan of memory."""
+        return max(1, getattr(self.config, "r", 0) or 8)
+
+    @property
+    def targets(self) -> str | list[str]:
+        """Names of layers, or "all-linear"."""
+        named = getattr(self.config, "target_modules", None) or "all-linear"
+        return named if isinstance(named, str) else sorted(named)
+
+    @property
+    def dropout(self) -> float:
+        """The largest probability of dropout in the adapters."""
+        every = vars(self.config).items()
+        return max((value for key, value in every if "dropout" in key and isinstance(value, float)), default=0.0)
+
+    @property
+    def engine_rank(self) -> int | None:
+        """Highest rank, where an engine can hold the adapter beside the base; None where it takes merged weights."""
+        plain = self.config.peft_type == "LORA" and not any(getattr(self.config, key, None) for key in _NOT_ALONE)
+        return max([self.config.r, *(self.config.rank_pattern or {}).values()]) if plain else None
+
+    def apply(
+        self,
+        model: PreTrainedModel,
+        task_type: str = "CAUSAL_LM",
+        *,
+        head: Sequence[str] = (),
+        new_tokens: Sequence[int] = (),
+        frozen: Sequence[str] = (),
+    ) -> PeftModel:
+        """The model with fresh adapters; see `Lora.apply`.
+
+        Raises:
+            ConfigError: PEFT cannot put the adapters on this model, or the vocabulary has new tokens that nothing
+                trains.
+        """
+        from peft import PeftModel, get_peft_model
+
+        config = copy.deepcopy(self.config)
+        config.task_type, config.inference_mode = task_type, False
+        if new_tokens and not getattr(config, "trainable_token_indices", None):
+            raise ConfigError(
+                "model.chat_template brings new tokens, and an adapter of PEFT trains their rows only where its config "
+                "says so (trainable_token_indices of LoraConfig). Use lit_rl.models.Lora, which does, or name a "
+                "template without new tokens."
+            )
+        unasked = [*head, *layers_unasked(model, self.targets, frozen)]
+        if unasked and hasattr(config, "exclude_modules") and not isinstance(config.exclude_modules, str):
+            config.exclude_modules = [*(config.exclude_modules or ()), *unasked]
+        try:
+            adapted = get_peft_model(model, config)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"model.lora={type(config).__name__}(...) does not fit this model: {error}") from error
+        assert isinstance(adapted, PeftModel)
+        return adapted
+
+
+def as_adapter(given: Any) -> Lora | PeftAdapter | None:
+    """What was given as `lora`, as an object with `apply`. PEFT is imported by nobody who has not done so.
+
+    Raises:
+        ConfigError: it is neither `Lora` nor a config of PEFT.
+    """
+    if given is None or isinstance(given, Lora | PeftAdapter):
+        return given
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(given, peft.PeftConfig):
+        return PeftAdapter(given)
+    came = f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+    raise ConfigError(
+        f"model.lora is {came}. Allowed is lit_rl.models.Lora(r=16, alpha=32, dropout=0, targets='all-linear', "
+        "rslora=False, dora=False, modules_to_save=None), or a config of PEFT, such as peft.LoraConfig(r=16)."
+    )

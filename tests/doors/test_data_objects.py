@@ -1,0 +1,151 @@
+"""Data modules take data sets of `datasets`, and rewards take classifiers that are loaded already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import lightning as L
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from lit_rl import (
+    GRPO,
+    SFT,
+    Constant,
+    PreferenceDataModule,
+    RewardModel,
+    Rewards,
+    RolloutDataModule,
+    Sampling,
+    SupervisedDataModule,
+    exact_match,
+)
+from lit_rl.errors import ConfigError, DataError, RewardError
+from lit_rl.rewards import ProcessRewardModel
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
+TEXTS = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "accelerator": "cpu",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(tiny_dir)
+
+
+def test_a_data_set_is_its_rows(tokenizer: Any) -> None:
+    held = datasets.Dataset.from_list(ROWS)
+    forms = [ROWS, held, held.to_iterable_dataset(), datasets.IterableDataset.from_generator(lambda: iter(ROWS))]
+    made = []
+    for rows in forms:
+        data = RolloutDataModule(rows, val=held.select(range(3)), prompts_per_rollout=4)
+        data.prepare(tokenizer)
+        assert data.report["val"]["kept"] == 3 and data.report["train"]["kept"] == 8 and data.columns == ["answer"]
+        made.append(data.fingerprint)
+    assert len(set(made)) == 1
+
+
+def test_validation_rows_by_name(tokenizer: Any) -> None:
+    data = RolloutDataModule(ROWS, val=datasets.DatasetDict(easy=datasets.Dataset.from_list(ROWS[:2])))
+    data.prepare(tokenizer, stage="predict")
+    assert data.val_names == ["easy"]
+    with pytest.raises(ConfigError, match=r"data\.val are validation rows, and data\.val_path or data\.val_split"):
+        RolloutDataModule(ROWS, val=ROWS, val_path="a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), r"DatasetDict with the splits train: give one"),
+        ("mine.jsonl", r"data\.rows='mine\.jsonl' is a text.* is data\.path"),
+        (datasets.Dataset.from_list([]), r"data\.rows: no rows"),
+        (torch.utils.data.TensorDataset(torch.ones(2)), r"is a TensorDataset; it takes a list of dicts, or a data set"),
+    ],
+)
+def test_what_are_no_rows(rows: Any, message: str, tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        RolloutDataModule(rows).prepare(tokenizer)
+
+
+def test_a_run_of_a_stream_is_the_run_of_its_file(tmp_path: Path) -> None:
+    """Read as the rows are needed, and resumed where it was."""
+    (tmp_path / "texts.jsonl").write_text(
+        "\n".join(f'{{"prompt": "{r["prompt"]}", "completion": "{r["completion"]}"}}' for r in TEXTS)
+    )
+
+    def run(steps: int, resume: Path | None = None, **source: Any) -> Any:
+        module = SFT("tiny", scheduler=Constant())
+        data = SupervisedDataModule(**source, stream_buffer=4, batch_size=2, max_length=64, val_fraction=0)
+        trainer = L.Trainer(max_steps=steps, use_distributed_sampler=False, default_root_dir=tmp_path, **QUIET)
+        trainer.fit(module, datamodule=data, ckpt_path=resume)
+        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        return module.policy.state_dict()
+
+    def stream() -> Any:
+        return datasets.Dataset.from_list(TEXTS).to_iterable_dataset()
+
+    whole = run(5, rows=stream())
+    by_file = run(5, path=str(tmp_path / "texts.jsonl"))
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in by_file.items())
+    run(3, rows=stream())
+    resumed = run(5, tmp_path / "3.ckpt", rows=stream())
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
+
+
+def test_pairs_as_a_data_set(tokenizer: Any) -> None:
+    pairs = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": "x"} for row in ROWS]
+    data = PreferenceDataModule(datasets.Dataset.from_list(pairs), batch_size=2, val=pairs[:2])
+    data.prepare(tokenizer)
+    assert data.report["train"]["kept"] == 8 and data.report["val"]["kept"] == 2
+    with pytest.raises(ConfigError, match=r"data\.rows is in memory whole"):
+        PreferenceDataModule(pairs, stream_buffer=64)
+
+
+@pytest.fixture(scope="module")
+def classifier(tiny_dir: Path) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_pretrained(tiny_dir, num_labels=1)
+
+
+def test_a_classifier_is_a_reward(classifier: Any, tokenizer: Any, tmp_path: Path) -> None:
+    classifier.save_pretrained(tmp_path / "rm")
+    tokenizer.save_pretrained(tmp_path / "rm")
+    classifier.train()
+    by_object, by_path = RewardModel(classifier, tokenizer=tokenizer), RewardModel(str(tmp_path / "rm"))
+    asked = {"prompts": ["1+1=", "2+2=", "3+3="], "completions": ["2", "five", ""]}
+    assert by_object(**asked) == by_path(**asked)
+    assert all(weight.requires_grad for weight in classifier.parameters())  # nothing of it was changed
+    module = GRPO("tiny", Rewards([by_object, exact_match]), group_size=2, sampling=Sampling(max_new_tokens=2))
+    data = RolloutDataModule(datasets.Dataset.from_list(ROWS), prompts_per_rollout=2, val_fraction=0)
+    before = {name: tensor.clone() for name, tensor in classifier.state_dict().items()}
+    trainer = L.Trainer(max_steps=1, default_root_dir=tmp_path, **QUIET)
+    trainer.fit(module, datamodule=data)
+    assert trainer.global_step == 1
+    assert all(torch.equal(tensor, classifier.state_dict()[name]) for name, tensor in before.items())
+
+
+def test_what_is_no_reward_model_says_what_to_pass(classifier: Any, tokenizer: Any, tiny_dir: Path) -> None:
+    language_model = AutoModelForCausalLM.from_pretrained(tiny_dir)
+    with pytest.raises(RewardError, match=r"PyTorch module .*lit_rl\.rewards\.RewardModel\(model, tokenizer=\.\.\.\)"):
+        GRPO("tiny", classifier)
+    refused: list[tuple[Any, dict[str, Any], str]] = [
+        (classifier, {}, r"loaded already, and no tokenizer: pass tokenizer="),
+        (language_model, {"tokenizer": tokenizer}, r"RewardModel got a Qwen2ForCausalLM\. It takes a folder"),
+        ("tiny", {"tokenizer": tokenizer}, r"tokenizer belongs to a model that is loaded already"),
+        (classifier, {"tokenizer": tokenizer, "dtype": "bfloat16"}, r"revision, dtype and init_kwargs are of loading"),
+        (classifier, {"tokenizer": tokenizer, "init_kwargs": {"x": 1}}, r"are of loading"),
+    ]
+    for given, settings, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            RewardModel(given, **settings)
+    with pytest.raises(ConfigError, match=r"ProcessRewardModel got a Qwen2ForSequenceClassification"):
+        ProcessRewardModel(classifier, tokenizer=tokenizer)

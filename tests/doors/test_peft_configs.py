@@ -1,0 +1,156 @@
+"""`lora=` takes a config of PEFT: what it describes is trained, resumed and exported, and the export is the policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lit_rl import GRPO, AdamW, Constant, LanguageModel, Lora, RolloutDataModule, Sampling
+from lit_rl.errors import ConfigError
+from lit_rl.generation.vllm.settings import adapter_rank
+from lit_rl.models.export.policy import export_policy
+from lit_rl.models.policy.adapter_kinds import MERGED
+from lit_rl.models.policy.sharding import full_state_dict
+
+ALL, Q = "all-linear", ["q_proj"]
+CONFIGS: dict[str, peft.PeftConfig] = {
+    "LORA": peft.LoraConfig(r=4, target_modules=ALL),
+    "DORA": peft.LoraConfig(r=4, use_dora=True, target_modules=Q),
+    "PISSA": peft.LoraConfig(r=4, init_lora_weights="pissa", target_modules=Q),
+    "BOFT": peft.BOFTConfig(boft_block_size=4, target_modules=Q),
+    "C3A": peft.C3AConfig(block_size=4, target_modules=Q),
+    "FOURIERFT": peft.FourierFTConfig(n_frequency=20, target_modules=Q),
+    "HRA": peft.HRAConfig(r=4, target_modules=Q),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "LN_TUNING": peft.LNTuningConfig(),
+    "LOHA": peft.LoHaConfig(r=4, target_modules=Q),
+    "LOKR": peft.LoKrConfig(r=4, target_modules=Q),
+    "MISS": peft.MissConfig(r=4, target_modules=Q),
+    "OFT": peft.OFTConfig(r=0, oft_block_size=4, target_modules=ALL),
+    "RANDLORA": peft.RandLoraConfig(r=4, target_modules=Q),
+    "VBLORA": peft.VBLoRAConfig(num_vectors=16, vector_length=8, target_modules=Q),
+    "VERA": peft.VeraConfig(r=4, target_modules=Q),
+}
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    training = model.training
+    found = model.eval()(ids).logits
+    model.train(training)
+    return found
+
+
+def test_every_kind_that_is_allowed_is_among_them() -> None:
+    assert {config.peft_type for config in CONFIGS.values()} == set(MERGED)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_export_is_the_policy_and_is_gone_on_with(kind: str, tmp_path: Path) -> None:
+    """Merging rounds in the last bits. An OFT adapter was once lost, without an error."""
+    model = LanguageModel("tiny", lora=CONFIGS[kind])
+    ids = torch.tensor([model.tokenizer("17+25=").input_ids])
+    base, policy = logits(model.load_base(), ids), model.load()
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam([each for each in policy.parameters() if each.requires_grad], lr=1e-2)
+    for _ in range(2):
+        policy(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = logits(policy, ids)
+    moved = (trained - base).abs().max().item()
+    assert moved > 0.01
+    export_policy(model, full_state_dict(policy), policy, tmp_path / "hf", card="")
+    reloaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), ids)
+    assert (reloaded - trained).abs().max().item() < 1e-3 * moved
+    going_on = LanguageModel("tiny", adapter=str(tmp_path / "hf" / "adapter")).load()
+    torch.testing.assert_close(logits(going_on, ids), trained, rtol=0, atol=1e-3 * moved)
+    assert any(each.requires_grad for each in going_on.parameters())
+
+
+def run(folder: Path, lora: Any, steps: int, resume: Path | None = None) -> GRPO:
+    module = GRPO(
+        LanguageModel("tiny", lora=lora),
+        lambda prompts, completions, **columns: [float(len(set(text))) for text in completions],
+        sampling=Sampling(max_new_tokens=3),
+        group_size=4,
+        beta=0.1,
+        optimizer=AdamW(lr=0.05),
+        scheduler=Constant(),  # a linear one ends with the shorter run
+    )
+    rows = [{"prompt": f"{n}+1="} for n in range(4)]
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = L.Trainer(
+        max_steps=steps, accelerator="cpu", default_root_dir=folder, enable_checkpointing=False, **quiet
+    )
+    trainer.fit(
+        module, datamodule=RolloutDataModule(rows=rows, prompts_per_rollout=2, val_fraction=0), ckpt_path=resume
+    )
+    trainer.save_checkpoint(folder / f"{steps}.ckpt")
+    return module
+
+
+@pytest.mark.parametrize("kind", ["OFT", "IA3", "VERA"])
+def test_a_run_is_resumed_bit_for_bit_and_exported(kind: str, tmp_path: Path) -> None:
+    config = CONFIGS[kind]
+    fresh = run(tmp_path, config, 1)
+    whole = run(tmp_path, config, 2)
+    resumed = run(tmp_path, config, 2, tmp_path / "1.ckpt")
+    ours, theirs = (dict(module.policy.named_parameters()) for module in (whole, resumed))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    assert any(not torch.equal(tensor, ours[name]) for name, tensor in fresh.policy.named_parameters())
+    held = torch.load(tmp_path / "1.ckpt", weights_only=True)["state_dict"]
+    assert held and not any(name.endswith("embed_tokens.weight") for name in held)
+    facts = {"base_model": "tiny", "algorithm": "grpo"}
+    resumed.export(full_state_dict(resumed.policy), tmp_path / "hf", facts)
+    ids = torch.tensor([resumed.tokenizer("17+25=").input_ids])
+    reloaded = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), ids)
+    torch.testing.assert_close(reloaded, logits(resumed.policy, ids), rtol=0, atol=1e-4)
+    assert not torch.allclose(reloaded, logits(resumed.model.load_base(), ids), atol=1e-2)
+
+
+def test_lora_of_peft_is_lora_of_ours() -> None:
+    """The same adapters at the same seed, and the config that came stays as it was."""
+    config = peft.LoraConfig(r=4, lora_alpha=32, target_modules="all-linear")
+    policies = []
+    for lora in (Lora(r=4), config):
+        torch.manual_seed(0)
+        policies.append(dict(LanguageModel("tiny", lora=lora).load().named_parameters()))
+    assert policies[0].keys() == policies[1].keys()
+    assert all(torch.equal(tensor, policies[1][name]) for name, tensor in policies[0].items())
+    assert config.task_type is None and config.target_modules == "all-linear"
+
+
+def test_engines_hold_plain_lora_alone() -> None:
+    ranks = {kind: adapter_rank(LanguageModel("tiny", lora=CONFIGS[kind])) for kind in ("LORA", "DORA", "OFT")}
+    assert ranks == {"LORA": 4, "DORA": None, "OFT": None}
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (peft.PromptTuningConfig(num_virtual_tokens=4), "PROMPT_TUNING, which puts learned vectors before the prompt"),
+        (peft.AdaLoraConfig(total_step=10), "ADALORA, which allots its ranks"),
+        (peft.ShiraConfig(), "SHIRA, which is not among those"),
+    ],
+)
+def test_what_cannot_be_merged_says_so(config: peft.PeftConfig, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.lora is of PEFT's kind {why}.*Allowed are LORA, "):
+        LanguageModel("tiny", lora=config)
+
+
+@pytest.mark.parametrize("given", [peft.LoraConfig, {"r": 4}, "lora"])
+def test_what_is_no_adapter_says_so(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora is (a|the class) \w+\. Allowed is .*peft\.LoraConfig"):
+        LanguageModel("tiny", lora=given)
+
+
+def test_targets_that_are_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora=OFTConfig\(\.\.\.\) does not fit this model: .*nowhere"):
+        LanguageModel("tiny", lora=peft.OFTConfig(r=0, oft_block_size=4, target_modules=["nowhere"])).load()
