@@ -131,7 +131,8 @@ def _kind_of_first_row(data: ExampleDataModule) -> Kind:
     reading = {"rename": data.options.rename, "map_row": data.options.map_row}
     if data.sources:  # one row of it: the file is parsed once, by `prepare`
         source = data.sources[0]
-        row, _ = first_row(source.path, split=source.split, name=source.name, on_bad_row=data.on_bad_row, **reading)
+        how = {"split": source.split, "name": source.name, "on_bad_row": data.on_bad_row, "own": source.own}
+        row, _ = first_row(source.path, **how, **reading)
     else:
         rows = data.train_rows()[0]
         row = as_read(rows[0], rows.where(0), **reading)

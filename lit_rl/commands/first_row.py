@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_rl.data.formats import rename_columns
+from lit_rl.data.formats import RowFunction, mapped_row, rename_columns
 from lit_rl.data.jsonl import OnBadRow
-from lit_rl.data.prompt_set import RowFunction, mapped_row
 from lit_rl.data.raw_rows import RawRow, rows_of_cells, rows_of_lines, rows_of_parquet
+from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import load_rows
 from lit_rl.errors import DataError
 
@@ -30,6 +30,7 @@ def first_row(
     split: str | None = None,
     name: str | None = None,
     on_bad_row: OnBadRow = "error",
+    own: SourceColumns | None = None,
     rename: Mapping[str, str] | None = None,
     map_row: RowFunction | None = None,
 ) -> tuple[dict[str, Any], str]:
@@ -39,6 +40,7 @@ def first_row(
 
     Args:
         path: As `data.path`; the other settings are those of `SourcedDataModule` too.
+        own: What its source alone makes of rows.
 
     Raises:
         DataError: nothing is there, it cannot be read, or it has no row.
@@ -49,6 +51,7 @@ def first_row(
     if row is None:  # also where there is none: it is said as everywhere else
         rows = load_rows(path, split=split, name=name, on_bad_row=on_bad_row)
         row, where = rows[0], rows.where(0)
+    row = row if own is None else own(row, where)
     return as_read(row, where, rename=rename, map_row=map_row), where
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import sound_parts, text_of
-from lit_rl.errors import DataError, did_you_mean
+from lit_rl.errors import DataError, LitRLError, did_you_mean
 from lit_rl.rollout import Message, Prompt
 
+RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def rename_columns(row: Mapping[str, Any], where: str, rename: Mapping[str, str]) -> dict[str, Any]:
+def rename_columns(
+    row: Mapping[str, Any], where: str, rename: Mapping[str, str], key: str = "data.rename"
+) -> dict[str, Any]:
     """The row with columns renamed, old name to new; a column that the row lacks is passed over.
 
     Raises:
@@ -23,9 +26,27 @@ def rename_columns(row: Mapping[str, Any], where: str, rename: Mapping[str, str]
     for column, value in row.items():
         new = rename.get(column, column)
         if new in renamed:
-            raise DataError(f"{where}: data.rename gives the row two columns named {new!r}.")
+            raise DataError(f"{where}: {key} gives the row two columns named {new!r}.")
         renamed[new] = value
     return renamed
+
+
+def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str, key: str = "data.map_row") -> dict[str, Any]:
+    """What the function of `key` makes of a row.
+
+    Raises:
+        DataError: it raised, or returned no dict.
+    """
+    name = getattr(map_row, "__name__", repr(map_row))
+    try:
+        mapped = map_row(row)
+    except LitRLError as error:
+        raise DataError(f"{where}: {error}") from error
+    except Exception as error:  # the user's function may raise anything
+        raise DataError(f"{where}: {key}={name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(mapped, dict):
+        raise DataError(f"{where}: {key}={name} returned {excerpt(repr(mapped))}; it must return a dict.")
+    return mapped
 
 
 def split_prompt(row: Mapping[str, Any], where: str, *, prompt_key: str = "prompt") -> tuple[Prompt, dict[str, Any]]:

@@ -6,13 +6,13 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lit_rl.data.checks import excerpt, one_of
-from lit_rl.data.formats import add_system_prompt, is_empty, rename_columns, split_prompt
+from lit_rl.data.checks import one_of
+from lit_rl.data.formats import RowFunction, add_system_prompt, is_empty, mapped_row, rename_columns, split_prompt
 from lit_rl.data.image_parts import RowImages
 from lit_rl.data.image_prompts import EqualVideos, Processor, Shown, refuse_reserved, refuse_unequal_videos
 from lit_rl.data.images import MAX_IMAGE_PIXELS, MOST_IMAGE_PIXELS
@@ -20,7 +20,7 @@ from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import prompt_key
 from lit_rl.data.templates import check_template_kwargs, control_tokens, encode_prompt, render_prompt
-from lit_rl.errors import ConfigError, DataError, LitRLError, did_you_mean, in_range
+from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.long_waits import counted
 from lit_rl.rollout import Prompt, PromptBatch
 from lit_rl.vision import PromptVision
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 Overlong = Literal["drop", "truncate_left", "error"]
 OVERLONG = ("drop", "truncate_left", "error")
-RowFunction = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -273,24 +272,6 @@ class _Reader:
             if old not in self.columns:
                 found, hint = ", ".join(self.columns), did_you_mean(old, self.columns)
                 raise DataError(f"data.rename: no row has a column {old!r}; columns found: {found}.{hint}")
-
-
-def mapped_row(map_row: RowFunction, row: dict[str, Any], where: str) -> dict[str, Any]:
-    """What `data.map_row` makes of a row.
-
-    Raises:
-        DataError: it raised, or returned no dict.
-    """
-    name = getattr(map_row, "__name__", repr(map_row))
-    try:
-        mapped = map_row(row)
-    except LitRLError as error:
-        raise DataError(f"{where}: {error}") from error
-    except Exception as error:  # the user's function may raise anything
-        raise DataError(f"{where}: data.map_row={name} raised {type(error).__name__}: {error}") from error
-    if not isinstance(mapped, dict):
-        raise DataError(f"{where}: data.map_row={name} returned {excerpt(repr(mapped))}; it must return a dict.")
-    return mapped
 
 
 def _too_long(example: Example, limit: int) -> str:

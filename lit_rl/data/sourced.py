@@ -29,8 +29,9 @@ class SourcedDataModule(L.LightningDataModule):
         rows: The rows themselves. In Python also a `datasets.Dataset` or `IterableDataset`.
         task: An object whose `train()` and `val()` return rows, such as `lit_rl.data.tasks.Addition`. An empty `val()`
             means no validation.
-        sources: Several sources, each `{path, split, name, weight}`. An epoch draws as many rows as there are, shared
-            out by weight (1 if left out: equal shares, whatever the sizes).
+        sources: Several sources, each `{path, split, name, weight, map_row, rename, columns}`. An epoch draws as many
+            rows as there are, shared out by weight (1 if left out: equal shares, whatever the sizes). The last three
+            are of the source alone, before those of all: a function, new names, and the columns that are kept.
         rename: New names of columns, old to new.
         map_row: A function from row to row, applied first, such as `lit_rl.data.recipes.gsm8k`.
         system_prompt: Opens every prompt that has no system message of its own; a string prompt becomes messages.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from lit_rl.data.hub import rows_of_object
 from lit_rl.data.image_prompts import Shown
 from lit_rl.data.jsonl import OnBadRow
+from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import Rows, load_rows
 from lit_rl.errors import ConfigError, DataError, did_you_mean, in_range
 from lit_rl.rollout import Prompt
@@ -26,9 +28,13 @@ class Source:
     split: str | None = None
     name: str | None = None
     weight: float = 1.0
+    own: SourceColumns = field(default_factory=partial(SourceColumns, "data.path"))
+    """What it alone makes of its rows."""
 
     def load(self, on_bad_row: OnBadRow) -> Rows:
-        return load_rows(self.path, split=self.split, name=self.name, on_bad_row=on_bad_row)
+        rows = load_rows(self.path, split=self.split, name=self.name, on_bad_row=on_bad_row)
+        self.own.check(rows)
+        return self.own.of(rows)
 
 
 def exactly_one(**given: Any) -> None:
@@ -44,14 +50,17 @@ def exactly_one(**given: Any) -> None:
 
 
 def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
-    """Read `data.sources`: the paths of the files, and the weight of each.
+    """Read `data.sources`: the paths of the files, the weight of each, and what each makes of its rows.
 
     Raises:
         ConfigError: no source, an unknown or missing key, or a weight that is not above 0.
     """
     if not sources:
-        raise ConfigError("data.sources is empty; it takes a list of {path, split, name, weight}.")
-    allowed = ("path", "split", "name", "weight")
+        raise ConfigError(
+            "data.sources is empty; it takes a list of {path, split, name, weight, map_row, rename, columns}."
+        )
+    plain, own = ("path", "split", "name", "weight"), ("map_row", "rename", "columns")
+    allowed = (*plain, *own)
     for i, source in enumerate(sources):
         if not isinstance(source, Mapping) or "path" not in source:
             raise ConfigError(f"data.sources[{i}]={source!r} needs a path; allowed keys are {', '.join(allowed)}.")
@@ -60,7 +69,13 @@ def parse_sources(sources: Sequence[Mapping[str, Any]]) -> list[Source]:
                 hint = did_you_mean(str(key), allowed)
                 raise ConfigError(f"data.sources[{i}].{key}: unknown key; allowed are {', '.join(allowed)}.{hint}")
         in_range(f"data.sources[{i}].weight", source.get("weight", 1.0), low=0, open_low=True)
-    return [Source(**source) for source in sources]
+    return [
+        Source(
+            **{key: source[key] for key in plain if key in source},
+            own=SourceColumns(f"data.sources[{i}]", **{key: source[key] for key in own if key in source}),
+        )
+        for i, source in enumerate(sources)
+    ]
 
 
 def val_sources(

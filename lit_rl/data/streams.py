@@ -52,6 +52,7 @@ class RowStream:
         one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
         self.on_bad_row = on_bad_row
         self.name, self._read, self._has_lines = _opened(source)
+        self._own = source.own
         self._mark = Mark()
         self._rows: Iterator[RawRow] | None = None
 
@@ -85,7 +86,7 @@ class RowStream:
                 skipped += 1
         self._mark, self._rows = mark, raw
         where = {"lines": places} if self._has_lines else {"indices": places}
-        return Rows(self.name, rows, skipped=skipped, **where), mark
+        return self._own.of(Rows(self.name, rows, skipped=skipped, **where)), mark
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_rows": None}  # an open file cannot go to another process

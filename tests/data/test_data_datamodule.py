@@ -174,6 +174,53 @@ def test_a_source_that_the_filters_emptied_is_refused(tmp_path):
         prepared(sources=[{"path": long}, {"path": short}], max_prompt_tokens=50, prompts_per_rollout=4, val_fraction=0)
 
 
+def answered(row):
+    return {"prompt": row["q"]["text"], "right": row["q"]["answer"], "level": row["level"]}
+
+
+def test_each_source_makes_columns_of_its_own(tmp_path):
+    """Its function, then its names, then what it keeps; and after that what holds for all sources."""
+    plain = write(tmp_path / "plain.jsonl", make_rows(8))
+    rows = [{"q": {"text": f"nested {i}", "answer": str(i)}, "level": i} for i in range(8)]
+    nested = write(tmp_path / "nested.jsonl", rows)
+    own = {"map_row": answered, "rename": {"right": "answer"}, "columns": ["prompt", "answer"]}
+    module = prepared(
+        sources=[{"path": plain}, {"path": nested, **own}],
+        rename={"answer": "truth"},
+        prompts_per_rollout=4,
+        val_fraction=0,
+    )
+    batch = module.peek(16)
+    assert batch.prompts == [f"question {i}" for i in range(8)] + [f"nested {i}" for i in range(8)]
+    assert batch.columns == {"truth": [str(i) for i in range(8)] * 2}
+
+
+def test_a_row_that_a_sources_function_cannot_read_is_bad_and_named(tmp_path):
+    nested = write(tmp_path / "nested.jsonl", [{"q": {"text": "a", "answer": "1"}, "level": 0}, {"q": 3}] * 4)
+    sources = [{"path": nested, "map_row": answered}]
+    with pytest.raises(DataError, match=r"nested.jsonl:2: data.sources\[0\].map_row=answered raised TypeError"):
+        prepared(sources=sources, prompts_per_rollout=4, val_fraction=0)
+    counts = prepared(sources=sources, prompts_per_rollout=4, val_fraction=0, on_bad_row="skip").report["train"]
+    assert (counts["bad"], counts["kept"]) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        ({"rename": {"promt": "x"}}, DataError, r"sources\[0\].rename: none of the first 8 rows.*'promt'.*'prompt'"),
+        ({"rename": {"prompt": "p"}, "columns": ["prompt"]}, DataError, r"columns: none.*'prompt'; columns found: p"),
+        ({"rename": {"answer": "prompt"}}, DataError, r"sources\[0\].rename gives the row two columns named 'prompt'"),
+        ({"columns": "prompt"}, ConfigError, r"sources\[0\].columns='prompt' takes a list"),
+        ({"rename": ["a"]}, ConfigError, r"sources\[0\].rename=\['a'\] takes a mapping"),
+        ({"map_row": "mine.f"}, ConfigError, r"sources\[0\].map_row='mine.f' is no function.*get_method"),
+    ],
+)
+def test_columns_of_a_source_that_cannot_be_are_refused(tmp_path, own, error, message):
+    path = write(tmp_path / "a.jsonl", make_rows(8))
+    with pytest.raises(error, match=message):
+        prepared(sources=[{"path": path, **own}], prompts_per_rollout=4, val_fraction=0)
+
+
 def test_columns_report_and_peek():
     module = prepared(rows=[*make_rows(40), {"prompt": "x", "level": 3}, {"prompt": ""}], val_fraction=0.0)
     assert module.columns == ["answer", "level"]

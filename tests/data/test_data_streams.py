@@ -14,6 +14,7 @@ import datasets
 import pytest
 
 from lit_rl.data.jsonl import parse_object
+from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import load_rows
 from lit_rl.data.splits import Source
 from lit_rl.data.streams import Mark, RowStream
@@ -48,6 +49,13 @@ def write(kind: str, folder: Path) -> Path:
 
 def stream(path: Path | str, on_bad_row: Any = "error", **source: Any) -> RowStream:
     return RowStream(Source(str(path), **source), on_bad_row)
+
+
+def test_a_streamed_source_has_columns_of_its_own(tmp_path):
+    own = SourceColumns("data.sources[0]", rename={"prompt": "question"}, columns=["question"])
+    rows, after = stream(write("a.jsonl", tmp_path), own=own).take(Mark(0, 2), 3)
+    assert list(rows) == [{"question": "p2"}, {"question": "p3"}, {"question": "p4"}] and after == Mark(0, 5)
+    assert rows.where(0).endswith("a.jsonl:3")
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.json", "a.parquet", "a.csv", "saved", "files"])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lit_rl.data.formats import rename_columns
+from lit_rl.data.formats import mapped_row, rename_columns
 from lit_rl.data.image_parts import RowImages
 from lit_rl.data.image_prompts import EqualVideos, Processor, Shown
 from lit_rl.data.offline.conversations import Text, is_blank
@@ -15,7 +15,6 @@ from lit_rl.data.offline.example import Encoded, Example, Kind
 from lit_rl.data.offline.formats import Record, read_record
 from lit_rl.data.offline.options import ExampleOptions
 from lit_rl.data.offline.truncation import cut, cut_labels, windows
-from lit_rl.data.prompt_set import mapped_row
 from lit_rl.errors import ConfigError, DataError, did_you_mean
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ def label_index(config: PreTrainedConfig, label: int | str | None, name: str) ->
         ConfigError: no label is named and there are several, or there is no such label.
     """
     names: dict[int, str] = {int(index): text for index, text in (config.id2label or {}).items()}
-    count = config.num_labels
+    count: int = config.num_labels  # pyright: ignore[reportAssignmentType]  # transformers makes it of id2label
     told = ", ".join(f"{index} ({names.get(index, index)})" for index in range(count))
     if label is None:
         if count == 1:
