@@ -1,4 +1,4 @@
-"""What the policy writes, for people: a table on the console, a parquet file a rollout, text in TensorBoard and W&B."""
+"""What the policy writes, for people: a table on the console, parquet files, text in TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import lightning as L
 import numpy as np
 from lightning.pytorch.loggers import WandbLogger
 
-from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.callbacks.conversation import conversation_of
 from lit_rl.callbacks.due import Due
-from lit_rl.callbacks.kept_images import arrow_images, image_features
 from lit_rl.callbacks.pictures import Pictures
+from lit_rl.callbacks.sample_files import write_table
+from lit_rl.callbacks.sample_rows import Table, of_a_set, of_all_ranks, stacked
 from lit_rl.callbacks.text import console_table, markdown_table, printable
 from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import in_range
@@ -24,7 +24,10 @@ _IN_LOGGERS = 50
 
 
 class Samples(L.Callback):
-    """Writes every rollout of rank 0 to `samples/` in the Trainer's `default_root_dir`, and shows a few rows at times.
+    """Writes rollouts and validations to `samples/` in the Trainer's `default_root_dir`, and shows a few rows at times.
+
+    The rows of all ranks are in. A file is one rollout, or one validation of a set, and is there as soon as that was
+    scored; once there are more than a hundred of a kind, the oldest hundred become one file, a row group each.
 
     Images are shown small, on the console by their names. In the files they are columns of `datasets.Image`.
     A file or a table that cannot be written is warned of, and the run goes on (`unwritten`).
@@ -41,8 +44,10 @@ class Samples(L.Callback):
         in_range("callbacks.samples.print", print, low=0)
         self.print, self.unique, self.every = print, unique, every
         self._due = Due("callbacks.samples.every", _IN_LOGGERS if every is None else every)
-        self._unshown: tuple[int, dict[str, list[Any]]] | None = None
-        self._evaluated: dict[int, dict[str, list[Any]]] = {}
+        self._unshown: tuple[int, Table] | None = None
+        self._evaluated: dict[int, Table] = {}
+        self._rows: dict[int, list[int | None]] = {}
+        """Of each row of these tables the row of its data set."""
         self.unwritten = Unwritten("Samples")
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,8 +57,10 @@ class Samples(L.Callback):
         self._due.last = state_dict["last"]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        table = pl_module.samples
-        if batch.slot != 0 or not table or not trainer.is_global_zero or trainer.fast_dev_run:  # pyright: ignore
+        if batch.slot != 0 or not pl_module.samples or trainer.fast_dev_run:  # pyright: ignore
+            return
+        table = stacked(of_all_ranks(trainer, pl_module.samples, self.unwritten))
+        if not table["step"]:
             return
         step = table["step"][0]
         self._write(trainer, table, f"step_{step:08d}")
@@ -75,13 +82,13 @@ class Samples(L.Callback):
             self._print(*self._unshown)
             self._unshown = None
 
-    def _print(self, step: int, table: dict[str, list[Any]]) -> None:
+    def _print(self, step: int, table: Table) -> None:
         with self.unwritten.spared("a table on the console"):
             if rows := self._pick(table):
                 console_table(f"rollout at step {step}", rows)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._evaluated = {}
+        self._evaluated, self._rows = {}, {}
 
     def on_validation_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -89,15 +96,19 @@ class Samples(L.Callback):
         if not outputs:
             return  # a loss was measured, nothing was written
         kept = self._evaluated.setdefault(dataloader_idx, {})
-        before = len(kept.get("prompt", ()))
+        before, size = len(kept.get("prompt", ())), len(outputs["prompt"])
+        rows = getattr(batch, "rows", None) or [None] * size
+        self._rows.setdefault(dataloader_idx, []).extend(row for row in rows for _ in range(size // len(rows)))
         for name in dict.fromkeys([*kept, *outputs]):  # what an episode shows is a column of the batches that show any
-            missing = [None] * len(outputs["prompt"])
-            kept.setdefault(name, [None] * before).extend(outputs.get(name, missing))
+            kept.setdefault(name, [None] * before).extend(outputs.get(name, [None] * size))
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if not trainer.is_global_zero or trainer.sanity_checking or trainer.fast_dev_run:  # pyright: ignore
+        if trainer.sanity_checking or trainer.fast_dev_run:  # pyright: ignore
             return
-        for index, table in self._evaluated.items():
+        mine = {index: (table, self._rows[index]) for index, table in self._evaluated.items()}
+        parts = of_all_ranks(trainer, mine, self.unwritten)
+        for index in sorted({index for part in parts for index in part or ()}):
+            table = of_a_set([part and part.get(index) for part in parts])
             name = trainer.datamodule.val_names[index].replace("/", "_")  # pyright: ignore
             temperature = f"_t{pl_module.evaluation.temperature:g}"
             suffix = f"_{name}" if name else ""
@@ -112,18 +123,11 @@ class Samples(L.Callback):
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def _write(self, trainer: L.Trainer, table: dict[str, list[Any]], name: str) -> None:
+    def _write(self, trainer: L.Trainer, table: Table, name: str) -> None:
         with self.unwritten.spared(f"samples/{name}.parquet"):
-            target = self._folder(trainer) / f"{name}.parquet"
-            partial = target.with_suffix(".partial")
-            try:
-                write_parquet(table, partial)
-                partial.replace(target)
-            except Exception:
-                partial.unlink(missing_ok=True)
-                raise
+            write_table(table, self._folder(trainer) / f"{name}.parquet")
 
-    def _pick(self, table: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    def _pick(self, table: Table) -> list[dict[str, Any]]:
         shown, seen = [], set()
         pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
         sees = any(each.refs for each in pictures)
@@ -170,33 +174,3 @@ def _cell(value: Any) -> Any:
 
     strip = value.strip()
     return None if strip is None else wandb.Image(strip, caption=printable(str(value)))
-
-
-def write_parquet(table: dict[str, list[Any]], path: Path) -> None:
-    """Write a table of samples. Equal bytes of images are in the file once."""
-    import pyarrow
-    import pyarrow.parquet
-
-    images = {key: found for key, values in table.items() if (found := arrow_images(values)) is not None}
-    columns = {
-        key: images[key] if key in images else _storable(values, lists=key.startswith(PREFIX))
-        for key, values in table.items()
-    }
-    written = pyarrow.table(columns)
-    if not images:
-        pyarrow.parquet.write_table(written, path)
-    else:  # by default a dictionary of values ends at 1 MiB, and what follows is written out row by row
-        pyarrow.parquet.write_table(image_features(written, list(images)), path, dictionary_pagesize_limit=1 << 30)
-
-
-def _storable(values: list[Any], *, lists: bool = False) -> list[Any]:
-    """A column of one type: numbers as they are, everything else as text (messages as JSON), or as `lists`."""
-    import pyarrow
-
-    try:
-        kind = pyarrow.array(values).type
-    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):
-        kind = None  # mixed kinds, a number of more than 64 bits, half a surrogate pair
-    if kind is None or (pyarrow.types.is_nested(kind) and not lists):
-        return [json.dumps(value, default=str) for value in values]
-    return values

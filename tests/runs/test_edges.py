@@ -14,7 +14,8 @@ from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
 
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
-from lit_rl.callbacks.samples import Samples, _log, _storable
+from lit_rl.callbacks.sample_files import _storable
+from lit_rl.callbacks.samples import Samples, _log
 from lit_rl.callbacks.text import console_table, html_table, printable
 
 
