@@ -21,6 +21,8 @@ FILES = (
     f"rollouts/{STEP_FILES}",
     *(f"datasets/{name}.jsonl" for name in SETS),
     "csv/metrics.csv",
+    "csv/samples*.csv",
+    "csv/val_samples*.csv",
 )
 """Names of all that a run appends to or adds while it trains. Nothing else is ever cut back or removed: a run directory
 may hold files of the user's."""

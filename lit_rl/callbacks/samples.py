@@ -1,4 +1,4 @@
-"""What the policy writes, for people: a table on the console, parquet files, text in TensorBoard and W&B."""
+"""What the policy writes, for people: a table on the console, parquet files, tables in loggers."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
-from lightning.pytorch.loggers import WandbLogger
 
 from lit_rl.callbacks.conversation import conversation_of
 from lit_rl.callbacks.due import Due
 from lit_rl.callbacks.pictures import Pictures
 from lit_rl.callbacks.sample_files import write_table
 from lit_rl.callbacks.sample_rows import Table, of_a_set, of_all_ranks, stacked
-from lit_rl.callbacks.text import console_table, markdown_table, printable
+from lit_rl.callbacks.text import console_table
+from lit_rl.callbacks.tracker_tables import log_tables, rows_of
 from lit_rl.callbacks.unwritten import Unwritten
 from lit_rl.errors import in_range
 
@@ -24,7 +23,8 @@ _IN_LOGGERS = 50
 
 
 class Samples(L.Callback):
-    """Writes rollouts and validations to `samples/` in the Trainer's `default_root_dir`, and shows a few rows at times.
+    """Writes rollouts and validations to `samples/` in the Trainer's `default_root_dir`, gives loggers whole tables of
+    them at times, and shows a few rows on the console.
 
     The rows of all ranks are in. A file is one rollout, or one validation of a set, and is there as soon as that was
     scored; once there are more than a hundred of a kind, the oldest hundred become one file, a row group each.
@@ -33,11 +33,12 @@ class Samples(L.Callback):
     A file or a table that cannot be written is warned of, and the run goes on (`unwritten`).
 
     Args:
-        print: Rows shown at a time; 0 shows none.
+        print: Rows shown on the console at a time, and of which TensorBoard has the images; 0 shows none.
         unique: Show at most one completion of a prompt.
         every: Optimizer steps between two tables on the console and in loggers: there is one for step 0, and for the
             first rollout that begins at or after each multiple of it. None is 50 in loggers; on the console the first
-            rollout, the first of the second half, and the last. The parquet files are written for every rollout.
+            rollout, the first of the second half, and the last. Loggers get all rows, and every validation; the
+            parquet files are written for every rollout.
     """
 
     def __init__(self, print: int = 4, unique: bool = True, every: int | None = None) -> None:
@@ -67,9 +68,7 @@ class Samples(L.Callback):
         before = self._due.last
         due = self._due.at(step)
         if due:
-            with self.unwritten.spared("a table for loggers"):
-                if rows := self._pick(table):
-                    _log(trainer, rows, step)
+            self._track(trainer, "samples", table, step)
         if self.every is None:
             middle = trainer.estimated_stepping_batches / 2
             due = before is None or before < middle <= step
@@ -113,6 +112,8 @@ class Samples(L.Callback):
             temperature = f"_t{pl_module.evaluation.temperature:g}"
             suffix = f"_{name}" if name else ""
             self._write(trainer, table, f"val_{trainer.global_step:08d}{temperature}{suffix}")
+            stage = "test" if trainer.testing else "val"
+            self._track(trainer, f"{stage}_samples{temperature}{suffix}", table, trainer.global_step)
 
     on_test_epoch_start = on_validation_epoch_start
     on_test_batch_end = on_validation_batch_end
@@ -122,6 +123,12 @@ class Samples(L.Callback):
         folder = Path(trainer.default_root_dir) / "samples"
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def _track(self, trainer: L.Trainer, key: str, table: Table, step: int) -> None:
+        if not trainer.loggers:
+            return
+        with self.unwritten.spared(f"the table {key!r} for loggers"):
+            log_tables(trainer, key, rows_of(table), step, self._pick(table), self.unwritten)
 
     def _write(self, trainer: L.Trainer, table: Table, name: str) -> None:
         with self.unwritten.spared(f"samples/{name}.parquet"):
@@ -138,39 +145,8 @@ class Samples(L.Callback):
                 continue
             seen.add(key)
             row = {"prompt": prompt} | ({"image": pictures[i]} if sees else {})
-            row |= {name: table[name][i] for name in ("completion", "reward", "advantage")}
+            row |= {name: table[name][i] for name in ("completion", "reward", "advantage") if name in table}
             shown.append(row | ({"completion": conversation_of(table, i)} if "tokens/ids" in table else {}))
             if len(shown) == self.print:
                 break
         return shown if self.print else []
-
-
-def _log(trainer: L.Trainer, rows: list[dict[str, Any]], step: int) -> None:
-    """The table in those loggers that take one."""
-    for logger in trainer.loggers:
-        experiment = getattr(logger, "experiment", None)
-        if hasattr(experiment, "add_text"):
-            _to_tensorboard(experiment, rows, step)
-        elif hasattr(logger, "log_table"):
-            columns, cell = list(rows[0]), _cell if isinstance(logger, WandbLogger) else printable
-            data = [[cell(row[name]) for name in columns] for row in rows]
-            logger.log_table(key=f"samples/step_{step}", columns=columns, data=data)  # pyright: ignore
-
-
-def _to_tensorboard(experiment: Any, rows: list[dict[str, Any]], step: int) -> None:
-    """The table as text, and beside it the images of each row: `samples/image_1` those of the first, and so on."""
-    experiment.add_text("samples", markdown_table(rows), global_step=step)
-    for number, row in enumerate(rows, 1):
-        strip = row["image"].strip() if "image" in row else None
-        if strip is not None:
-            experiment.add_image(f"samples/image_{number}", np.array(strip), global_step=step, dataformats="HWC")
-
-
-def _cell(value: Any) -> Any:
-    """What a table of W&B holds: text, or an image."""
-    if not isinstance(value, Pictures):
-        return printable(value)
-    import wandb  # pyright: ignore[reportMissingImports]
-
-    strip = value.strip()
-    return None if strip is None else wandb.Image(strip, caption=printable(str(value)))
