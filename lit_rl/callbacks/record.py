@@ -11,18 +11,18 @@ from lightning.pytorch.utilities import rank_zero_only
 from lit_rl.callbacks.alarms.base import ALARMS
 from lit_rl.callbacks.preference_sets import SETS
 from lit_rl.callbacks.rollouts import STEP_FILES
-
-_STEP = "[0-9]" * 8
+from lit_rl.callbacks.sample_files import SAMPLE_FILES, cut_back
 
 FILES = (
     "metrics.jsonl",
     ALARMS,
     "events.out.tfevents.[0-9]*",
-    f"samples/step_{_STEP}.parquet",
-    f"samples/val_{_STEP}_t*.parquet",
+    *(f"samples/{name}" for name in SAMPLE_FILES),
     f"rollouts/{STEP_FILES}",
     *(f"datasets/{name}.jsonl" for name in SETS),
     "csv/metrics.csv",
+    "csv/samples*.csv",
+    "csv/val_samples*.csv",
 )
 """Names of all that a run appends to or adds while it trains. Nothing else is ever cut back or removed: a run directory
 may hold files of the user's."""
@@ -59,7 +59,11 @@ class Record(L.Callback):
 
     @rank_zero_only
     def _cut(self, sizes: dict[str, int]) -> None:
+        samples = self.run_dir / "samples"
+        cut_back(samples, {Path(name).name for name in sizes if Path(name).parent.name == samples.name})
         for path in record_files(self.run_dir):
+            if path.parent == samples:
+                continue  # whole files, which may have been joined
             size = sizes.get(str(path.relative_to(self.run_dir)))
             if size is None:
                 path.unlink()

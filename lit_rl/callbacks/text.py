@@ -85,12 +85,16 @@ def plan_table(rows: Sequence[tuple[str, str]]) -> None:
     Console().print(table)
 
 
-def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a Markdown table, every cell in code marks so that nothing in it is rendered."""
+def markdown_table(rows: Sequence[dict[str, Any]], longest: int = LONGEST) -> str:
+    """The rows as a Markdown table, every cell in code marks so that nothing in it is rendered.
+
+    `longest`: characters of a cell, which is cut in the middle if it has more.
+    """
     names = list(rows[0])
     lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     for row in rows:
-        cells = [printable(value).replace("`", "'").replace("|", "\\|").replace("\n", " ") for value in row.values()]
+        cells = [printable(value, longest) for value in row.values()]
+        cells = [cell.replace("`", "'").replace("|", "\\|").replace("\n", " ") for cell in cells]
         lines.append("| " + " | ".join(f"`{cell}`" for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -27,7 +27,8 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
     settings = dict(tree["trainer"])
     if settings["logger"] is not None:
         raise ConfigError(
-            f"trainer.logger={settings['logger']} has no effect: choose with logger=csv, tensorboard, wandb or none."
+            f"trainer.logger={settings['logger']} has no effect: choose with logger=csv, tensorboard, wandb, mlflow, "
+            "trackio or none."
         )
     if (target := settings.pop("_target_")) != "lightning.Trainer":
         raise ConfigError(f"trainer._target_={target!r}: it is lightning.Trainer, and its arguments are the settings.")

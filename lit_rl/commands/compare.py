@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lit_rl.callbacks.sample_files import SampleTable
 from lit_rl.callbacks.text import printable
 from lit_rl.commands import html_file, run_files
 from lit_rl.commands.compare_page import page
@@ -42,9 +43,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Validation:
-    """One file of `samples/`: values by prompt."""
+    """One of them in `samples/`: values by prompt."""
 
-    path: Path
+    table: SampleTable
     step: int
     prompts: dict[str, str]
     """Texts by what identifies a prompt: what it says and shows."""
@@ -75,7 +76,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     found = Comparison(names, config=between(first.config, second.config))
     ours, theirs = (_last_validations(run.samples) for run in (first, second))
     if ours and theirs and not ours.keys() & theirs.keys():
-        sets = [", ".join(title(path) for path in each.values()) for each in (ours, theirs)]
+        sets = [", ".join(title(table) for table in each.values()) for each in (ours, theirs)]
         raise ConfigError(
             f"These runs have no validation in common: {names[0]} has {sets[0]}; {names[1]} has {sets[1]}. Take runs "
             "with the same validation sets and eval.temperature."
@@ -102,32 +103,31 @@ def _names(first: Path, second: Path) -> tuple[str, str]:
 # ---------------------------------------------------------------------- prompts
 
 
-def _last_validations(paths: Sequence[Path]) -> dict[str, Path]:
-    """By temperature and set, as the names of the files say them."""
-    found: dict[str, Path] = {}
-    for path in paths:  # in the order of steps
-        if (validation := validation_of(path)) is not None:
-            found[validation] = path
+def _last_validations(tables: Sequence[SampleTable]) -> dict[str, SampleTable]:
+    """By temperature and set, as their names say them."""
+    found: dict[str, SampleTable] = {}
+    for table in tables:  # in the order of steps
+        if (validation := validation_of(table)) is not None:
+            found[validation] = table
     return found
 
 
-def _read(path: Path) -> _Validation:
+def _read(stored: SampleTable) -> _Validation:
     import pyarrow
-    import pyarrow.parquet
 
     try:
-        names = pyarrow.parquet.read_schema(path).names
+        names = stored.columns()
         measured = [name for name in names if name == "reward" or name.startswith("rewards/")]
         shown = [name for name in ASKED if name in names]
-        table = pyarrow.parquet.read_table(path, columns=["step", *shown, *measured])
+        table = stored.read(["step", *shown, *measured])
         rows = asked(table)
         columns = table.select(["step", *measured]).to_pydict()
         keys = [hashlib.sha256(repr(row).encode("utf-8", "surrogatepass")).hexdigest() for row in rows]
         prompts = {key: str(row["prompt"]) for key, row in zip(keys, rows)}
     except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
-        raise StorageError(f"{path} holds no samples of a run, or is damaged: {error}.") from error
+        raise StorageError(f"{stored.path} holds no samples of a run, or is damaged: {error}.") from error
     step = columns["step"][0] if keys else 0
-    return _Validation(path, step, prompts, {name: _means(keys, columns[name]) for name in measured})
+    return _Validation(stored, step, prompts, {name: _means(keys, columns[name]) for name in measured})
 
 
 def _means(keys: Sequence[str], values: Sequence[Any]) -> dict[str, float]:
@@ -139,7 +139,7 @@ def _means(keys: Sequence[str], values: Sequence[Any]) -> dict[str, float]:
 
 
 def _add_tests(found: Comparison, ours: _Validation, theirs: _Validation) -> None:
-    of = title(ours.path)
+    of = title(ours.table)
     _check_prompts(found.names, of, ours.prompts, theirs.prompts)
     steps = f"step {ours.step}" if ours.step == theirs.step else f"steps {ours.step} and {theirs.step}"
     functions = [{name for name in each.values if name != "reward"} for each in (ours, theirs)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.token_columns import token_columns
 from lit_rl.algorithms.rollouts.scored import Scored
-from lit_rl.callbacks.samples import write_parquet
+from lit_rl.callbacks.sample_files import write_parquet
 from lit_rl.errors import StorageError
 from lit_rl.generation.collect import texts_of
 from lit_rl.models.policy.forward import TokenScores

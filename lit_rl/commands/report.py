@@ -128,7 +128,7 @@ def closing_lines(
     """
     sees = loaded_by == "AutoModelForImageTextToText"
     writes = sees or loaded_by == "AutoModelForCausalLM"
-    lines = [f"samples       {run_dir}/samples/ (parquet, one file a rollout)"] if writes else []
+    lines = [f"samples       {run_dir}/samples/ (parquet, every completion)"] if writes else []
     lines.append(f"metrics       {run_dir}/metrics.jsonl")
     if (alarms := run_dir / ALARMS).is_file():
         lines.append(f"alarms        {alarms}  ({len(alarms.read_text().splitlines())})")

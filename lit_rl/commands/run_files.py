@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from lit_rl.callbacks.alarms.base import ALARMS
+from lit_rl.callbacks.sample_files import SampleTable, tables_in
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
 
@@ -55,9 +56,9 @@ class RunFiles:
     """What could not be read, a sentence each."""
 
     @property
-    def samples(self) -> list[Path]:
-        """The files of `samples/`, by their names."""
-        return sorted(path for path in (self.path / "samples").glob("*.parquet") if path.is_file())
+    def samples(self) -> list[SampleTable]:
+        """What is in `samples/`, by name."""
+        return tables_in(self.path / "samples")
 
     @property
     def last_step(self) -> int:

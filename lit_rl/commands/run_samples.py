@@ -6,17 +6,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from lit_rl.callbacks.sample_files import SampleTable
 from lit_rl.callbacks.text import said, visible
 from lit_rl.commands.run_files import RunFiles
-from lit_rl.commands.transcript_record import Recorded, Tokens, read_file, spread
+from lit_rl.commands.transcript_record import Recorded, Tokens, read_table, spread
 from lit_rl.episodes import words_of
 from lit_rl.errors import StorageError
 
 ROLLOUTS, ROWS, CHARACTERS, TOKENS = 4, 48, 4000, 800
-"""At most: files of rollouts, completions of a file, characters of a text, tokens of a completion."""
+"""At most: rollouts, completions of one of them, characters of a text, tokens of a completion."""
 
 SIZE = 3_000_000
 """Characters and numbers of all samples together, beyond which no further completion is taken."""
@@ -46,39 +46,39 @@ class SampleFiles:
 
 def samples_of(run: RunFiles) -> SampleFiles:
     """The first and the last validation of each set and decoding, rollouts from the first to the last, and replays."""
-    chosen = chosen_files(run.samples)
+    there = run.samples
+    chosen, total = chosen_tables(there), len(there)
     found = SampleFiles()
-    total = len(run.samples)
     if total > len(chosen):
-        found.left_out.append(f"{len(chosen)} of {total} files of samples/ are shown; the others are read likewise.")
+        found.left_out.append(f"{len(chosen)} of {total} rollouts and validations are shown; the others read likewise.")
     room = SIZE
     cut = bool((run.config.get("algo") or {}).get("mask_truncated"))
-    for path in chosen:
+    for table in chosen:
         if room <= 0:
-            found.left_out.append(f"{path.name} and what comes after it: the page would be too large.")
+            found.left_out.append(f"{table.name} and what comes after it: the page would be too large.")
             break
         try:
-            room -= _add(found, path, room, cut)
+            room -= _add(found, table, room, cut)
         except StorageError as error:
             found.left_out.append(str(error))
     return found
 
 
-def chosen_files(paths: Sequence[Path]) -> list[Path]:
-    """Which of the files of `samples/`: the newest first in importance, in the order in which they are offered."""
-    validations: dict[str, list[Path]] = {}
-    for path in paths:
-        if (validation := validation_of(path)) is not None:
-            validations.setdefault(validation, []).append(path)
-    rollouts = [path for path in paths if re.fullmatch(r"step_\d+", path.stem)]
-    replays = [path for path in paths if re.fullmatch(r"replay_\d+", path.stem)]
-    ends = [path for found in validations.values() for path in dict.fromkeys((found[-1], found[0]))]
+def chosen_tables(tables: Sequence[SampleTable]) -> list[SampleTable]:
+    """Which of those in `samples/`: the newest first in importance, in the order in which they are offered."""
+    validations: dict[str, list[SampleTable]] = {}
+    for table in tables:
+        if (validation := validation_of(table)) is not None:
+            validations.setdefault(validation, []).append(table)
+    rollouts = [table for table in tables if re.fullmatch(r"step_\d+", table.name)]
+    replays = [table for table in tables if re.fullmatch(r"replay_\d+", table.name)]
+    ends = [table for found in validations.values() for table in dict.fromkeys((found[-1], found[0]))]
     return [*replays[-1:], *spread(rollouts, ROLLOUTS)[::-1], *ends]
 
 
-def _add(found: SampleFiles, path: Path, room: int, cut: bool) -> int:
+def _add(found: SampleFiles, table: SampleTable, room: int, cut: bool) -> int:
     """The size of what was added."""
-    rollout = read_file(path, ROWS)
+    rollout = read_table(table, ROWS)
     prompts: list[str] = []
     rows: list[dict[str, Any]] = []
     size, last, shortened = 0, -1, 0
@@ -96,30 +96,30 @@ def _add(found: SampleFiles, path: Path, room: int, cut: bool) -> int:
     said_of = f"{len(rows)} of {rollout.completions} completions"
     if shortened:
         said_of += f"; long texts and episodes are cut after {CHARACTERS} characters or {TOKENS} tokens"
-    found.files.append({"name": label(path, rollout.step), "said": said_of, "prompts": prompts, "rows": rows})
+    found.files.append({"name": label(table, rollout.step), "said": said_of, "prompts": prompts, "rows": rows})
     return size
 
 
-def validation_of(path: Path) -> str | None:
-    """What tells the files of one validation set and decoding from others, by their names; None of a rollout."""
-    match = re.fullmatch(r"val_\d+_(t.*)", path.stem)
+def validation_of(table: SampleTable) -> str | None:
+    """What tells those of one validation set and decoding from others, by their names; None of a rollout."""
+    match = re.fullmatch(r"val_\d+_(t.*)", table.name)
     return match[1] if match else None
 
 
-def title(path: Path) -> str:
-    """Set and decoding of a file of a validation, in words; empty of another file."""
-    match = re.fullmatch(r"t([0-9.e+-]+)(?:_(.+))?", validation_of(path) or "")
+def title(table: SampleTable) -> str:
+    """Set and decoding of a validation, in words; empty of anything else."""
+    match = re.fullmatch(r"t([0-9.e+-]+)(?:_(.+))?", validation_of(table) or "")
     if match is None:
         return ""
     decoding = "greedy" if float(match[1]) == 0 else f"sampled at {match[1]}"
     return visible(f"{match[2] or 'held-out'}, {decoding}")
 
 
-def label(path: Path, step: int) -> str:
-    """What a file is, in words."""
-    if name := title(path):
+def label(table: SampleTable, step: int) -> str:
+    """What it is, in words."""
+    if name := title(table):
         return f"{name}, step {step}"
-    if path.stem.startswith("replay_"):
+    if table.name.startswith("replay_"):
         return f"replayed rollout of step {step}, by tokens"
     return f"rollout of step {step}"
 
@@ -221,19 +221,18 @@ def distributions(run: RunFiles) -> list[tuple[str, list[tuple[str, list[float]]
     """Rewards, advantages and lengths of completions in rollouts from the first to the last: names with rows for
     `histograms`. A rollout counts that could be read, and a column that is not the same number everywhere."""
     import pyarrow
-    import pyarrow.parquet
 
-    rollouts = spread([path for path in run.samples if re.fullmatch(r"step_\d+", path.stem)], 6)
+    rollouts = spread([table for table in run.samples if re.fullmatch(r"step_\d+", table.name)], 6)
     found: dict[str, list[tuple[str, list[float]]]] = {}
-    for path in rollouts:
+    for table in rollouts:
         try:
-            names = pyarrow.parquet.read_schema(path).names
+            names = table.columns()
             wanted = [name for name in ("reward", "advantage", "length") if name in names]
-            table: Mapping[str, list[Any]] = pyarrow.parquet.read_table(path, columns=wanted).to_pydict()
+            columns: Mapping[str, list[Any]] = table.read(wanted).to_pydict()
         except (OSError, pyarrow.ArrowException):
             continue
-        for name, values in table.items():
+        for name, values in columns.items():
             there = [float(value) for value in values if isinstance(value, (int, float)) and math.isfinite(value)]
             if there:
-                found.setdefault(name, []).append((f"step {int(path.stem[5:])}", there))
+                found.setdefault(name, []).append((f"step {int(table.name[5:])}", there))
     return [(name, rows) for name, rows in found.items() if len({value for _, row in rows for value in row}) > 1]

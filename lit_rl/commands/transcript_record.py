@@ -1,4 +1,4 @@
-"""What a run recorded of its completions, read back from `samples/*.parquet`: episodes, or texts of one turn."""
+"""What a run recorded of its completions, read back from `samples/`: episodes, or texts of one turn."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_rl.algorithms.evaluation.tables import RETURNED_IMAGES
 from lit_rl.algorithms.evaluation.token_columns import PREFIX
+from lit_rl.callbacks.sample_files import SampleTable, tables_in
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.images import COLUMNS as IMAGE_COLUMNS
 from lit_rl.videos import COLUMNS as VIDEO_COLUMNS
@@ -50,7 +52,7 @@ class Recorded:
     """One completion."""
 
     number: int
-    """Of its row in the file."""
+    """Of its row."""
     group: int
     """Equal for completions of one prompt."""
     prompt: str | list[dict[str, Any]]
@@ -66,7 +68,7 @@ class Recorded:
     failed_calls: int
     error: str
     tokens: Tokens | None
-    """None where the file has no tokens: of validations, and of completions of one turn."""
+    """None where no tokens were written: of validations, and of completions of one turn."""
     images: list[dict[str, Any]] = field(default_factory=list)
     """Of the prompt, each with its `bytes` or its `path`."""
     returned: list[dict[str, Any]] = field(default_factory=list)
@@ -89,40 +91,40 @@ class Recorded:
 
 @dataclass(frozen=True)
 class RecordedRollout:
-    """One file, and the completions of it that are shown."""
+    """One rollout or validation, and the completions of it that are shown."""
 
     name: str
     step: int
     """Optimizer steps that the policy had taken."""
     completions: int
-    """In the file."""
+    """All of them."""
     mean_reward: float
     """Of those that were scored; NaN where none was."""
     shown: list[Recorded]
-    """Of the groups at the file's beginning."""
+    """Of the groups at its beginning."""
 
 
 def read(run_dir: Path, files: str, rollouts: int, episodes: int) -> list[RecordedRollout]:
-    """Rollouts that are spread evenly from the first to the last file.
+    """Rollouts that are spread evenly from the first to the last.
 
     Args:
         run_dir: Of the run.
         files: Which names in its `samples/`, such as `step_*`.
-        rollouts: Files at most.
-        episodes: Completions at most, all files together.
+        rollouts: At most.
+        episodes: Completions at most, all of them together.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is none of that name.
         StorageError: a file is damaged.
     """
-    found = sorted((run_dir / "samples").glob(f"{files}.parquet"))
+    found = [table for table in tables_in(run_dir / "samples") if fnmatchcase(table.name, files)]
     if not found:
         raise ConfigError(
             f"There is no {files}.parquet in {run_dir / 'samples'}. A run writes them with callbacks=default "
             "(callbacks.samples); transcripts.files names others, such as 'val_*'."
         )
     chosen = spread(found, min(rollouts, episodes))
-    return [read_file(path, episodes // len(chosen)) for path in chosen]
+    return [read_table(table, episodes // len(chosen)) for table in chosen]
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -134,27 +136,26 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
-def read_file(path: Path, most: int) -> RecordedRollout:
-    """One file, of which so many completions are shown at most.
+def read_table(stored: SampleTable, most: int) -> RecordedRollout:
+    """One rollout or validation, of which so many completions are shown at most.
 
     Raises:
-        StorageError: it is damaged.
+        StorageError: its file is damaged.
     """
     import pyarrow
-    import pyarrow.parquet
 
     try:
-        table = pyarrow.parquet.read_table(path)
+        table = stored.read()
         columns = table.select(["step", "prompt", "reward"]).to_pydict()
         groups = _groups(table.column("group").to_pylist() if "group" in table.column_names else asked(table))
         rows = table.slice(0, whole_groups(groups, most)).to_pylist()
         shown = [_recorded(i, group, row) for i, (group, row) in enumerate(zip(groups, rows))]
     except (OSError, pyarrow.ArrowException, KeyError, ValueError) as error:
-        raise StorageError(f"{path} holds no samples of a run, or is damaged: {error}.") from error
+        raise StorageError(f"{stored.path} holds no samples of a run, or is damaged: {error}.") from error
     scored = [reward for reward in columns["reward"] if not math.isnan(reward)]
     mean = sum(scored) / len(scored) if scored else math.nan
     step = columns["step"][0] if len(table) else 0
-    return RecordedRollout(path.stem, step, len(table), mean, shown)
+    return RecordedRollout(stored.name, step, len(table), mean, shown)
 
 
 ASKED = ("prompt", *IMAGE_COLUMNS, *VIDEO_COLUMNS)

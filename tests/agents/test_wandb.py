@@ -20,9 +20,9 @@ def test_transcripts_are_a_table_of_the_run(tmp_path: Path) -> None:
     environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples/*.table.json")
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/samples_*.table.json")
     found = json.loads(table.read_text())
-    assert found["columns"] == ["prompt", "completion", "reward", "advantage"]
-    ((prompt, transcript, _, _),) = found["data"]
+    assert {"step", "rank", "prompt", "completion", "turns", "end", "messages"} <= set(found["columns"])
+    prompt, transcript = (found["data"][0][found["columns"].index(name)] for name in ("prompt", "completion"))
     assert prompt == "0..9="
     assert transcript.startswith("assistant: ") and "\nuser: " in transcript, "who wrote what"

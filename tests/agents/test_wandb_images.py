@@ -25,11 +25,10 @@ def test_thumbnails_are_in_the_table_of_the_run(tmp_path: Path) -> None:
     # What waits to be sent: the table with its images, each a file.
     waiting = [path.read_bytes() for path in (tmp_path / "artifacts" / "staging").iterdir()]
     table = next(json.loads(data) for data in waiting if data.startswith(b'{"_type": "table"'))
-    assert table["columns"] == ["prompt", "image", "completion", "reward", "advantage"]
-    prompts, images = ([row[i] for row in table["data"]] for i in (0, 1))
-    assert prompts == ["user: [image]Which digit?"] * 2
+    prompts, images = ([row[table["columns"].index(name)] for row in table["data"]] for name in ("prompt", "image"))
+    assert set(prompts) == {"user: [image]Which digit?"} and len(prompts) > 4
     wanted = {"_type": "image-file", "format": "png", "width": 32, "height": 32}
     assert all(wanted.items() <= image.items() for image in images)
     pictures = {data for data in waiting if data.startswith(b"\x89PNG")}
-    assert len(pictures) == 2, "a row a prompt, and prompts differ by their images"
+    assert len(pictures) == 4, "one of each prompt, and prompts differ by their images"
     assert {hashlib.sha256(data).hexdigest() for data in pictures} == {image["sha256"] for image in images}

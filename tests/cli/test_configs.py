@@ -90,6 +90,8 @@ PACKAGES = {
     "strategy/deepspeed_1": "deepspeed",
     "strategy/deepspeed_2": "deepspeed",
     "strategy/deepspeed_3": "deepspeed",
+    "logger/mlflow": "mlflow",
+    "logger/trackio": "trackio",
     "logger/wandb": "wandb",
     "generator/vllm": "vllm",
 }

@@ -18,6 +18,7 @@ import dist_offline
 import dist_offloaded
 import dist_precomputed
 import dist_resumed
+import dist_samples
 import dist_shipping
 import dist_terms
 import dist_verdicts
@@ -35,6 +36,7 @@ LISTS = {
     "offloaded": dist_offloaded.main,
     "precomputed": dist_precomputed.main,
     "resumed": dist_resumed.main,
+    "samples": dist_samples.main,
     "shipping": dist_shipping.main,
     "terms": dist_terms.main,
     "verdicts": dist_verdicts.main,

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from lit_rl.callbacks.samples import write_parquet
+from lit_rl.callbacks.sample_files import write_parquet
 
 CONFIG: dict[str, Any] = {
     "seed": 0,

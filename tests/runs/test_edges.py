@@ -14,8 +14,11 @@ from runs_helpers import SMALL, newest, rows
 from safetensors.torch import load_file
 
 from lit_rl.algorithms.evaluation.validation import EvaluationRows
-from lit_rl.callbacks.samples import Samples, _log, _storable
+from lit_rl.callbacks.sample_files import _storable
+from lit_rl.callbacks.samples import Samples
 from lit_rl.callbacks.text import console_table, html_table, printable
+from lit_rl.callbacks.tracker_tables import log_tables, rows_of
+from lit_rl.callbacks.unwritten import Unwritten
 
 
 @pytest.fixture
@@ -130,24 +133,27 @@ class FakeTableLogger(L.pytorch.loggers.logger.Logger):
 
     def log_hyperparams(self, params, *args, **kwargs): ...
 
-    def log_table(self, key, columns, data):
-        self.tables[key] = (columns, data)
+    def log_table(self, key, columns, data, step):
+        self.tables[key, step] = (columns, data)
 
 
 def test_loggers_that_take_tables_get_one(capsys):
     table = {
         "prompt": ["a", "a", "b"],
-        "completion": ["\x1b[31mred", "x", "y"],
+        "completion": ["\x1b[31mred", "x", "y" * 5000],
         "reward": [1.0, 0.0, float("nan")],
         "advantage": [1.0, -1.0, 0.0],
     }
     logger = FakeTableLogger()
     rows = Samples(print=5)._pick(table)
     console_table("title", rows)
-    _log(SimpleNamespace(loggers=[logger]), rows, 7)
-    columns, data = logger.tables["samples/step_7"]
-    assert columns == ["prompt", "completion", "reward", "advantage"] and len(data) == 2  # one a prompt
-    assert "\x1b" not in data[0][1] and "\x1b[31mred" not in capsys.readouterr().out
+    broken, unwritten = SimpleNamespace(log_table=None), Unwritten("Samples")
+    with pytest.warns(UserWarning, match="Samples failed in the table 'samples' for SimpleNamespace"):
+        log_tables(SimpleNamespace(loggers=[broken, logger]), "samples", rows_of(table), 7, rows, unwritten)
+    columns, data = logger.tables["samples", 7]
+    assert columns == ["prompt", "completion", "reward", "advantage"]
+    assert [row[1] for row in data] == ["\\x1b[31mred", "x", "y" * 5000], "every row, uncut"
+    assert "\x1b[31mred" not in capsys.readouterr().out
 
 
 def test_tables_escape_what_a_model_wrote_and_live_with_unscored_rows(capsys):

@@ -59,6 +59,6 @@ def test_a_tracker_is_told_of_episodes(train, tmp_path):
     for name in ("turns/mean", "tools/call_frequency", "env/failed", "env/seconds_p50"):
         assert {f"train/{name}", f"val/{name}"} <= scalars, name
     assert "time/environment" in scalars
-    (tag,) = (tag for tag in board.Tags()["tensors"] if "samples" in tag)
+    (tag,) = (tag for tag in board.Tags()["tensors"] if tag.split("/")[0] == "samples")
     texts = [event.tensor_proto.string_val[0].decode() for event in board.Tensors(tag)]
     assert len(texts) == 2 and all("assistant:" in text and "user: ?=" in text for text in texts), texts

@@ -221,7 +221,7 @@ def test_a_huge_run_has_a_small_page_that_is_made_in_a_moment(tmp_path: Path) ->
         for row in each["rows"]
     )
     assert "48 of 200 completions" in page.samples[0]["said"]
-    assert any("4 of 6 files of samples/ are shown" in text for text in page.texts)
+    assert any("4 of 6 rollouts and validations are shown" in text for text in page.texts)
 
 
 def test_samples_stop_where_the_page_would_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_samples_stop_where_the_page_would_be_too_large(tmp_path: Path, monkeypa
     monkeypatch.setattr("lit_rl.commands.run_samples.SIZE", 1500)
     found = samples_of(run_files.read(folder))
     assert [len(each["rows"]) for each in found.files] == [2]
-    assert found.left_out == ["step_00000000.parquet and what comes after it: the page would be too large."]
+    assert found.left_out == ["step_00000000 and what comes after it: the page would be too large."]
 
 
 # ---------------------------------------------------------------------- tokens

@@ -122,7 +122,8 @@ def test_every_file_that_a_run_writes_is_known_by_its_name(run):
     names = [str(path.relative_to(run)) for path in contents(run)]
     known = ("config.yaml", *REPLACED, "hf/*", "hparams.yaml", "csv/hparams.yaml")  # loggers: never over another's
     assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in known)]
-    assert all(any(fnmatch(name, pattern) for name in names) for pattern in FILES)
+    of_many = [pattern for pattern in FILES if "]-[" in pattern]  # of more than a hundred: test_sample_files.py
+    assert all(any(fnmatch(name, pattern) for name in names) for pattern in FILES if pattern not in of_many)
 
 
 # ---------------------------------------------------------------------- damaged checkpoints

@@ -15,7 +15,7 @@ from vision_toys import picture
 from lit_rl.algorithms.rollouts import state
 from lit_rl.callbacks.kept_images import KeptImages
 from lit_rl.callbacks.pictures import Pictures
-from lit_rl.callbacks.samples import write_parquet
+from lit_rl.callbacks.sample_files import write_parquet
 from lit_rl.data.image_parts import PART, VIDEO_PART, ImageReader, RowImages
 from lit_rl.data.image_prompts import Shown
 from lit_rl.data.images import image_of

@@ -39,7 +39,7 @@ from vision_toys import picture, shown
 from lit_rl.algorithms import PPO
 from lit_rl.algorithms.terms.replay import GroupReplay
 from lit_rl.callbacks import Samples
-from lit_rl.callbacks.samples import write_parquet
+from lit_rl.callbacks.sample_files import write_parquet
 from lit_rl.commands.transcripts import transcripts
 from lit_rl.data.images import image_of
 from lit_rl.environments import CustomEnvironment

@@ -24,7 +24,7 @@ from vision_toys import picture
 from lit_rl.algorithms import GRPO
 from lit_rl.callbacks import Samples
 from lit_rl.callbacks.pictures import Pictures
-from lit_rl.callbacks.samples import write_parquet
+from lit_rl.callbacks.sample_files import write_parquet
 from lit_rl.commands.transcripts import transcripts
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.digits import Digits
@@ -156,7 +156,8 @@ def test_tables_of_text_need_no_pillow(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from lit_rl.callbacks.samples import Samples, write_parquet
+from lit_rl.callbacks.sample_files import write_parquet
+from lit_rl.callbacks.samples import Samples
 from lit_rl.callbacks.text import console_table
 sys.modules["PIL"] = None  # torchmetrics imports it where it is there; from here on nothing can
 table = {"prompt": ["1+1="], "completion": ["2"], "reward": [1.0], "advantage": [0.5], "answer": ["2"]}

@@ -1,0 +1,318 @@
+"""The files of `samples/`: one a rollout or a validation at first, and a hundred of them in one later on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lit_rl.algorithms.evaluation.token_columns import PREFIX
+from lit_rl.callbacks.kept_images import arrow_images, image_features
+from lit_rl.durable import flush
+from lit_rl.errors import StorageError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+JOINED = 100
+"""Files that are made one, once there is a newer one of their kind."""
+
+_STEP = "[0-9]" * 8
+SAMPLE_FILES = (
+    f"step_{_STEP}.parquet",
+    f"step_{_STEP}-{_STEP}.parquet",
+    f"val_{_STEP}_t*.parquet",
+    f"val_{_STEP}-{_STEP}_t*.parquet",
+)
+"""Names that a run gives to them; another file beside them is the user's."""
+
+_TABLES = b"lit_rl.tables"
+"""Of a joined file's metadata: the name of each row group as a file of its own, and the columns that this lacked."""
+
+_HUGGINGFACE = b"huggingface"
+
+
+@dataclass(frozen=True)
+class SampleTable:
+    """The completions of one rollout, validation or replay, in a file of its own or in a joined one."""
+
+    name: str
+    """As a file of its own is called, without the ending: `step_00000042`, `val_00000010_t0`."""
+    path: Path
+    """The file."""
+    place: int | None = None
+    """The row group of a joined file."""
+    lacks: frozenset[str] = frozenset()
+    """Columns of a joined file that are those of other tables."""
+
+    def columns(self) -> list[str]:
+        """Names.
+
+        Raises:
+            OSError, pyarrow.ArrowException: the file cannot be read, or is none of parquet.
+        """
+        import pyarrow.parquet
+
+        return [name for name in pyarrow.parquet.read_schema(self.path).names if name not in self.lacks]
+
+    def read(self, columns: Sequence[str] | None = None) -> pyarrow.Table:
+        """All columns, or those that are named.
+
+        Raises:
+            OSError, pyarrow.ArrowException: likewise.
+        """
+        import pyarrow.parquet
+
+        wanted = self.columns() if columns is None else list(columns)
+        with pyarrow.parquet.ParquetFile(self.path) as file:
+            table = file.read(wanted) if self.place is None else file.read_row_group(self.place, wanted)
+        return table.select(wanted)
+
+
+def tables_in(folder: Path) -> list[SampleTable]:
+    """All that a folder holds, by name. What is in two files, because a run was killed between them, is there once."""
+    found: dict[str, SampleTable] = {}
+    for path in sorted(folder.glob("*.parquet"), key=lambda path: "-" not in path.stem):  # joined ones first
+        if path.is_file():
+            found |= {table.name: table for table in _tables_of(path)}
+    return [found[name] for name in sorted(found)]
+
+
+def _tables_of(path: Path) -> Iterator[SampleTable]:
+    import pyarrow
+    import pyarrow.parquet
+
+    kind = _Kind.of(path.stem)
+    try:
+        noted = pyarrow.parquet.read_schema(path).metadata[_TABLES] if kind is not None and kind.joined else None
+    except (OSError, pyarrow.ArrowException, KeyError, TypeError):
+        noted = None  # damaged, or the user's: whoever reads it is told
+    if noted is None:
+        yield SampleTable(path.stem, path)
+        return
+    for place, (name, lacks) in enumerate(json.loads(noted)):
+        yield SampleTable(name, path, place, frozenset(lacks))
+
+
+class _Kind(NamedTuple):
+    """What the name of a file says."""
+
+    series: tuple[str, str]
+    """Rollouts, or the validations of one set and decoding."""
+    first: int
+    last: int
+    joined: bool
+
+    @classmethod
+    def of(cls, stem: str) -> _Kind | None:
+        match = re.fullmatch(r"(step|val)_(\d{8})(?:-(\d{8}))?(_t.*)?", stem, re.DOTALL)
+        if match is None:
+            return None
+        name, first, last, validation = match.groups()
+        return cls((name, validation or ""), int(first), int(last or first), last is not None)
+
+
+def _ours(folder: Path) -> Iterator[tuple[Path, _Kind]]:
+    """The files that a run wrote, in the order of their steps."""
+    for path in sorted(path for pattern in SAMPLE_FILES for path in folder.glob(pattern)):
+        kind = _Kind.of(path.stem)
+        if kind is not None and path.is_file():
+            yield path, kind
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def write_table(table: dict[str, list[Any]], path: Path) -> None:
+    """Write a table of samples so that its file is there whole or not at all; then join the older ones of its kind,
+    where there are more than `JOINED` of them.
+
+    Raises:
+        OSError, pyarrow.ArrowException: it cannot be written.
+    """
+    partial = path.with_suffix(".partial")
+    try:
+        write_parquet(table, partial)
+        partial.replace(path)
+    except Exception:
+        partial.unlink(missing_ok=True)
+        raise
+    kind = _Kind.of(path.stem)
+    alike = [other for other, found in _ours(path.parent) if kind and found.series == kind.series and not found.joined]
+    if len(alike) > JOINED:
+        _join(alike[:JOINED])
+
+
+def write_parquet(table: dict[str, list[Any]], path: Path) -> None:
+    """Write a table of samples. Equal bytes of images are in the file once."""
+    import pyarrow
+
+    images = {key: found for key, values in table.items() if (found := arrow_images(values)) is not None}
+    columns = {
+        key: images[key] if key in images else _storable(values, lists=key.startswith(PREFIX))
+        for key, values in table.items()
+    }
+    _store(pyarrow.table(columns), list(images), path)
+
+
+def _store(table: pyarrow.Table, images: Sequence[str], path: Path) -> None:
+    import pyarrow.parquet
+
+    written = image_features(table, images) if images else table
+    pyarrow.parquet.write_table(written, path, **_options(images))
+
+
+def _options(images: Sequence[str]) -> dict[str, Any]:
+    """By default a dictionary of values ends at 1 MiB, and what follows is written out row by row."""
+    return {"dictionary_pagesize_limit": 1 << 30} if images else {}
+
+
+def _storable(values: list[Any], *, lists: bool = False) -> list[Any]:
+    """A column of one type: numbers as they are, everything else as text (messages as JSON), or as `lists`."""
+    import pyarrow
+
+    try:
+        kind = pyarrow.array(values).type
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError):
+        kind = None  # mixed kinds, a number of more than 64 bits, half a surrogate pair
+    if kind is None or (pyarrow.types.is_nested(kind) and not lists):
+        return [json.dumps(value, default=str) for value in values]
+    return values
+
+
+# ---------------------------------------------------------------------- joining, and taking apart again
+
+
+def _join(paths: Sequence[Path]) -> None:
+    """Write the tables of some files as row groups of one, which has all their columns, and remove them."""
+    import pyarrow
+    import pyarrow.parquet
+
+    schemas = [pyarrow.parquet.read_schema(path) for path in paths]
+    names = list(dict.fromkeys(name for schema in schemas for name in schema.names))
+    images = sorted({name for schema in schemas for name in _images_of(schema)})
+    whole = pyarrow.schema(
+        [(name, _one_kind([schema.field(name).type for schema in schemas if name in schema.names])) for name in names]
+    )
+    if images:
+        whole = image_features(whole.empty_table(), images).schema
+    noted = [[path.stem, [name for name in names if name not in schema.names]] for path, schema in zip(paths, schemas)]
+    whole = whole.with_metadata({**(whole.metadata or {}), _TABLES: json.dumps(noted).encode()})
+
+    target = _joined_name(paths[0], paths[-1])
+    partial = target.with_suffix(".partial")
+    try:
+        with pyarrow.parquet.ParquetWriter(partial, whole, **_options(images)) as writer:
+            for path in paths:
+                table = _as(whole, pyarrow.parquet.ParquetFile(path).read())
+                writer.write_table(table, row_group_size=max(1, len(table)))
+        if pyarrow.parquet.ParquetFile(partial).num_row_groups != len(paths):
+            raise ValueError(f"{len(paths)} tables of {target.name} are not as many row groups")
+        flush(partial)
+        partial.replace(target)
+    except Exception:
+        partial.unlink(missing_ok=True)
+        raise
+    for path in paths:
+        path.unlink()
+
+
+def _joined_name(first: Path, last: Path) -> Path:
+    kind, end = _Kind.of(first.stem), _Kind.of(last.stem)
+    assert kind is not None and end is not None
+    name, suffix = kind.series
+    return first.with_name(f"{name}_{kind.first:08d}-{end.last:08d}{suffix}.parquet")
+
+
+def _images_of(schema: pyarrow.Schema) -> list[str]:
+    noted = (schema.metadata or {}).get(_HUGGINGFACE)
+    return list(json.loads(noted)["info"]["features"]) if noted else []
+
+
+def _one_kind(kinds: Sequence[pyarrow.DataType]) -> pyarrow.DataType:
+    """A type that holds them all: of whole numbers and others the others; text where nothing else does."""
+    import pyarrow
+
+    try:
+        schemas = [pyarrow.schema([("column", kind)]) for kind in dict.fromkeys(kinds)]
+        return pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pyarrow.ArrowException:
+        return pyarrow.string()
+
+
+def _as(whole: pyarrow.Schema, table: pyarrow.Table) -> pyarrow.Table:
+    """The table with the columns of a joined file; what becomes text and was none is JSON."""
+    import pyarrow
+
+    columns = []
+    for field in whole:
+        if field.name not in table.column_names:
+            columns.append(pyarrow.nulls(len(table), field.type))
+            continue
+        column = table.column(field.name)
+        if pyarrow.types.is_string(field.type) and not (
+            pyarrow.types.is_string(column.type) or pyarrow.types.is_null(column.type)
+        ):
+            texts = (None if value is None else json.dumps(value, default=str) for value in column.to_pylist())
+            column = pyarrow.array(texts, pyarrow.string())
+        columns.append(column.cast(field.type))
+    return pyarrow.Table.from_arrays(columns, schema=whole)
+
+
+def cut_back(folder: Path, noted: Collection[str]) -> None:
+    """Leave the tables that were there when a checkpoint noted these names of files. What was joined since then is
+    taken apart again, so that a resumed run joins the files that one joins that was never stopped.
+
+    Raises:
+        StorageError: a joined file is damaged, or cannot be written.
+    """
+    last: dict[tuple[str, str], int] = {}
+    for kind in (_Kind.of(Path(name).stem) for name in noted):
+        if kind is not None:
+            last[kind.series] = max(kind.last, last.get(kind.series, -1))
+    for pattern in SAMPLE_FILES:
+        for path in folder.glob(str(Path(pattern).with_suffix(".partial"))):
+            path.unlink()
+    for path, kind in list(_ours(folder)):
+        if kind.joined and path.name not in noted:
+            _take_apart(path, last.get(kind.series, -1))
+    kept = {table.name for path, kind in _ours(folder) if kind.joined for table in _tables_of(path)}
+    for path, kind in list(_ours(folder)):
+        if not kind.joined and (kind.first > last.get(kind.series, -1) or path.stem in kept):
+            path.unlink()
+
+
+def _take_apart(path: Path, last: int) -> None:
+    """Write the tables of a joined file up to a step as files of their own, and remove it.
+
+    Raises:
+        StorageError: it is damaged, or cannot be written.
+    """
+    import pyarrow
+
+    try:
+        _write_apart(path, last)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise StorageError(
+            f"{path} holds rollouts from before the checkpoint and cannot be taken apart ({error}). If it is damaged, "
+            "remove it: the run goes on without those samples."
+        ) from error
+    path.unlink()
+
+
+def _write_apart(path: Path, last: int) -> None:
+    import pyarrow.parquet
+
+    images = _images_of(pyarrow.parquet.read_schema(path))
+    for table in _tables_of(path):
+        kind, own = _Kind.of(table.name), path.with_name(f"{table.name}.parquet")
+        if kind is None or kind.joined or kind.first > last or own.exists():
+            continue
+        partial = own.with_suffix(".partial")
+        shown = [name for name in images if name not in table.lacks]
+        _store(table.read().replace_schema_metadata(None), shown, partial)
+        flush(partial)
+        partial.replace(own)

@@ -1,0 +1,143 @@
+"""The completions of a rollout or a validation in the loggers of a run: every row and column, uncut, under one key."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
+
+from lit_rl.algorithms.evaluation.token_columns import PREFIX
+from lit_rl.callbacks.pictures import Pictures
+from lit_rl.callbacks.text import markdown_table, printable
+from lit_rl.callbacks.unwritten import Unwritten
+from lit_rl.videos import visuals_in
+
+Row = dict[str, Any]
+
+
+def log_tables(
+    trainer: L.Trainer, key: str, rows: Sequence[Row], step: int, pictured: Sequence[Row], unwritten: Unwritten
+) -> None:
+    """Give every logger that takes one the table; one that fails keeps none from the others.
+
+    Args:
+        trainer: Of the run.
+        key: The table's name, in every logger: letters, digits, `_`, `-` and `.`.
+        rows: As `rows_of` makes them, all with the same columns.
+        step: Optimizer steps.
+        pictured: Rows of which TensorBoard shows the images beside the text.
+        unwritten: What notes failures.
+    """
+    if not rows:
+        return
+    for logger in trainer.loggers:
+        with unwritten.spared(f"the table {key!r} for {type(logger).__name__}"):
+            _log(logger, key, rows, step, pictured)
+
+
+def _log(logger: Any, key: str, rows: Sequence[Row], step: int, pictured: Sequence[Row]) -> None:
+    columns = list(rows[0])
+    if isinstance(logger, MLFlowLogger):
+        data = {name: [_plain(row[name]) for row in rows] for name in columns}
+        logger.experiment.log_table(logger.run_id, data, f"{key}/step_{step:08d}.json")
+    elif isinstance(logger, WandbLogger):
+        logger.log_table(key=key, columns=columns, data=list(_for_wandb(rows)), step=step)
+    elif isinstance(logger, CSVLogger):
+        _to_csv(Path(logger.log_dir), key, [[_plain(row[name]) for name in columns] for row in rows], columns)
+    elif hasattr(logger, "log_table"):
+        data = [[_plain(row[name]) for name in columns] for row in rows]
+        logger.log_table(key=key, columns=columns, data=data, step=step)
+    elif hasattr(experiment := getattr(logger, "experiment", None), "add_text"):
+        _to_tensorboard(experiment, key, rows, step, pictured)
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def rows_of(table: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """The rows of a table of samples. Numbers stay numbers, all else is text with its control characters as escapes.
+
+    What a row shows is one column, `image`, behind the prompt. The tokens of episodes are in `samples/` alone.
+    """
+    pictures = [Pictures.of(table, i) for i in range(len(table["prompt"]))]
+    columns: dict[str, list[Any]] = {}
+    for name, values in table.items():
+        if name.startswith(PREFIX) or (name in ("image", "images", "video", "videos") and _shows(values)):
+            continue
+        columns[name] = _column(values)
+        if name == "prompt" and any(each.refs for each in pictures):
+            columns["image"] = list(pictures)
+    return [{name: values[i] for name, values in columns.items()} for i in range(len(pictures))]
+
+
+def _shows(values: Sequence[Any]) -> bool:
+    return any(visuals_in(value) for value in values)
+
+
+def _column(values: Sequence[Any]) -> list[Any]:
+    if all(value is None or isinstance(value, bool | int | float) for value in values):
+        return list(values)
+    return [None if value is None else _text(value) for value in values]
+
+
+def _text(value: Any) -> str:
+    if found := visuals_in(value):
+        return str(Pictures(tuple(found)))
+    messages = isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
+    whole = value if messages or isinstance(value, str) else str(value)
+    return printable(whole, sys.maxsize)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Pictures) else value
+
+
+# ---------------------------------------------------------------------- loggers
+
+
+def _for_wandb(rows: Sequence[Row]) -> Iterator[list[Any]]:
+    """With thumbnails, one picture for all rows that show the same."""
+    import wandb  # pyright: ignore[reportMissingImports]
+
+    wandb.Table.MAX_ROWS = max(wandb.Table.MAX_ROWS, len(rows))  # beyond it rows are dropped
+    drawn: dict[Pictures, Any] = {}
+    for row in rows:
+        for value in row.values():
+            if isinstance(value, Pictures) and value not in drawn:
+                strip = value.strip()
+                drawn[value] = None if strip is None else wandb.Image(strip, caption=printable(str(value)))
+        yield [drawn[value] if isinstance(value, Pictures) else value for value in row.values()]
+
+
+def _to_tensorboard(experiment: Any, key: str, rows: Sequence[Row], step: int, pictured: Sequence[Row]) -> None:
+    """The table as text, and beside it the images of some rows: `samples/image_1` those of the first, and so on."""
+    experiment.add_text(key, markdown_table(rows, sys.maxsize), global_step=step)
+    for number, row in enumerate(pictured, 1):
+        strip = row["image"].strip() if "image" in row else None
+        if strip is not None:
+            experiment.add_image(f"{key}/image_{number}", np.array(strip), global_step=step, dataformats="HWC")
+
+
+def _to_csv(folder: Path, key: str, rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> None:
+    """Append to `key.csv`; where that has other columns, to `key_2.csv`, and so on: what is written stays as it is."""
+    number, path = 1, folder / f"{key}.csv"
+    while path.exists() and _header(path) != list(columns):
+        number += 1
+        path = folder / f"{key}_{number}.csv"
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        if file.tell() == 0:
+            writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def _header(path: Path) -> list[str]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return next(csv.reader(file), [])

@@ -1,0 +1,27 @@
+"""Samples of two processes are those of one: every row of both, once, and whose it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dist_samples
+import pytest
+
+from lit_rl.callbacks.sample_files import tables_in
+
+pytestmark = [pytest.mark.dist, pytest.mark.all]
+
+
+def test_rows_of_all_ranks_are_in_the_files(two_ranks: Path, tmp_path: Path) -> None:
+    dist_samples.run(tmp_path, 1)
+    one, two = (
+        {each.name: each.read().to_pydict() for each in tables_in(f / "samples")}
+        for f in (tmp_path, two_ranks / "samples")
+    )
+    assert list(one) == list(two) == ["step_00000000", "step_00000001", "val_00000002_t0"]
+    for name in one:
+        assert list(one[name]) == list(two[name])
+        for column in ("step", "prompt", "completion", "reward", "answer"):
+            assert one[name][column] == two[name][column], (name, column)
+    assert two["step_00000000"]["rank"] == [0] * 8 + [1] * 8 and set(one["step_00000000"]["rank"]) == {0}
+    assert two["val_00000002_t0"]["rank"] == [0, 1, 0]
