@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import time
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
-from lit_rl.durable import MANIFEST, PARTIAL, check_room, flush, is_as_noted
+from lit_rl.callbacks.checkpoint_files import fault_of_contents, unusable, verify_once
+from lit_rl.durable import PARTIAL, check_room, flush
 from lit_rl.errors import StorageError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -48,20 +47,22 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             time.sleep(wait)
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What Lightning reads.
+        """What Lightning reads, of a file that holds what was written.
 
         Raises:
             FileNotFoundError: there is no such file.
             StorageError: the file is damaged, or is something else; names it.
         """
+        if Path(path).exists():
+            verify_once(Path(path))
         try:
             loaded = super().load_checkpoint(path, *args, **kwargs)
         except (FileNotFoundError, MemoryError):
             raise
         except Exception as error:  # an unpickler fails on a file of another kind in every way there is
-            raise _unreadable(path, str(error).split("\n")[0]) from error
+            raise unusable(Path(path), fault_of_contents(error)) from error
         if not isinstance(loaded, dict) or "state_dict" not in loaded:
-            raise _unreadable(path, "it holds no state_dict")
+            raise unusable(Path(path), "it holds no state_dict")
         return loaded
 
 
@@ -87,24 +88,3 @@ def size_of(checkpoint: Any) -> int:
     """Bytes of the tensors in it; what two of them share counts once."""
     tensors = [each for each in tree_leaves(checkpoint) if isinstance(each, torch.Tensor)]
     return sum({(each.data_ptr() or id(each), each.nbytes): each.nbytes for each in tensors}.values())
-
-
-def _unreadable(path: _PATH, reason: str) -> StorageError:
-    return StorageError(
-        f"{os.fspath(path)} cannot be read as a checkpoint of a run: {reason}. Take another file with ckpt_path=FILE, "
-        "or none with ckpt_path=null and another run_dir."
-    )
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a checkpoint holds what was written: a file has a checksum of each part, and a folder of pieces, those of
-    earlier versions aside, a manifest."""
-    if path.is_dir():
-        known = (path / "meta.pt").exists() or (path / "latest").exists()
-        return known and (not (path / MANIFEST).exists() or is_as_noted(path))
-    try:
-        torch._C.PyTorchFileReader(os.fspath(path))  # it asks more of an archive's index than Python's own reader
-        with zipfile.ZipFile(path) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):
-        return False

@@ -15,7 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lit_rl.callbacks.checkpoint_io import is_whole
+from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import let_go_of_the_terminal
 from lit_rl.errors import GenerationError

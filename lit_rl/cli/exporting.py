@@ -11,11 +11,12 @@ from omegaconf import DictConfig
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.reward_model import RewardModeling
+from lit_rl.callbacks.checkpoint_files import step_of
 from lit_rl.cli import data_choice, own_keys, run_trust
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
 from lit_rl.cli.replays import checkpoint_of, config_of
 from lit_rl.commands.export import Export, card_facts, export
-from lit_rl.commands.run_dir import HF_STEPS, RunDir, step_of
+from lit_rl.commands.run_dir import HF_STEPS, RunDir
 from lit_rl.errors import ConfigError
 
 KEYS = ("run_dir", "ckpt_path", "export", "trust_run")

@@ -19,6 +19,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
+from lit_rl.callbacks.checkpoint_files import verify
 from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
@@ -394,6 +395,7 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
     if config.ckpt_path != "last":
         if not Path(config.ckpt_path).exists():
             raise ConfigError(f"ckpt_path={config.ckpt_path} does not exist. Allowed is a checkpoint, or `last`.")
+        verify(Path(config.ckpt_path))
         return str(config.ckpt_path)
     last, damaged = run_dir.newest_checkpoint()
     if last is None and damaged:

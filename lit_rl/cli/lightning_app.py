@@ -29,6 +29,7 @@ from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, let_loggers_fail
+from lit_rl.callbacks.checkpoint_files import verify_once
 from lit_rl.cli import config_files, ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
 from lit_rl.cli.lightning_data import data_module_of
@@ -132,6 +133,9 @@ class CommandLine(LightningCLI):
 
     def before_fit(self) -> None:
         """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
+        checkpoint = self._get(self.config, "ckpt_path")
+        if checkpoint is not None and Path(checkpoint).exists():
+            verify_once(Path(checkpoint))
         check_trainer(self.trainer)
         if isinstance(self.model, PolicyModule):
             settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)

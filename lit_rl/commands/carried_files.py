@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lit_rl.callbacks.checkpoint_files import step_of
 from lit_rl.commands.rendezvous import Rendezvous
-from lit_rl.commands.run_dir import RunDir, step_of
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.durable import MANIFEST, PARTIAL, flush
 from lit_rl.errors import StorageError
 

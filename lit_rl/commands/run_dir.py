@@ -17,7 +17,7 @@ from typing import Any, Literal
 import yaml
 
 from lit_rl.callbacks.alarms.going_back import FOLDER as BEFORE_ALARM
-from lit_rl.callbacks.checkpoint_io import is_whole
+from lit_rl.callbacks.checkpoint_files import newest_whole
 from lit_rl.callbacks.record import FILES, record_files
 from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.durable import PARTIAL
@@ -262,12 +262,7 @@ class RunDir:
 
     def newest_checkpoint(self) -> tuple[Path | None, list[Path]]:
         """The newest checkpoint that is whole, None where there is none; and the damaged ones that are newer."""
-        damaged: list[Path] = []
-        for path in sorted(self.checkpoints.glob("*.ckpt"), key=_age, reverse=True):
-            if is_whole(path):
-                return path, damaged
-            damaged.append(path)
-        return None, damaged
+        return newest_whole(list(self.checkpoints.glob("*.ckpt")))
 
 
 def finite(node: Any) -> Any:
@@ -277,16 +272,6 @@ def finite(node: Any) -> Any:
     if isinstance(node, list):
         return [finite(value) for value in node]
     return None if isinstance(node, float) and not math.isfinite(node) else node
-
-
-def step_of(path: Path) -> int:
-    """The optimizer step in the name of a checkpoint; -1 where none is."""
-    numbers = re.findall(r"\d+", path.stem)
-    return int(numbers[-1]) if numbers else -1
-
-
-def _age(path: Path) -> tuple[int, float]:
-    return step_of(path), path.stat().st_mtime
 
 
 def _replace(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_rl.errors import StorageError
+from lit_rl.callbacks.checkpoint_files import fault_of_contents, unusable, verify_once
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,10 @@ def saved_policy(checkpoint: Path, beside: Sequence[str] = ()) -> SavedPolicy:
     Raises:
         StorageError: it is no checkpoint of a run, or is damaged.
     """
+    verify_once(checkpoint)
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         weights = {name: tensor for name, tensor in saved["state_dict"].items() if name.startswith("policy.")}
         return SavedPolicy(weights, int(saved["global_step"]), {key: saved[key] for key in beside if key in saved})
     except Exception as error:  # an unpickler fails on a file of another kind in every way there is
-        raise StorageError(f"{checkpoint} is no checkpoint of a run: {error}.") from error
+        raise unusable(checkpoint, fault_of_contents(error)) from error

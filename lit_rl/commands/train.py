@@ -19,7 +19,7 @@ from rich.console import Console
 
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.loop.module import PolicyModule
-from lit_rl.callbacks.checkpoint_io import is_whole
+from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.callbacks.graceful_stop import GracefulStop, signals_of
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from runs_helpers import SMALL
 
 from lit_rl.callbacks import AtomicCheckpointIO
-from lit_rl.callbacks.checkpoint_io import is_whole
+from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.durable import MANIFEST, write_manifest
+from lit_rl.errors import StorageError
 
 STATE = {"state_dict": {"weight": torch.arange(300.0)}, "global_step": 7}
 
@@ -60,3 +64,51 @@ def test_a_folder_is_what_its_manifest_says(kind: str, tmp_path: Path) -> None:
     assert is_whole(folder)
     DAMAGE[kind](folder)
     assert not is_whole(folder)
+
+
+def flip_a_weight(path: Path) -> None:
+    """One bit in the middle of the largest tensor of a file."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+    flip(path, largest.header_offset + 200 + largest.file_size // 2)
+
+
+def test_a_file_that_was_asked_for_is_read_whole_before_it_is_trained_on(train, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    every = ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
+    assert train(*SMALL, *every, "trainer.max_steps=2", "trainer.limit_val_batches=0", f"run_dir={run}") == 0
+    older, newer = sorted((run / "checkpoints").glob("*.ckpt"))
+    flip_a_weight(newer)
+    assert train(*SMALL, "trainer.max_steps=3", f"run_dir={tmp_path / 'next'}", f"ckpt_path={newer}") == 7
+    said = capsys.readouterr().err
+    assert str(newer) in said and "it is damaged" in said and f"ckpt_path={older}" in said
+    assert not (tmp_path / "next").exists()
+
+
+def write_text(path: Path) -> None:
+    path.write_text("a note\n" * 30)
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (write_text, "it is a file of text"),
+    "empty": (lambda path: path.write_bytes(b""), "it is empty"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:900]), "it is cut short"),
+    "flipped": (flip_a_weight, "it is damaged: .*/data/0 in it does not have its checksum"),
+    "pickle": (lambda path: path.write_bytes(pickle.dumps({"state_dict": {}})), "it is a pickle, .* runs code"),
+    "object": (lambda path: torch.save({"state_dict": {}, "a": Path}, path), r"a Python object \(pathlib\S*Path\)"),
+    "list": (lambda path: torch.save([1], path), "it holds no state_dict"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_cannot_be_used_is_said_in_plain_words(kind: str, tmp_path: Path) -> None:
+    path, disk = tmp_path / "step_2.ckpt", AtomicCheckpointIO()
+    disk.save_checkpoint(STATE, path)
+    spoil, words = WRONG[kind]
+    spoil(path)
+    with pytest.raises(StorageError, match=words) as alone:
+        disk.load_checkpoint(path, weights_only=True)
+    assert "There is no other whole checkpoint" in str(alone.value) and "weights_only" not in str(alone.value)
+    disk.save_checkpoint(STATE, tmp_path / "step_1.ckpt")
+    with pytest.raises(StorageError, match=r"beside it is ckpt_path=.*step_1\.ckpt"):
+        disk.load_checkpoint(path, weights_only=True)

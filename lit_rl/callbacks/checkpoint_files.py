@@ -1,0 +1,153 @@
+"""Checkpoints on the disk: whether one holds what was written, what it is if not, and which is the newest whole one."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+import zlib
+from pathlib import Path
+
+import torch
+
+from lit_rl.durable import MANIFEST, is_as_noted
+from lit_rl.errors import StorageError
+
+_KEPT_PARTS = ("latest", "meta.pt")
+"""One of them is in each folder of pieces: DeepSpeed's, and FSDP's."""
+_found_whole: set[tuple[str, int, int, int]] = set()
+"""Files that this process has read, and that were whole: gigabytes are not read twice to say it twice."""
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a checkpoint holds what was written: a file has a checksum of each part, and a folder of pieces, those of
+    earlier versions aside, a manifest. Reads every byte."""
+    whole = path.exists() and _fault(path) is None
+    if path.is_file():
+        (_found_whole.add if whole else _found_whole.discard)(_version(path))
+    return whole
+
+
+def verify(path: Path) -> None:
+    """Refuse a checkpoint that does not hold what was written, before anything is taken from it.
+
+    Raises:
+        StorageError: says what is wrong with it, and names the newest whole one beside it.
+    """
+    if not is_whole(path):
+        raise unusable(path, _fault(path) or "it was replaced while it was read")
+
+
+def verify_once(path: Path) -> None:
+    """`verify`, unless this process has found the same file whole before."""
+    if not (path.is_file() and _version(path) in _found_whole):
+        verify(path)
+
+
+def unusable(path: Path, fault: str) -> StorageError:
+    """What is said of a checkpoint that cannot be gone on from.
+
+    Args:
+        path: Of the checkpoint.
+        fault: A sentence without its end, such as "it is empty".
+    """
+    others = [other for other in path.parent.glob("*.ckpt") if other != path]
+    newest, _ = newest_whole(others)
+    way_out = (
+        "There is no other whole checkpoint beside it: take another file with ckpt_path=FILE, or none with "
+        "ckpt_path=null and another run_dir."
+        if newest is None
+        else f"The newest whole checkpoint beside it is ckpt_path={newest}."
+    )
+    return StorageError(f"{path} cannot be used as a checkpoint: {fault}. {way_out}")
+
+
+def fault_of_contents(error: BaseException) -> str:
+    """What is wrong with a whole file that PyTorch's reader of plain values refuses, in words for `unusable`."""
+    if found := re.search(r"GLOBAL (\S+) was not", str(error)):
+        return (
+            f"it holds a Python object ({found[1]}), and reading one runs code of whoever wrote it. Nothing was "
+            "run: lit_rl reads tensors and plain values only"
+        )
+    return f"its contents are not those of a checkpoint ({type(error).__name__})"
+
+
+def newest_whole(paths: list[Path]) -> tuple[Path | None, list[Path]]:
+    """The newest checkpoint that is whole, None where there is none; and the damaged ones that are newer."""
+    damaged: list[Path] = []
+    for path in sorted(paths, key=_age, reverse=True):
+        if is_whole(path):
+            return path, damaged
+        damaged.append(path)
+    return None, damaged
+
+
+def step_of(path: Path) -> int:
+    """The optimizer step in the name of a checkpoint; -1 where none is."""
+    numbers = re.findall(r"\d+", path.stem)
+    return int(numbers[-1]) if numbers else -1
+
+
+def _age(path: Path) -> tuple[int, float]:
+    return step_of(path), path.stat().st_mtime
+
+
+def _version(path: Path) -> tuple[str, int, int, int]:
+    there = path.stat()
+    return os.path.realpath(path), there.st_ino, there.st_size, there.st_mtime_ns
+
+
+def _fault(path: Path) -> str | None:
+    """What is wrong with a file or a folder; None where it is whole."""
+    if path.is_dir():
+        return _fault_of_folder(path)
+    try:
+        torch._C.PyTorchFileReader(os.fspath(path))  # it asks more of an archive's index than Python's own reader
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        return None if damaged is None else f"it is damaged: {damaged} in it does not have its checksum"
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, zlib.error):
+        return _kind(path)
+
+
+def _fault_of_folder(path: Path) -> str | None:
+    if not any((path / name).exists() for name in _KEPT_PARTS):
+        return f"it is a folder with none of {' and '.join(_KEPT_PARTS)} in it"
+    if (path / MANIFEST).exists() and not is_as_noted(path):
+        return f"it is damaged: a piece is missing, cut short or changed since {MANIFEST} was written"
+    return None
+
+
+def _kind(path: Path) -> str:
+    """What a file is that PyTorch's reader of archives refuses."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(512)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if not head:
+        return "it is empty"
+    if _has_an_index(path):
+        return "it is damaged, or an archive of another kind"
+    if head.startswith(b"PK"):
+        return "it is cut short: the index at its end is missing"
+    if head.startswith(b"\x80"):
+        return (
+            "it is a pickle, and reading one runs code of whoever wrote it. lit_rl reads none; write it anew with "
+            "torch.save, of tensors and plain values"
+        )
+    if head[8:9] == b"{":
+        return "it holds weights alone (safetensors); start from its folder with model.name=FOLDER"
+    try:
+        head[:500].decode()
+    except UnicodeDecodeError:
+        return "it is no file of torch.save"
+    return "it is a file of text"
+
+
+def _has_an_index(path: Path) -> bool:
+    """Whether an archive's index is at the end of a file, sound or not."""
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return True
