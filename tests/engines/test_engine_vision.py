@@ -191,9 +191,9 @@ def test_a_run(root: Path, tmp_path: Path, sees: Case, request: pytest.FixtureRe
     train(root, tmp_path / "run", 3, *words)
     if sees.kind == "server":
         model, client = LanguageModel(str(tmp_path / "run" / "hf")), Client(served.url)
-        prompts = asked(model)
+        prompts, vocabulary, until = asked(model), client.facts(60).vocabulary, time.monotonic() + 60
         requests = enumerate(requests_of(prompts, SAMPLED))
-        answers = [ask_server(client, "digits", number, each, time.monotonic() + 60) for number, each in requests]
+        answers = [ask_server(client, "digits", number, each, until, vocabulary) for number, each in requests]
         drawn = completions_of(prompts, answers, version=3, device=torch.device("cpu"))
         assert gap(model.load(), drawn) < CLOSE < gap(LanguageModel("digits").load(), drawn)
 

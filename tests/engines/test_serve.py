@@ -46,7 +46,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def complete(client: Client, **fields: Any) -> list[dict[str, Any]]:
     body = {"model": "tiny", "prompt": [PROMPT], "max_tokens": 8, "logprobs": 0, "seed": 1, "ignore_eos": True}
     asked = {**body, "return_token_ids": True, "return_tokens_as_token_ids": True, **fields}
-    return client.complete(asked, 60)["choices"]
+    return client.complete(asked, 60).part("choices").value
 
 
 def worst(choices: list[dict[str, Any]], policy: Any, temperature: float = 1.0) -> float:

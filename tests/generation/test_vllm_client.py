@@ -13,6 +13,8 @@ from lit_rl.generation.vllm import calls
 from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
 from lit_rl.generation.vllm.client import Client
 
+NEAR = {"data": [{"id": "near"}]}
+
 
 @pytest.mark.parametrize("behaviour", [hangs(), drips], ids=["silent", "dripping"])
 def test_a_server_that_hangs_is_noticed_at_the_deadline(behaviour):
@@ -95,9 +97,22 @@ def test_what_is_missing_is_advised():
     assert "lit-rl serve" in str(refused.value)
 
 
-@pytest.mark.parametrize("body", ["<html>", "[1]", '{"choices": 3}'], ids=["html", "list", "no_choices"])
-def test_an_answer_of_something_else_is_refused(body):
-    with standing_in(answers(body)) as server, pytest.raises(ServerRefused, match="no answer of a vLLM server"):
+@pytest.mark.parametrize(
+    "body, shown", [("<html>\x1b", r"<html>\\u001b"), ("[" * 10**5, r"\[\[")], ids=["html", "deeper_than_python_counts"]
+)
+def test_an_answer_that_is_no_json_is_refused(body, shown):
+    with standing_in(answers(body)) as server, pytest.raises(ServerRefused, match=f'no answer of a vLLM.*"{shown}'):
+        Client(server.url).complete({}, 1.0)
+
+
+def test_a_refusal_without_sense_is_one_too():
+    def behave(handler):
+        handler.send_response(500, "no\x1b[2Jreason")
+        handler.send_header("Content-Length", str(10**4))
+        handler.end_headers()
+        handler.wfile.write(b"[" * 10**4)
+
+    with standing_in(behave) as server, pytest.raises(ServerRefused, match=r"HTTP 500 no\?\[2Jreason: \[\["):
         Client(server.url).complete({}, 1.0)
 
 
@@ -116,7 +131,7 @@ def test_a_redirect_is_not_followed():
 
 def test_the_key_comes_from_the_environment_alone(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with standing_in(answers({"data": []})) as server:
+    with standing_in(answers(NEAR)) as server:
         client = Client(server.url)
         client.models(1.0)
         monkeypatch.setenv("VLLM_API_KEY", "secret")
@@ -126,12 +141,12 @@ def test_the_key_comes_from_the_environment_alone(monkeypatch):
 
 
 def test_a_proxy_of_the_environment_is_for_other_machines_only(monkeypatch):
-    with standing_in(answers({"data": []})) as server, standing_in(answers({"data": [{"id": "far"}]})) as proxy:
+    with standing_in(answers(NEAR)) as server, standing_in(answers({"data": [{"id": "far"}]})) as proxy:
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
             monkeypatch.setenv(name, proxy.url)
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        assert Client(server.url).models(1.0) == {}
+        assert Client(server.url).models(1.0) == {"near": None}
         assert proxy.seen == []
         assert Client("http://far.invalid:8000").models(1.0) == {"far": None}
 

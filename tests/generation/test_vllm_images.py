@@ -71,7 +71,7 @@ def choice(index: int, ids: list[int], logprobs: list[float], reason: str = "len
 
 def asked_of(answer: dict[str, Any], request: Any) -> tuple[list[Answer], Any]:
     with standing_in(answers(answer)) as server:
-        found = ask_server(Client(server.url), "policy", 0, request, time.monotonic() + 5)
+        found = ask_server(Client(server.url), "policy", 0, request, time.monotonic() + 5, 10)
         return found, server.seen
 
 
@@ -86,17 +86,18 @@ def test_a_server_gets_the_very_pixels_and_its_answer_is_read() -> None:
     head, _, data = part["url"].partition(",")
     sent = Image.open(io.BytesIO(base64.b64decode(data)))
     assert head == "data:image/png;base64" and sent.tobytes() == image(1, 24, 40).open().tobytes()
-    plain = {"index": 0, "token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-    found, ((_, route, _, body),) = asked_of({"choices": [plain]}, blind)
-    assert found == [Answer([5], [-1.0], True)] and route == "/v1/completions" and body["prompt"] == [3]
+    plain = {"token_ids": [5], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+    found, ((_, route, _, body),) = asked_of({"choices": [plain | {"index": index} for index in range(2)]}, blind)
+    assert found == [Answer([5], [-1.0], True)] * 2 and route == "/v1/completions" and body["prompt"] == [3]
 
 
 def test_answers_that_no_policy_gave() -> None:
     seen, _ = requests_of(PROMPTS, SAMPLING)
     with pytest.raises(GenerationError, match="has 4 tokens with its images, and the engine made 6"):
         asked_of({"choices": [choice(0, [5], [-1.0])], "prompt_token_ids": [1, 2, 9, 9, 9, 9]}, seen)
-    found, _ = asked_of({"choices": [choice(0, [5], [-9999.0])], "prompt_token_ids": seen.token_ids}, seen)
     one, cpu = replace(PROMPTS, group_size=1), torch.device("cpu")
+    said = {"choices": [choice(0, [5], [-9999.0])], "prompt_token_ids": seen.token_ids}
+    found, _ = asked_of(said, requests_of(one, SAMPLING)[0])
     with pytest.raises(NumericError, match="NaN"):
         completions_of(one, [found, found], version=0, device=cpu)
     group = [Answer([5, 9], [-1.0, -1.0], False)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,12 +44,6 @@ def test_the_heartbeat_says_how_far_it_is_and_not_too_often(capsys: pytest.Captu
     silent._last -= 4000
     silent(3, 8)
     assert capsys.readouterr().out == ""
-
-
-def test_a_worker_of_another_version_is_named() -> None:
-    assert Facts.told(asdict(FACTS)) == FACTS
-    with pytest.raises(GenerationError, match="another version of lit_rl"):
-        Facts.told({**asdict(FACTS), "colour": "green"})
 
 
 def test_requests_name_every_field_and_a_seed_that_vllm_takes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import time
 import urllib.request
@@ -20,6 +21,8 @@ LARGEST_ANSWER = 2**28
 """Bytes: a completion of a million tokens with its log-probs has less."""
 _DEAD = ("EngineDeadError", "EngineCore encountered")
 _ENDING = ("Server shutting down", "after shutdown")  # the second is Python's, of a pool that takes no more work
+_EXCERPT = 200
+"""Letters of an answer that a message shows."""
 
 
 class ServerError(GenerationError):
@@ -119,10 +122,10 @@ class JSONCalls:
             return None
         try:
             return json.loads(answer)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if route.startswith("/v1/") and "lora_adapter" in route:  # these two answer in words
                 return None
-            raise self.nonsense(call, answer) from error
+            raise nonsense(self.url, call, f"{excerpt(answer)} is no JSON") from error
 
     def _whole(self, response: http.client.HTTPResponse, call: str, until: float) -> bytes:
         answer = bytearray()
@@ -131,7 +134,8 @@ class JSONCalls:
             if time.monotonic() > until:
                 raise TimeoutError
             if len(answer) > LARGEST_ANSWER:
-                raise self.nonsense(call, bytes(answer[:200]))
+                start = excerpt(bytes(answer[:999]))
+                raise nonsense(self.url, call, f"it is longer than {LARGEST_ANSWER} bytes: {start}")
         if response.length:  # `read1` takes the end of the connection for the end of the answer
             raise http.client.IncompleteRead(b"", response.length)
         return bytes(answer)
@@ -153,12 +157,8 @@ class JSONCalls:
                 " The server lacks the routes of training: start it with `lit-rl serve`, or VLLM_SERVER_DEV_MODE=1."
             )
         return ServerRefused(
-            self.url, call, f"HTTP {error.code} {error.reason}: {said.rstrip('.')}.{advice}", error.code
+            self.url, call, f"HTTP {error.code} {_plain(str(error.reason))}: {said.rstrip('.')}.{advice}", error.code
         )
-
-    def nonsense(self, call: str, answer: Any) -> ServerRefused:
-        said = _plain(answer.decode(errors="replace") if isinstance(answer, bytes) else repr(answer))
-        return ServerRefused(self.url, call, f"this is no answer of a vLLM server: {said[:200]}", 200)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -186,17 +186,54 @@ def checked_url(url: str, key: str) -> str:
     return f"{parts.scheme}://{parts.netloc}"
 
 
+def nonsense(url: str, call: str, what: str) -> ServerRefused:
+    """The error for an answer that makes no sense.
+
+    Args:
+        url: The server's address.
+        call: What it was asked.
+        what: What is wrong with the answer; a sentence without its full stop.
+    """
+    return ServerRefused(
+        url,
+        call,
+        f"this is no answer of a vLLM server of ours: {what}. Another program listens at this address, or the server "
+        "runs another version of vLLM or of lit_rl than the trainer: start it by `lit-rl serve` with the trainer's.",
+        200,
+    )
+
+
+def excerpt(value: Any) -> str:
+    """The beginning of what came, as JSON: one line of ASCII, control characters escaped."""
+    shown = json.dumps(_beginning(value, depth=4))
+    return shown if len(shown) <= _EXCERPT else f"{shown[:_EXCERPT]} ..."
+
+
+def _beginning(value: Any, depth: int) -> Any:
+    """Little enough to be written: an answer may be long, and deeper than Python counts."""
+    if isinstance(value, bytes):
+        value = value[: 4 * _EXCERPT].decode(errors="replace")
+    if isinstance(value, str):
+        return value[:_EXCERPT]
+    if isinstance(value, list):
+        return [_beginning(each, depth - 1) for each in value[:9]] if depth else ["..."]
+    if isinstance(value, dict):
+        first = itertools.islice(value.items(), 9)
+        return {name[:_EXCERPT]: _beginning(each, depth - 1) for name, each in first} if depth else {"...": "..."}
+    return value
+
+
 def _message(body: bytes) -> str:
     """What an error's body says: vLLM writes JSON of several shapes."""
     text = body.decode(errors="replace")
     try:
         found: Any = json.loads(text)
-    except ValueError:
+        for name in ("error", "message", "detail"):
+            while isinstance(found, dict) and name in found:
+                found = found[name]
+        return _plain(found if isinstance(found, str) else json.dumps(found))
+    except (ValueError, RecursionError):
         return _plain(text)
-    for name in ("error", "message", "detail"):
-        while isinstance(found, dict) and name in found:
-            found = found[name]
-    return _plain(found if isinstance(found, str) else json.dumps(found))
 
 
 def _plain(text: str) -> str:

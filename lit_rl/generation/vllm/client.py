@@ -6,7 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from lit_rl.generation.vllm import answers
+from lit_rl.generation.vllm.answers import Answered
 from lit_rl.generation.vllm.calls import JSONCalls, ServerDead, ServerRefused
+from lit_rl.generation.vllm.engine import Facts
 
 _AGAIN = 0.05
 
@@ -14,7 +17,7 @@ _AGAIN = 0.05
 class Client(JSONCalls):
     """One server that `lit-rl serve` or `launch` started, or another one with vLLM's routes of training.
 
-    Every method raises `calls.ServerDead`, `ServerHung` or `ServerRefused`.
+    Every method raises `calls.ServerDead`, `ServerHung` or `ServerRefused`; what is answered is checked in `answers`.
     """
 
     def health(self, deadline: float) -> None:
@@ -32,15 +35,16 @@ class Client(JSONCalls):
 
     def models(self, deadline: float) -> dict[str, int | None]:
         """Names that requests may ask for (the model, and adapters), each with its longest sequence in tokens."""
-        answer = self.get("/v1/models", deadline)
-        try:
-            return {entry["id"]: entry.get("max_model_len") for entry in answer["data"]}
-        except (TypeError, KeyError, AttributeError) as error:
-            raise self.nonsense("GET /v1/models", answer) from error
+        return answers.names_in(self._answered("GET /v1/models", self.get("/v1/models", deadline)))
 
     def world_size(self, deadline: float) -> int:
         """Workers behind the server, of all copies of the model together."""
-        return int(self.get("/get_world_size", deadline)["world_size"])
+        return answers.workers_in(self._answered("GET /get_world_size", self.get("/get_world_size", deadline)))
+
+    def facts(self, deadline: float) -> Facts:
+        """What the first worker says of itself; all of a server are alike."""
+        first, *_ = self.rpc("lit_rl_facts", deadline=deadline)
+        return answers.facts_in(self._answered("rpc lit_rl_facts", first))
 
     def rpc(
         self, method: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, deadline: float
@@ -50,27 +54,17 @@ class Client(JSONCalls):
         Arguments and results are JSON values; a result that is no dict, list or None comes as a string.
         """
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {}), "timeout": deadline}
-        answer = self.post("/collective_rpc", deadline, body)
-        if answer is None:
-            return []
-        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list):
-            raise self.nonsense(f"rpc {method}", answer)
-        return answer["results"]
+        return answers.results_in(self._answered(f"rpc {method}", self.post("/collective_rpc", deadline, body)))
 
-    def complete(self, payload: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-        """The answer of ``POST /v1/completions``."""
-        answer = self.post("/v1/completions", deadline, payload)
-        if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
-            raise self.nonsense("POST /v1/completions", answer)
-        return answer
+    def complete(self, payload: Mapping[str, Any], deadline: float) -> Answered:
+        """The answer of ``POST /v1/completions``, for `answers.completions_in`."""
+        return self._answered("POST /v1/completions", self.post("/v1/completions", deadline, payload))
 
-    def generate(self, payload: Mapping[str, Any], deadline: float) -> dict[str, Any]:
-        """The answer of ``POST /inference/v1/generate``, which takes images beside token ids. A server has this route
-        where it was started with ``--enable-scale-out``."""
-        answer = self.post("/inference/v1/generate", deadline, payload)
-        if not isinstance(answer, dict) or not isinstance(answer.get("choices"), list):
-            raise self.nonsense("POST /inference/v1/generate", answer)
-        return answer
+    def generate(self, payload: Mapping[str, Any], deadline: float) -> Answered:
+        """The answer of ``POST /inference/v1/generate``, which takes images beside token ids, for `answers.drawn_in`.
+        A server has this route where it was started with ``--enable-scale-out``."""
+        route = "/inference/v1/generate"
+        return self._answered(f"POST {route}", self.post(route, deadline, payload))
 
     def pause(self, deadline: float, mode: Literal["abort", "wait", "keep"] = "wait") -> None:
         """Take no new work up. Running requests are aborted, waited for, or frozen until `resume`."""
@@ -86,12 +80,10 @@ class Client(JSONCalls):
         Raises:
             ServerRefused: requests still hold parts of the prefix cache when the deadline comes.
         """
-        until = time.monotonic() + deadline
-        while not (self.post("/reset_prefix_cache", _left(until)) or {}).get("success"):
+        call, until = "POST /reset_prefix_cache", time.monotonic() + deadline
+        while not answers.was_reset(self._answered(call, self.post("/reset_prefix_cache", _left(until)))):
             if _left(until) < 2 * _AGAIN:
-                raise ServerRefused(
-                    self.url, "POST /reset_prefix_cache", "running requests hold the prefix cache: pause first.", 200
-                )
+                raise ServerRefused(self.url, call, "running requests hold the prefix cache: pause first.", 200)
             time.sleep(_AGAIN)
         self.post("/reset_mm_cache", _left(until))
         self.post("/reset_encoder_cache", _left(until))
@@ -102,6 +94,9 @@ class Client(JSONCalls):
         Requests with ``"model": name`` then use it. The caches stay as they are.
         """
         self.post("/v1/load_lora_adapter", deadline, {"lora_name": name, "lora_path": path, "load_inplace": True})
+
+    def _answered(self, call: str, value: Any) -> Answered:
+        return Answered(self.url, call, value)
 
 
 def _left(until: float) -> float:

@@ -62,20 +62,10 @@ class Facts:
     max_lora_rank: int | None
     device: str
 
-    @classmethod
-    def told(cls, facts: Mapping[str, Any]) -> Facts:
-        """Make it of what a worker said.
-
-        Raises:
-            GenerationError: a worker of another version of lit_rl says other things.
-        """
-        try:
-            return cls(**facts)
-        except TypeError as error:
-            raise GenerationError(
-                f"The engine's workers run another version of lit_rl than the trainer ({error}). Install the same one "
-                "where the server runs, and start it anew."
-            ) from error
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the model; ids are below it."""
+        return self.model["vocab_size"]
 
 
 class Engine(Protocol):

@@ -82,7 +82,7 @@ class InProcessEngine:
             except Exception as error:
                 raise GenerationError(f"vLLM did not start: {error}") from error
         self._adapter: Any = None
-        self._facts = Facts.told(self._call("lit_rl_facts"))
+        self._facts = Facts(**self._call("lit_rl_facts"))
         _running.add(self)
         atexit.register(self.close)
 

@@ -71,6 +71,7 @@ class ServerEngine:
         facts = self._all_facts()
         self._instances = [each.instance for each in facts]
         self._rooms = [_STOCK * each.max_num_seqs for each in facts]
+        self._vocabularies = [each.vocabulary for each in facts]
 
     @property
     def lost(self) -> list[str]:
@@ -79,7 +80,7 @@ class ServerEngine:
 
     def _name(self, client: Client) -> str:
         with server_errors():
-            return next(iter(client.models(self.answer_deadline)), "")
+            return next(iter(client.models(self.answer_deadline)))
 
     def _all_facts(self) -> list[Facts]:
         """Of the servers that are not lost."""
@@ -88,8 +89,10 @@ class ServerEngine:
 
     def _facts_of(self, client: Client) -> Facts:
         try:
-            return Facts.told(client.rpc("lit_rl_facts", deadline=self.answer_deadline)[0])
+            return client.facts(self.answer_deadline)
         except ServerRefused as error:
+            if error.status == 200:  # it knows the method, and answers something else
+                raise
             raise GenerationError(
                 f"{error} Its workers do not know lit_rl: start it by `lit-rl serve`, or with "
                 f"--worker-extension-cls {WORKER_EXTENSION}."
@@ -179,13 +182,14 @@ class ServerEngine:
 
     def _asking(self, server: int, threads: int, told: queue.SimpleQueue[tuple[int, Task | None, Said]]) -> Asking:
         client, name = self.clients[server], self._adapter or self._names[server]
+        vocabulary = self._vocabularies[server]
 
         def look() -> None:
             with server_errors():
                 self._same(server, self._facts_of(client))
 
         return Asking(
-            ask=lambda task: ask_server(client, name, task.number, task.request, task.until),
+            ask=lambda task: ask_server(client, name, task.number, task.request, task.until, vocabulary),
             look=look,
             tell=lambda task, said: told.put((server, task, said)),
             threads=threads,

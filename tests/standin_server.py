@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -63,6 +63,17 @@ def answers(content: Any, status: int = 200) -> Behaviour:
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
         handler.wfile.write(body)
+
+    return behave
+
+
+def routed(said: Mapping[str, Any]) -> Behaviour:
+    """Answers by path; what a path has no answer for, with nothing. A function is given the request's body."""
+
+    def behave(handler: Handler) -> None:
+        server: Any = handler.server
+        content = said.get(handler.path.partition("?")[0], "")
+        answers(content(server.seen[-1][3]) if callable(content) else content)(handler)
 
     return behave
 

@@ -1,0 +1,299 @@
+"""Whatever a server answers, a run goes on with it or ends with an error that names the server."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from standin_server import routed, standing_in
+
+from lit_rl.errors import GenerationError
+from lit_rl.generation.vllm import answers
+from lit_rl.generation.vllm.answers import Answered
+from lit_rl.generation.vllm.client import Client
+from lit_rl.generation.vllm.engine import Facts, complete
+from lit_rl.generation.vllm.requests import Answer, Pictured, Request
+from lit_rl.generation.vllm.server_engine import ServerEngine
+from lit_rl.generation.vllm.transports import Gloo
+
+VOCABULARY = 40
+FIELDS = {"n": 2, "max_tokens": 3, "logprobs": 0}
+PLAIN = Request([5, 6, 7], {**FIELDS, "prompt_logprobs": 0})
+SEEN = Request([5, 6, 7], FIELDS, Pictured([5, 6], (), 0))
+
+FACTS = {
+    "instance": "a",
+    "version": 3,
+    "model": {"model_type": "llama", "tied": True, "hidden_size": 64, "vocab_size": VOCABULARY},
+    "dtype": "float32",
+    "max_model_len": 64,
+    "block_size": 16,
+    "logprobs_mode": "processed_logprobs",
+    "max_num_seqs": 8,
+    "max_lora_rank": None,
+    "device": "cpu",
+}
+MODELS = {"object": "list", "data": [{"id": "policy", "max_model_len": 64}, {"id": "adapter"}]}
+SCORED = [None, {"6": {"logprob": -1.5, "rank": 2}, "9": {"logprob": -0.5}}, {"7": {"logprob": -9999.0}}]
+COMPLETIONS = {
+    "id": "cmpl-1",
+    "choices": [
+        {
+            "index": 1,
+            "text": "ab",
+            "token_ids": [8, 39],
+            "logprobs": {"token_logprobs": [-0.25, 0]},
+            "finish_reason": "stop",
+            "prompt_logprobs": SCORED,
+        },
+        {
+            "index": 0,
+            "text": "abc",
+            "token_ids": [0, 1, 2],
+            "logprobs": {"token_logprobs": [-0.125, -1e-7, 1e-6]},
+            "finish_reason": "length",
+            "prompt_logprobs": SCORED,
+        },
+    ],
+}
+DRAWN = {
+    "prompt_token_ids": [5, 6, 7],
+    "choices": [
+        {
+            "index": index,
+            "token_ids": [8, 39],
+            "logprobs": {"content": [{"token_id": 8, "logprob": -0.25}, {"token_id": 39, "logprob": -9999.0}]},
+            "finish_reason": "stop",
+        }
+        for index in range(2)
+    ],
+}
+ANSWERS: dict[str, Any] = {
+    "/v1/models": MODELS,
+    "/collective_rpc": lambda body: {"results": [FACTS if body["method"] == "lit_rl_facts" else None]},
+    "/get_world_size": {"world_size": 1},
+    "/reset_prefix_cache": {"success": True},
+    "/v1/completions": COMPLETIONS,
+    "/inference/v1/generate": DRAWN,
+}
+
+
+def changed(good: Any, *path: str | int, to: Any) -> Any:
+    """A copy with another value somewhere; of `...` the place is taken out."""
+    if not path:
+        return to
+    found = place = copy.deepcopy(good)
+    for step in path[:-1]:
+        place = place[step]
+    if to is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = to
+    return found
+
+
+def use(url: str) -> tuple[list[Answer], list[Answer]]:
+    """Whatever a run asks of a server."""
+    client = Client(url)
+    transport = Gloo([client], 5.0)
+    engine = ServerEngine([client], transport, say=str, deadline=5.0, answer_deadline=5.0)
+    engine.pause()
+    engine.begin({})
+    assert client.world_size(5.0) == 1
+    engine.reset_caches()
+    engine.resume()
+    plain, seen = complete(engine, [PLAIN, SEEN])
+    return plain, seen
+
+
+def models(*path: str | int, to: Any) -> tuple[str, Any]:
+    return "/v1/models", changed(MODELS, *path, to=to)
+
+
+def facts(*path: str | int, to: Any) -> tuple[str, Any]:
+    return "/collective_rpc", {"results": [changed(FACTS, *path, to=to)]}
+
+
+def completions(*path: str | int, to: Any) -> tuple[str, Any]:
+    return "/v1/completions", changed(COMPLETIONS, *path, to=to)
+
+
+def first(*path: str | int, to: Any) -> tuple[str, Any]:
+    return completions("choices", 0, *path, to=to)
+
+
+def drawn(*path: str | int, to: Any) -> tuple[str, Any]:
+    return "/inference/v1/generate", changed(DRAWN, *path, to=to)
+
+
+def begins(results: Any) -> tuple[str, Any]:
+    """What the workers say when an update begins."""
+    return "/collective_rpc", lambda body: {"results": [FACTS]} if body["method"] == "lit_rl_facts" else results
+
+
+MALFORMED: dict[str, tuple[str, Any]] = {
+    "models-list": ("/v1/models", []),
+    "models-null": ("/v1/models", None),
+    "no-model": models("data", to=[]),
+    "model-text": models("data", to=["policy"]),
+    "model-name-number": models("data", 0, "id", to=5),
+    "model-name-control": models("data", 0, "id", to="\x1b[2J"),
+    "model-length-text": models("data", 0, "max_model_len", to="64"),
+    "facts-null-body": ("/collective_rpc", None),
+    "facts-empty-body": ("/collective_rpc", ""),
+    "facts-no-results": ("/collective_rpc", {"results": []}),
+    "facts-results-null": ("/collective_rpc", {"results": None}),
+    "facts-of-nobody": ("/collective_rpc", {"results": [None]}),
+    "facts-text": ("/collective_rpc", {"results": ["\x1b[2J"]}),
+    "facts-more": facts("colour\x1b", to="green"),
+    "facts-less": facts("block_size", to=...),
+    "instance-list": facts("instance", to=[]),
+    "version-list": facts("version", to=[3]),
+    "version-true": facts("version", to=True),
+    "max_num_seqs-null": facts("max_num_seqs", to=None),
+    "max_num_seqs-0": facts("max_num_seqs", to=0),
+    "max_model_len-text": facts("max_model_len", to="64"),
+    "block_size-huge": facts("block_size", to=2**31 - 1),
+    "model-null": facts("model", to=None),
+    "vocabulary-missing": facts("model", "vocab_size", to=...),
+    "architecture-list": facts("model", "model_type", to=["llama"]),
+    "architecture-control": facts("model", "model_type", to="\x1b[2J"),
+    "begin-null": begins(None),
+    "begin-no-results": begins({"results": []}),
+    "reset-list": ("/reset_prefix_cache", [True]),
+    "reset-text": ("/reset_prefix_cache", {"success": "yes"}),
+    "reset-null": ("/reset_prefix_cache", None),
+    "workers-null": ("/get_world_size", {"world_size": None}),
+    "workers-missing": ("/get_world_size", {}),
+    "workers-text": ("/get_world_size", {"world_size": "1"}),
+    "workers-huge": ("/get_world_size", {"world_size": 10**30}),
+    "completions-list": ("/v1/completions", []),
+    "completions-null": ("/v1/completions", None),
+    "choices-number": completions("choices", to=3),
+    "choices-text": completions("choices", 0, to="ab"),
+    "choices-fewer": completions("choices", 0, to=...),
+    "index-missing": first("index", to=...),
+    "index-text": first("index", to="1"),
+    "index-twice": first("index", to=0),
+    "index-huge": first("index", to=10**9),
+    "finish-missing": first("finish_reason", to=...),
+    "finish-null": first("finish_reason", to=None),
+    "finish-abort": first("finish_reason", to="abort"),
+    "tokens-missing": first("token_ids", to=...),
+    "tokens-text": first("token_ids", to="ab"),
+    "tokens-of-text": first("token_ids", to=["8", "39"]),
+    "tokens-none": first("token_ids", to=[]),
+    "tokens-more": first("token_ids", to=[8] * 4),
+    "token-huge": first("token_ids", 1, to=10**9),
+    "token-of-no-vocabulary": first("token_ids", 1, to=VOCABULARY),
+    "token-negative": first("token_ids", 1, to=-1),
+    "token-true": first("token_ids", 1, to=True),
+    "token-fraction": first("token_ids", 1, to=8.0),
+    "logprobs-null": first("logprobs", to=None),
+    "logprobs-fewer": first("logprobs", "token_logprobs", to=[-0.25]),
+    "logprob-text": first("logprobs", "token_logprobs", 1, to="-0.25"),
+    "logprob-null": first("logprobs", "token_logprobs", 1, to=None),
+    "logprob-nan": first("logprobs", "token_logprobs", 1, to=math.nan),
+    "logprob-infinite": first("logprobs", "token_logprobs", 1, to=-math.inf),
+    "logprob-positive": first("logprobs", "token_logprobs", 1, to=0.5),
+    "logprob-huge": first("logprobs", "token_logprobs", 1, to=10**400),
+    "prompt-logprobs-null": first("prompt_logprobs", to=None),
+    "prompt-logprobs-short": first("prompt_logprobs", to=SCORED[:2]),
+    "prompt-logprobs-of-another": first("prompt_logprobs", 2, to={"8": {"logprob": -1.0}}),
+    "prompt-logprob-null": first("prompt_logprobs", 2, to=None),
+    "prompt-logprob-text": first("prompt_logprobs", 2, "7", to="-1.0"),
+    "prompt-logprob-nan": first("prompt_logprobs", 2, "7", "logprob", to=math.nan),
+    "seen-prompt-missing": drawn("prompt_token_ids", to=...),
+    "seen-prompt-number": drawn("prompt_token_ids", to=3),
+    "seen-logprob-missing": drawn("choices", 1, "logprobs", "content", 0, "logprob", to=...),
+    "seen-entry-null": drawn("choices", 1, "logprobs", "content", 0, to=None),
+    "seen-content-object": drawn("choices", 1, "logprobs", "content", to={"logprob": -1.0}),
+    "seen-logprob-positive": drawn("choices", 1, "logprobs", "content", 0, "logprob", to=3.0),
+    "seen-token-huge": drawn("choices", 1, "token_ids", 0, to=10**9),
+}
+
+
+def test_good_answers_are_read_to_the_bit() -> None:
+    with standing_in(routed(ANSWERS)) as server:
+        plain, seen = use(server.url)
+        assert Client(server.url).models(5.0) == {"policy": 64, "adapter": None}
+        assert Client(server.url).facts(5.0) == Facts(**FACTS)
+    scored = [-1.5, -9999.0]
+    assert plain == [
+        Answer([0, 1, 2], [-0.125, -1e-7, 1e-6], False, scored),
+        Answer([8, 39], [-0.25, 0.0], True, scored),
+    ]
+    assert [(each.token_ids, each.logprobs[0], each.ended, each.prompt_logprobs) for each in seen] == [
+        ([8, 39], -0.25, True, None)
+    ] * 2
+    assert all(math.isnan(each.logprobs[1]) for each in seen), "the place that vLLM holds for NaN"
+
+
+@pytest.mark.parametrize("route, answer", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_answer_is_an_error_that_names_the_server(route: str, answer: Any) -> None:
+    with standing_in(routed(ANSWERS | {route: answer})) as server, pytest.raises(GenerationError) as refusal:
+        use(server.url)
+    message = str(refusal.value)
+    assert refusal.value.exit_code == 5 and server.url in message and message.isprintable() and len(message) < 1000
+    assert {"/collective_rpc": "rpc lit_rl_"}.get(route, route) in message
+    assert "another version of vLLM or of lit_rl" in message and "Another program" in message
+
+
+# ---------------------------------------------------------------------- any value of any answer
+
+READERS: dict[str, tuple[Any, Callable[[Answered], Any]]] = {
+    "models": (MODELS, answers.names_in),
+    "workers": ({"world_size": 2}, answers.workers_in),
+    "results": ({"results": [None]}, answers.results_in),
+    "reset": ({"success": True}, answers.was_reset),
+    "facts": (FACTS, answers.facts_in),
+    "completions": (COMPLETIONS, lambda came: answers.completions_in(came, PLAIN, VOCABULARY)),
+    "drawn": (DRAWN, lambda came: (answers.prompt_in(came), answers.drawn_in(came, SEEN, VOCABULARY))),
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, *before: str | int) -> Iterator[tuple[str | int, ...]]:
+    """Paths of all values."""
+    yield before
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for step, each in inside:
+        yield from places(each, *before, step)
+
+
+def read(name: str, value: Any) -> Any:
+    """What is made of an answer as it travels, or None where it is refused."""
+    try:
+        return READERS[name][1](Answered("http://here:1", "POST /x", json.loads(json.dumps(value))))
+    except GenerationError as error:
+        assert str(error).startswith("http://here:1: POST /x: ") and str(error).isprintable()
+        return None
+
+
+@pytest.mark.parametrize("name", ["workers", "reset", "completions", "drawn"])
+def test_a_value_of_another_kind_changes_nothing_or_is_refused(name: str) -> None:
+    """Null, a list, a text, an object and a huge number in the place of each value."""
+    good = READERS[name][0]
+    result = repr(read(name, good))
+    for path in places(good):
+        for other in (None, [], ["x"], "x\x1b", {}, 10**30, -(10**30), 1e300, math.nan):
+            if path[-1:] != ("prompt_token_ids",) and path[:1] != ("prompt_token_ids",):  # compared with the request's
+                assert repr(read(name, changed(good, *path, to=other))) in (result, "None"), (path, other)
+
+
+@given(st.data())
+def test_nothing_that_is_answered_ends_in_another_error(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(READERS)))
+    good = READERS[name][0]
+    path = data.draw(st.sampled_from(list(places(good))))
+    read(name, changed(good, *path, to=data.draw(JSON)))
