@@ -16,6 +16,7 @@ from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
+from lit_rl.data.tasks import Task
 from lit_rl.errors import ConfigError, DataError, in_range
 
 
@@ -57,7 +58,7 @@ class SourcedDataModule(L.LightningDataModule):
         path: str | None = None,
         split: str | None = None,
         name: str | None = None,
-        task: Any | None = None,
+        task: Task | None = None,
         sources: list[dict[str, Any]] | None = None,
         rename: dict[str, str] | None = None,
         map_row: Callable | None = None,
@@ -78,6 +79,11 @@ class SourcedDataModule(L.LightningDataModule):
         exactly_one(path=path, rows=rows, task=task, sources=sources)
         if path is None and (split is not None or name is not None):
             raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
+        if task is not None and (isinstance(task, type) or not (hasattr(task, "train") and hasattr(task, "val"))):
+            raise ConfigError(
+                f"data.task is {task!r:.60}. Allowed is an object whose train() and val() return rows, such as "
+                "lit_rl.Addition()."
+            )
         in_range("data.val_batch_size", val_batch_size, low=1)
         in_range("data.seed", seed, low=0)
         if not 0 <= val_fraction < 1:

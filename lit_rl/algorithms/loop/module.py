@@ -67,6 +67,15 @@ from lit_rl.ops.linear_logprobs import part_numbers
 from lit_rl.ops.logprobs import block_numbers
 from lit_rl.ops.transforms import NO_TRUNCATION
 
+IN_BAR = {
+    "train/reward": "reward",
+    "train/kl": "kl",
+    "train/rewards/accuracies": "accuracy",
+    "train/mean_token_accuracy": "token_accuracy",
+    "train/loss": "loss",
+}
+"""What Lightning's progress bar shows of the metrics of a training, and under which name."""
+
 
 class PolicyModule(L.LightningModule):
     """A LightningModule with a policy that is described at once and loaded in `configure_model`.
@@ -118,6 +127,7 @@ class PolicyModule(L.LightningModule):
         self.broken_steps = BrokenSteps()
         self._resumed_rng: dict[str, Any] | None = None
         self._other_world = False
+        self._in_bar: dict[str, float] = {}
         self.strict_loading = False  # a checkpoint holds what is trained; state.check_weights refuses anything else
 
     takes_images = True
@@ -560,6 +570,12 @@ class PolicyModule(L.LightningModule):
         them again at every batch: thirty cost the host some ten milliseconds.
         """
         self.trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+        self._in_bar = {short: metrics[name] for name, short in IN_BAR.items() if name in metrics}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Show what was measured last in Lightning's own progress bar."""
+        self.log_dict(self._in_bar, prog_bar=True, logger=False, batch_size=1)
+        self._in_bar = {}
 
     def log_validation(self, metrics: dict[str, float]) -> set[str]:
         """Log under the number of the step; returns the names."""
