@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from lit_rl.algorithms.preflight.memory import in_words
 from lit_rl.commands.config_changes import changes
 from lit_rl.commands.curves import chart, histograms, number
 from lit_rl.commands.html_file import data, document, safe
@@ -297,9 +298,24 @@ def _time(run: RunFiles) -> str:
         seconds |= {"validation, checkpoints, the rest": whole - sum(phases.values()), "whole run": whole}
     rows = [(safe(name), f"{value:.1f}", _share(value, whole)) for name, value in seconds.items()]
     shown = _shares(phases) + table(("phase", "seconds", "of the run"), rows) if rows else ""
-    memory = any("memory" in name for name in run.series)
-    said = "" if memory else '<p class="dim">No metric of this run is memory; lit-rl plan says what a step needs.</p>'
-    return f'<h2 id="time">Time and memory</h2>{shown}{said}\n'
+    return f'<h2 id="time">Time and memory</h2>{shown}{_memory(run)}\n'
+
+
+_HELD = {
+    "process": "memory of the process",
+    "tensors": "tensors on the GPU",
+    "reserved": "with what PyTorch keeps for the next",
+}
+
+
+def _memory(run: RunFiles) -> str:
+    """What rank 0 held at most, as the summary has it."""
+    peaks = run.summary.get("peak_memory")
+    peaks = peaks if isinstance(peaks, dict) else {}
+    rows = [(name, in_words(peaks[key])) for key, name in _HELD.items() if isinstance(peaks.get(key), int)]
+    if not rows:
+        return '<p class="dim">No memory was measured yet; lit-rl plan says what a step needs.</p>'
+    return table(("rank 0 held", "at most"), rows)
 
 
 def _shares(phases: Mapping[str, float]) -> str:

@@ -1,6 +1,10 @@
-"""What an optimizer step needs as it is cut, and what is said where memory ran out all the same."""
+"""What an optimizer step needs as it is cut, what a run held at most, and what is said where memory ran out."""
 
 from __future__ import annotations
+
+import sys
+
+import torch
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight.cut import remedies
@@ -15,6 +19,22 @@ def planned(module: PolicyModule) -> MemoryPlan | None:
         return None
     count = module.trainer.accumulate_grad_batches
     return memory.plan(step.units * step.rows // count, module.decoded_at_once(step), steps_in_parts=count > 1)
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes that this process held at most since it began: `process` of the machine's memory; and where it used a GPU,
+    `tensors` there, and `reserved`, with what PyTorch keeps for the next ones. Empty where nobody counts."""
+    found: dict[str, int] = {}
+    try:
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    except ImportError:  # there is none on Windows
+        pass
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found |= {"tensors": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return found
 
 
 def out_of_memory(error: BaseException, module: PolicyModule) -> BackendError:

@@ -28,7 +28,7 @@ from lit_rl.commands import report, run_report
 from lit_rl.commands.export import card_facts
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_lock import RunLock
-from lit_rl.commands.step_memory import out_of_memory
+from lit_rl.commands.step_memory import out_of_memory, peak_memory
 from lit_rl.errors import SIGNALLED, ConfigError, GenerationError, is_out_of_memory
 from lit_rl.models.policy.sharding import full_state_dict
 
@@ -220,6 +220,7 @@ def _save_last_step(run: Run) -> None:
 def _save(run: Run, summary: dict[str, Any]) -> None:
     if run.trainer.is_global_zero:
         missing = [str(each) for each in not_written(run.trainer)]
+        summary = summary | {"peak_memory": peak_memory()}
         run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 

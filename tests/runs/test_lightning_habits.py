@@ -277,6 +277,7 @@ def test_a_finished_run_holds_what_the_design_promises(train, tmp_path):
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     summary = json.loads((run / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["steps"] == 12
+    assert 2**27 < summary["peak_memory"]["process"] < 2**40, "bytes, with torch in them"
     assert {row["step"] for row in rows(run)} >= set(range(1, 13))
 
 

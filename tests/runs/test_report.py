@@ -23,7 +23,7 @@ from lit_rl.commands.html_file import data
 from lit_rl.commands.run_alarms import findings
 from lit_rl.commands.run_curves import groups_of
 from lit_rl.commands.run_files import Series
-from lit_rl.commands.run_page import duration
+from lit_rl.commands.run_page import duration, page
 from lit_rl.commands.run_report import report, show
 from lit_rl.commands.run_samples import CHARACTERS, ROWS, measures, reasons, samples_of
 from lit_rl.commands.transcript_record import Recorded, Tokens
@@ -357,3 +357,11 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(nasty: Path) -> None:
     assert tag[0] == "iframe" and tag[1]["sandbox"] == "allow-scripts"
     report(nasty)
     assert tag[1]["srcdoc"] == (nasty / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_says_what_rank_0_held_at_most(tmp_path: Path) -> None:
+    peaks = {"process": 3 * 2**30, "tensors": 2**20, "reserved": "damaged"}
+    text = page(run_files.read(run_folder(tmp_path / "run", summary={"peak_memory": peaks})))
+    shown = text[text.index('id="time"') :]
+    assert "memory of the process" in shown and "3 GiB" in shown and "1 MiB" in shown and "keeps for" not in shown
+    assert "No memory was measured yet" in page(run_files.read(run_folder(tmp_path / "old")))
