@@ -82,10 +82,7 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     own = any(word.startswith((*_ELSEWHERE, "hydra.searchpath")) for word in words)  # groups that we do not see
     found = groups([conf_folder()])
     typed = {word.partition("=")[0] for word in words if "=" in word}
-    # What a preset of `experiment` chooses is not looked up here: its groups are checked by Hydra.
-    choices = (
-        {} if "experiment" in typed else {**defaults(), **dict(word.split("=", 1) for word in words if "=" in word)}
-    )
+    choices = _choices(words)
     out: list[str] = []
     new: list[str] = []
     for word in words:
@@ -109,6 +106,15 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
             _check(key, value, found, choices)
         out += read
     return out, new
+
+
+def _choices(words: Sequence[str]) -> dict[str, str]:
+    """The choice of each group whose keys its files tell: not where an experiment chooses, or a word adds a key."""
+    typed = dict(word.split("=", 1) for word in words if "=" in word)
+    if "experiment" in typed:
+        return {}
+    added = {key.rpartition("@")[2].lstrip("+").partition(".")[0] for key in typed if key.startswith("+")}
+    return {group: choice for group, choice in {**defaults(), **typed}.items() if group not in added}
 
 
 def _read(key: str, value: str, typed: set[str], found: Mapping[str, Mapping[str, str]]) -> list[str]:

@@ -14,6 +14,7 @@ from lit_rl.data.checks import excerpt, one_of
 from lit_rl.data.hub import GivenRows, open_hub, open_saved
 from lit_rl.data.jsonl import ON_BAD_ROW, OnBadRow
 from lit_rl.data.raw_rows import BATCH, RawRow, rows_of_cells, rows_of_lines, rows_of_parquet
+from lit_rl.data.source_columns import SourceColumns
 from lit_rl.data.sources import Rows, hub_name, local_path, suffix_of
 from lit_rl.data.splits import Source
 from lit_rl.errors import BackendError, ConfigError, DataError
@@ -52,7 +53,7 @@ class RowStream:
         one_of("data.on_bad_row", on_bad_row, ON_BAD_ROW)
         self.on_bad_row = on_bad_row
         self.name, self._read, self._has_lines = _opened(source)
-        self._own = source.own
+        self._own = source.own if isinstance(source, Source) else SourceColumns(self.name)
         self._mark = Mark()
         self._rows: Iterator[RawRow] | None = None
 

@@ -73,6 +73,13 @@ def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
         assert translated([word, "--config-dir", "mine"])[0][0] == word
 
 
+@pytest.mark.parametrize(
+    "added", ["+callbacks.mine.every=2", "+schemas@callbacks.mine=EarlyStopping", "experiment=guess"]
+)
+def test_keys_that_another_word_brings_are_left_to_hydra(added):
+    assert translated([added, "callbacks.mime.every=3"]) == ([added, "callbacks.mime.every=3"], [])
+
+
 def test_a_typo_is_refused_before_torch_is_loaded():
     code = (
         "import sys\nfrom lit_rl import cli\n"

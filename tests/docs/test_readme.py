@@ -102,7 +102,9 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
     for number, words in enumerate(words for block in found for words in block.commands):
         line = " ".join(words)
         match words:
-            case ["python", "train.py", *overrides] if away & set(words) or set(PROCESSES) & set(words):
+            case ["python", "train.py", *overrides] if (
+                away & set(words) or set(PROCESSES) & set(words) or "=owner/" in line
+            ):
                 composes(overrides)
             case ["python", "train.py", *overrides]:
                 assert train(*small(overrides, number)) == 0, line

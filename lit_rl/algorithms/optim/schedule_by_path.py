@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 
 from lit_rl.algorithms.optim.named_class import class_at
 from lit_rl.algorithms.optim.schedules import by_group
@@ -63,7 +63,7 @@ class ScheduleByPath:
             self._walks[length] = self._walk(self._class(), length)
         return self._walks[length].at(step - self.warmup_steps)
 
-    def __call__(self, optimizer: Optimizer, total_steps: float) -> LambdaLR:
+    def __call__(self, optimizer: Optimizer, total_steps: float) -> LRScheduler:
         return by_group(optimizer, total_steps, [self] * len(optimizer.param_groups))
 
     def _class(self) -> type[LRScheduler]:
