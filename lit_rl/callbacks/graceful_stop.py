@@ -13,7 +13,9 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 
 from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.callbacks.slurm import requeue, requeue_signal
@@ -65,25 +67,46 @@ class GracefulStop(L.Callback):
             self._place = None
             return
         self._take_down(trainer)
-        signum = self._agreed(trainer)
-        if signum is not None:
-            self.signum = signum  # where another rank alone was told
+        # Where a validation is due it is begun, and ends before its first batch: the next start makes it then.
+        if self._is_to_end(trainer) and not _validates_next(trainer):
             checkpoint = trainer.checkpoint_callback
             folder = getattr(checkpoint, "dirpath", None)
             if folder is not None:
                 trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt", weights_only=False)
             trainer.should_stop = True
-            if trainer.is_global_zero and signum == requeue_signal(trainer):
-                requeue()
+            trainer.fit_loop.epoch_loop._skip_next_val = True  # Lightning validates where `should_stop` is set
+            self._requeue(trainer)
 
-    def _agreed(self, trainer: L.Trainer) -> int | None:
-        """The signal that ends the run, the same on every rank; None where no rank has one."""
+    def _is_to_end(self, trainer: L.Trainer) -> bool:
+        """Whether a signal ends the run, the same on every rank: `signum` is that signal then."""
         mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
-        return int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
+        self.signum = int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
+        return self.signum is not None
+
+    def _requeue(self, trainer: L.Trainer) -> None:
+        if trainer.is_global_zero and self.signum == requeue_signal(trainer):
+            requeue()
+
+    def on_validation_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        # Every rank has as many batches, so all of them ask. Half a validation is none: the next start makes it anew.
+        if self._place is not None and self._is_to_end(trainer):
+            self._save_place(trainer, in_validation=True, anew=True)
+            self._requeue(trainer)
+            trainer.training = True
+            call._call_callback_hooks(trainer, "on_train_end")
+            call._call_lightning_module_hook(trainer, "on_train_end")
+            raise _TunerExitException  # the one way out of a loop that Lightning takes for a good end
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self._place is not None:
-            self._take_down(trainer)
+        if self._place is None:
+            return
+        self._take_down(trainer)
+        if self._is_to_end(trainer):
+            self._save_place(trainer, in_validation=False)
+            trainer.should_stop = True
+            self._requeue(trainer)
 
     def _take_down(self, trainer: L.Trainer) -> None:
         """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on."""
@@ -96,21 +119,37 @@ class GracefulStop(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._restore()
         if isinstance(exception, GenerationError):
-            self._save_place(trainer, alone=trainer.world_size > 1 and not exception.on_every_rank)
+            alone = trainer.world_size > 1 and not exception.on_every_rank
+            path = self._save_place(trainer, in_validation=trainer.validating, alone=alone)
+            if path is not None:
+                rank_zero_info(
+                    f"The rollout failed. Everything up to optimizer step {trainer.global_step} is saved: {path}"
+                )
 
-    def _save_place(self, trainer: L.Trainer, *, alone: bool) -> None:
-        """Save the run as it was after its last optimizer step, or validation; nothing that was learned is lost."""
-        if self._place is not None and trainer.validating:
+    def _save_place(
+        self, trainer: L.Trainer, *, in_validation: bool, alone: bool = False, anew: bool = False
+    ) -> Path | None:
+        """Save the run as it was after its last optimizer step, or validation; nothing that was learned is lost.
+
+        Args:
+            in_validation: One has begun and not ended.
+            alone: The other ranks do not come here.
+            anew: In place of a checkpoint of this step, which may not know of the validation.
+
+        Returns:
+            The checkpoint; None where none can be saved.
+        """
+        if self._place is not None and in_validation:
             self._take_down(trainer)
             self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"])}
         folder = getattr(trainer.checkpoint_callback, "dirpath", None)
         if self._place is None or folder is None or alone:  # saving takes every rank
-            return
+            return None
         path = Path(folder) / f"step_{trainer.global_step:08d}.ckpt"
-        if not trainer.strategy.broadcast(is_whole(path)):
+        if anew or not trainer.strategy.broadcast(is_whole(path)):
             self._failed = True
             trainer.save_checkpoint(path, weights_only=False)
-        rank_zero_info(f"The rollout failed. Everything up to optimizer step {trainer.global_step} is saved: {path}")
+        return path
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._failed and self._place is not None:
@@ -132,11 +171,21 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
 
 
+def _validates_next(trainer: L.Trainer) -> bool:
+    """Whether Lightning validates after this optimizer step, whatever has come."""
+    epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    batches = sum(epoch_loop.val_loop.max_batches)
+    return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
+
+
 def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
     """Loops that stopped in a validation, as if in its first batch: half of its numbers would be lost otherwise."""
     key = "epoch_loop.val_loop.batch_progress"
     done = fit_loop[key]["current"]["completed"]
-    counts = {
-        part: {name: count - done for name, count in fit_loop[key][part].items()} for part in ("total", "current")
-    }
+    counts = {part: _before_a_batch(fit_loop[key][part]["completed"] - done) for part in ("total", "current")}
     return {**fit_loop, key: {**fit_loop[key], **counts, "is_last_batch": False}}
+
+
+def _before_a_batch(done: int) -> dict[str, int]:
+    """Lightning's counts where so many batches are done and the next one has begun."""
+    return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
