@@ -164,6 +164,7 @@ MALFORMED: dict[str, tuple[str, Any]] = {
     "vocabulary-missing": facts("model", "vocab_size", to=...),
     "architecture-list": facts("model", "model_type", to=["llama"]),
     "architecture-control": facts("model", "model_type", to="\x1b[2J"),
+    "size-of-no-name": facts("model", "\x1b[2J", to=[]),
     "begin-null": begins(None),
     "begin-no-results": begins({"results": []}),
     "reset-list": ("/reset_prefix_cache", [True]),

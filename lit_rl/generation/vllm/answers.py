@@ -120,7 +120,7 @@ def _model(came: Answered) -> dict[str, Any]:
     came.part("vocab_size").whole()
     for name, value in came.value.items():
         if type(value) not in (bool, int):
-            came.part(name).word()
+            Answered(came.url, came.call, value, f"{came.place}[{excerpt(name)}]").word()
     return came.value
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lit_rl.generation.vllm.dealing import Task
@@ -13,7 +14,22 @@ from lit_rl.generation.vllm.requests import Answer
 _LOOK_EVERY = 2.0
 """Seconds."""
 
-Said = list[Answer] | Exception
+
+@dataclass(frozen=True)
+class Done:
+    """A server has answered a task."""
+
+    server: int
+    task: Task
+    answers: list[Answer]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A server did not answer a task, or was not what it was when it was looked at."""
+
+    server: int
+    error: Exception
 
 
 class Asking:
@@ -22,21 +38,23 @@ class Asking:
     The threads are daemons: one that waits for a server which hangs must not keep the process from ending.
 
     Args:
+        server: Its number.
         ask: Returns the server's answers.
         look: Fails where the server is not what it was. /health would not do: a process in front of the engine answers
             it, also where the engine hangs.
-        tell: Is told of each task what came of it, and of `None` that the server failed when it was looked at.
+        tell: Is told what came of each task, and of a look that failed.
         threads: Requests that wait at the same time.
     """
 
     def __init__(
         self,
+        server: int,
         ask: Callable[[Task], list[Answer]],
         look: Callable[[], Any],
-        tell: Callable[[Task | None, Said], None],
+        tell: Callable[[Done | Failed], None],
         threads: int,
     ) -> None:
-        self._ask, self._look, self._tell, self._threads = ask, look, tell, threads
+        self._server, self._ask, self._look, self._tell, self._threads = server, ask, look, tell, threads
         self._tasks = queue.SimpleQueue[Task | None]()
         self._stop = threading.Event()
         for _ in range(threads):
@@ -55,14 +73,14 @@ class Asking:
     def _wait_for_answers(self) -> None:
         while (task := self._tasks.get()) is not None and not self._stop.is_set():
             try:
-                self._tell(task, self._ask(task))
+                self._tell(Done(self._server, task, self._ask(task)))
             except Exception as error:
-                self._tell(task, error)
+                self._tell(Failed(self._server, error))
 
     def _look_after(self) -> None:
         while not self._stop.wait(_LOOK_EVERY):
             try:
                 self._look()
             except Exception as error:
-                self._tell(None, error)
+                self._tell(Failed(self._server, error))
                 return

@@ -33,6 +33,16 @@ class VLLMServerGenerator(EngineGenerator):
     what it owes, and it is tried again at every update of the weights. The last one is started again, or waited for,
     once, synced and asked again. Else the run ends with exit code 5, a checkpoint and the server's last lines.
 
+    Who does what about the servers:
+
+    ============================  ===================================================================================
+    at the first sync             `_start`: `_launch` one where that is asked for, then `_connect_first`
+    one of several is lost        `ServerEngine` goes on without it; `EngineLost` where it was the last one
+    at every later sync           `_revise_servers`: lost ones out, those that answer again in, by `_switch_to`
+    `EngineLost`                  `_with_recovery`: `_restart_own`, `_wait_for_servers`, `_reconnect`; once more
+    `EngineLost` once more        `_last_words`: the end, with the last lines of the log of a server of ours
+    ============================  ===================================================================================
+
     Args:
         urls: Addresses of the servers, such as ``[http://127.0.0.1:8000]``. A request goes to the least loaded one.
         launch: Start a server for the run, on this machine and a free port, and stop it with the run.
@@ -107,12 +117,12 @@ class VLLMServerGenerator(EngineGenerator):
                     "generator.launch=true starts a server that its own machine alone can reach, and the run has "
                     "several: start servers with `lit-rl serve` and name them in generator.urls."
                 )
-            urls = ranks.everyone_says(ranks.together(lambda: self._launched(policy)))[0]
-        return ranks.together(lambda: self._met(urls))
+            urls = ranks.everyone_says(ranks.together(lambda: self._launch(policy)))[0]
+        return ranks.together(lambda: self._connect_first(urls))
 
-    def _met(self, urls: Sequence[str]) -> Engine:
+    def _connect_first(self, urls: Sequence[str]) -> Engine:
         try:
-            return self._connected(urls)
+            return self._connect(urls)
         except EngineLost as error:
             if self.launch:
                 raise self._last_words(str(error)) from error
@@ -120,7 +130,7 @@ class VLLMServerGenerator(EngineGenerator):
                 f"{error} Start a server with `lit-rl serve model={self.model.name}`, or set generator.launch=true."
             ) from error
 
-    def _connected(self, urls: Sequence[str], *, after_loss: bool = False) -> Engine:
+    def _connect(self, urls: Sequence[str], *, after_loss: bool = False) -> Engine:
         clients = [Client(url) for url in urls]
         return ServerEngine(
             clients,
@@ -131,7 +141,7 @@ class VLLMServerGenerator(EngineGenerator):
             after_loss=after_loss,
         )
 
-    def _launched(self, policy: nn.Module) -> list[str]:
+    def _launch(self, policy: nn.Module) -> list[str]:
         """Start a server on rank 0; the addresses that every rank will ask."""
         if ranks.rank() != 0:
             return []
@@ -145,12 +155,12 @@ class VLLMServerGenerator(EngineGenerator):
 
     def sync(self, policy: nn.Module, version: int) -> None:
         def synced() -> None:
-            self._take_back(policy)
+            self._revise_servers(policy)
             super(VLLMServerGenerator, self).sync(policy, version)
 
         self._with_recovery(synced, policy)
 
-    def _take_back(self, policy: nn.Module) -> None:
+    def _revise_servers(self, policy: nn.Module) -> None:
         """Leave out the servers that a rank has lost, and take in those that are there again. A collective.
 
         Raises:
@@ -165,7 +175,7 @@ class VLLMServerGenerator(EngineGenerator):
         back = ranks.everyone_says(answering(away, _KNOCK) if away and ranks.rank() == 0 else [])[0]
         if lost or back:
             there = [url for url in self.urls if url in held or url in back]
-            ranks.together(lambda: self._connect_to(there, policy))
+            ranks.together(lambda: self._switch_to(there, policy))
 
     def _is_current(self) -> bool:
         return self.engine is not None and ranks.together(self.engine.facts).version == self._version
@@ -203,22 +213,22 @@ class VLLMServerGenerator(EngineGenerator):
         except EngineLost as lost:
             self._pushed, error = None, lost
             self._sender.forget()
-        ranks.together(lambda: self._restart(error))
-        there = ranks.everyone_says(ranks.together(lambda: self._waited_for(error)))[0]
-        ranks.together(lambda: self._bring_back(there, policy))
+        ranks.together(lambda: self._restart_own(error))
+        there = ranks.everyone_says(ranks.together(lambda: self._wait_for_servers(error)))[0]
+        ranks.together(lambda: self._reconnect(there, policy))
         try:
             return work()
         except EngineLost as lost:
             raise self._last_words(f"The server was lost again, right after it was brought back: {lost}") from lost
 
-    def _restart(self, error: EngineLost) -> None:
+    def _restart_own(self, error: EngineLost) -> None:
         """Start our own server again; nobody may look for it before it is gone."""
         self._say(f"{error} Trying once to get it back.")
         if self._process is not None:
             self._say(str(self._last_words("It is stopped and started again.")))
             self._process.start(self.start_deadline, self._say)
 
-    def _waited_for(self, lost: EngineLost) -> list[str]:
+    def _wait_for_servers(self, lost: EngineLost) -> list[str]:
         """On rank 0: the servers that answer, once one does."""
         engine = self.engine
         if not isinstance(engine, ServerEngine):
@@ -233,15 +243,15 @@ class VLLMServerGenerator(EngineGenerator):
                 f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"
             ) from error
 
-    def _bring_back(self, urls: Sequence[str], policy: nn.Module) -> None:
+    def _reconnect(self, urls: Sequence[str], policy: nn.Module) -> None:
         try:
-            self._connect_to(urls, policy)
+            self._switch_to(urls, policy)
         except EngineLost as error:
             raise self._last_words(str(error)) from error
         if len(urls) >= len(self.urls):
             self._say("It is back.")
 
-    def _connect_to(self, urls: Sequence[str], policy: nn.Module) -> None:
+    def _switch_to(self, urls: Sequence[str], policy: nn.Module) -> None:
         """Go on with these servers; all weights have to be sent to them."""
         assert self.engine is not None
         self.engine.close()
@@ -249,7 +259,7 @@ class VLLMServerGenerator(EngineGenerator):
         self._sender.forget()
         if not urls:
             raise EngineLost("Every server was lost by one rank or another.")
-        self.engine = self._connected(urls, after_loss=True)
+        self.engine = self._connect(urls, after_loss=True)
         self._check_model(self.engine, policy)
         if len(self.urls) > 1:
             away = ", ".join(url for url in self.urls if url not in urls)

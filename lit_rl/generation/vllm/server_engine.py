@@ -15,7 +15,7 @@ from torch import Tensor
 from lit_rl.errors import GenerationError, NumericError
 from lit_rl.generation import ranks
 from lit_rl.generation.base import EngineLost
-from lit_rl.generation.vllm.asking import Asking, Said
+from lit_rl.generation.vllm.asking import Asking, Done, Failed
 from lit_rl.generation.vllm.calls import ServerDead, ServerError, ServerHung, ServerRefused
 from lit_rl.generation.vllm.client import Client
 from lit_rl.generation.vllm.dealing import Dealer, Task, rooms_of
@@ -171,16 +171,16 @@ class ServerEngine:
     def run(self, work: Work, heartbeat: Heartbeat | None = None) -> None:
         """See `Dealer` for which server is asked what. The servers are looked after meanwhile: one that is silent is
         found out."""
-        told = queue.SimpleQueue[tuple[int, Task | None, Said]]()
-        asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), told) for server in self._asked}
+        events = queue.SimpleQueue[Done | Failed]()
+        asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), events) for server in self._asked}
         try:
             with server_errors():
-                self._deal(work, asking, told, heartbeat)
+                self._deal(work, asking, events, heartbeat)
         finally:
             for each in asking.values():
                 each.stop()
 
-    def _asking(self, server: int, threads: int, told: queue.SimpleQueue[tuple[int, Task | None, Said]]) -> Asking:
+    def _asking(self, server: int, threads: int, events: queue.SimpleQueue[Done | Failed]) -> Asking:
         client, name = self.clients[server], self._adapter or self._names[server]
         vocabulary = self._vocabularies[server]
 
@@ -189,9 +189,10 @@ class ServerEngine:
                 self._same(server, self._facts_of(client))
 
         return Asking(
+            server,
             ask=lambda task: ask_server(client, name, task.number, task.request, task.until, vocabulary),
             look=look,
-            tell=lambda task, said: told.put((server, task, said)),
+            tell=events.put,
             threads=threads,
         )
 
@@ -199,7 +200,7 @@ class ServerEngine:
         self,
         work: Work,
         asking: Mapping[int, Asking],
-        told: queue.SimpleQueue[tuple[int, Task | None, Said]],
+        events: queue.SimpleQueue[Done | Failed],
         heartbeat: Heartbeat | None,
     ) -> None:
         """Give out what comes and take in what is done, until nothing is left."""
@@ -214,16 +215,16 @@ class ServerEngine:
             if not dealer.busy:
                 return
             with contextlib.suppress(queue.Empty):
-                server, task, said = told.get(timeout=_NEXT)
-                if isinstance(said, Exception):
-                    self._failed(dealer, server, said)
-                    asking[server].stop()
-                elif task is not None and dealer.done(server, task.number):
-                    work.done(task.number, said)
+                event = events.get(timeout=_NEXT)
+                if isinstance(event, Failed):
+                    self._lose(dealer, event.server, event.error)
+                    asking[event.server].stop()
+                elif dealer.done(event.server, event.task.number):
+                    work.done(event.task.number, event.answers)
             if heartbeat is not None:
                 heartbeat(*work.progress)
 
-    def _failed(self, dealer: Dealer, server: int, error: Exception) -> None:
+    def _lose(self, dealer: Dealer, server: int, error: Exception) -> None:
         """Go on without a server that is lost, where another is left; else raise what happened.
 
         An answer that is late is the rollout's own deadline, which no other server could keep.
