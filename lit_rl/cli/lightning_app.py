@@ -12,6 +12,7 @@ import importlib.resources
 import inspect
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -37,7 +38,7 @@ from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
-from lit_rl.commands import evaluate, report
+from lit_rl.commands import evaluate, report, train
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
@@ -130,6 +131,7 @@ class CommandLine(LightningCLI):
     trainer: L.Trainer
     model: Any
     datamodule: Any
+    summary: dict[str, Any]
 
     def before_fit(self) -> None:
         """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
@@ -139,6 +141,28 @@ class CommandLine(LightningCLI):
         check_trainer(self.trainer)
         if isinstance(self.model, PolicyModule):
             settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)
+        self.summary = {"began": time.time()}
+        if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
+            run = self._run_of()
+            self.summary |= {"before": train.measure(run), "losses": {"before": train.losses(run)}}
+
+    def after_fit(self) -> None:
+        """The table that ends a run of `train`: what was measured before and after, and where the time went."""
+        stopped = any(isinstance(each, GracefulStop) and each.signum for each in self.trainer.callbacks)  # pyright: ignore
+        if stopped or self.trainer.fast_dev_run:  # pyright: ignore
+            return
+        run, summary = self._run_of(), self.summary
+        summary["after"] = train.measure(run)
+        summary["losses"] = summary.get("losses", {}) | {"after": train.losses(run)}
+        summary["seconds"] = time.time() - summary["began"]
+        if run.run_dir.metrics.is_file():  # of a JsonlLogger
+            summary["phases"] = report.phase_totals(run.run_dir.metrics)
+        if self.trainer.is_global_zero:
+            report.closing_table(summary)
+
+    def _run_of(self) -> Run:
+        folder, resumed = RunDir(_folder(self.trainer)), self._get(self.config, "ckpt_path")
+        return Run(self.model, self.datamodule, self.trainer, folder, resumed, command="", dataset="")
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -90,6 +90,7 @@ def test_fit_ends_well_and_warns_of_nothing(fitted: tuple[Path, Outcome]) -> Non
     assert outcome.code == 0, outcome.err
     assert "Warning" not in outcome.err and "deprecated" not in outcome.err
     assert "completions per rollout" in outcome.out
+    assert "Held-out reward" in outcome.out and "Where the time went" in outcome.out  # as a run of `train` ends
 
 
 def test_fit_trains_as_the_plain_constructors_do(
