@@ -11,6 +11,8 @@ import torch
 from small_rollouts import EachBatch, trainer
 
 from lit_rl.algorithms import GRPO, PPO, RLOO, AdamW, Constant
+from lit_rl.algorithms.evaluation.policy_scores import check_policy_scores
+from lit_rl.algorithms.evaluation.validation import Evaluation
 from lit_rl.algorithms.terms.controllers import AdaptiveKL
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.tasks import Addition
@@ -111,6 +113,47 @@ def test_an_average_follows_every_optimizer_step(kind, minibatches, adapter, tmp
         for name, value in now.items():
             average[name] = 0.7 * average[name] + 0.3 * value
             torch.testing.assert_close(reference[name], average[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("group_size", [1, 3])
+def test_validation_logs_entropy_and_distance_to_the_reference(group_size, tmp_path):
+    """By hand: plain forward passes of policy and reference over each completion alone."""
+    evaluation = Evaluation(group_size=group_size, temperature=0.8, log_policy=True)
+    module = grpo(LanguageModel("tiny"), FrozenCopy(), beta=0.1, evaluation=evaluation)
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+    runs = trainer(tmp_path, max_steps=3, max_epochs=-1, limit_val_batches=1.0)
+    runs.fit(module, datamodule=data)
+    (logged,) = runs.validate(module, datamodule=data, verbose=False)
+    batch = next(iter(runs.val_dataloaders[0] if isinstance(runs.val_dataloaders, list) else runs.val_dataloaders))
+    completions, _ = module.evaluate(batch)
+    entropy, distance = [], []
+    for prompt, asked, response, said in zip(
+        completions.prompt_ids, completions.prompt_mask, completions.response_ids, completions.response_mask
+    ):
+        ids = torch.cat([prompt[asked], response[said]])[None]
+        logs = [
+            torch.log_softmax(each(ids).logits[0, int(asked.sum()) - 1 : -1].float() / 0.8, -1).detach()
+            for each in (module.policy.eval(), module.reference_policy.eval())
+        ]
+        entropy += (-(logs[0].exp() * logs[0]).sum(-1)).tolist()
+        now, ref = (log.gather(1, response[said][:, None])[:, 0] for log in logs)
+        distance += ((ref - now).exp() - 1 - (ref - now)).tolist()
+    assert logged["val/entropy"] == pytest.approx(sum(entropy) / len(entropy), rel=1e-3)
+    assert logged["val/kl"] == pytest.approx(sum(distance) / len(distance), rel=1e-2, abs=1e-6)
+    assert logged["val/kl"] > 1e-6, "the policy did not move, so nothing was seen"
+
+
+def test_without_a_kl_validation_logs_the_entropy_alone(tmp_path):
+    module = grpo(LanguageModel("tiny"), None, evaluation=Evaluation(log_policy=True))
+    data = RolloutDataModule(task=Addition(max_operand=5, val_rows=4), prompts_per_rollout=8)
+    (logged,) = trainer(tmp_path, limit_val_batches=1.0).validate(module, datamodule=data, verbose=False)
+    assert logged["val/entropy"] > 0 and "val/kl" not in logged
+
+
+def test_entropy_of_a_validation_that_cannot_be_is_refused():
+    for rolls_out, sampling, word in ((False, Sampling(), "learns from a data set"), (True, Sampling(0.0), "there is")):
+        with pytest.raises(ConfigError, match=f"eval.log_policy=true.*{word}"):
+            check_policy_scores("SFT", rolls_out, sampling, None)
 
 
 def trained(policy: Any) -> dict[str, torch.Tensor]:

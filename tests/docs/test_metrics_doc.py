@@ -22,6 +22,7 @@ TERMS = [
         "algo/kl_control=adaptive",
         "algo.beta=0.1",
         "algo.reward_beta=0.1",
+        "eval.log_policy=true",
         "algo/groups=dynamic",
         "algo/replay=buffer",
     ],

@@ -14,6 +14,7 @@ from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.episodes import metrics_of
 from lit_rl.episodes import Episode
 from lit_rl.errors import in_range
+from lit_rl.ops.masking import masked_sum
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 
@@ -31,6 +32,8 @@ class Evaluation:
         limit: At most this many prompts of each validation set; null takes all.
         win_rate_against: A model whose completions of the same prompts the policy's are compared with: its name, folder
             or hub id, or "base" for the policy as it was before its first step. Null compares with none.
+        log_policy: Score the completions once more, with the policy and, where the objective has a KL, with the
+            reference, under the training's distribution: `val/entropy`, `val/kl`.
     """
 
     group_size: int = 1
@@ -40,6 +43,7 @@ class Evaluation:
     max_new_tokens: int | None = None
     limit: int | None = None
     win_rate_against: str | None = None
+    log_policy: bool = False
 
     def __post_init__(self) -> None:
         in_range("eval.group_size", self.group_size, low=1)
@@ -73,12 +77,19 @@ class EvaluationRows:
         self.names: tuple[str, ...] = ()
 
     def add(
-        self, batch: PromptBatch, completions: Completions, scores: Scores, wins: torch.Tensor | None = None
+        self,
+        batch: PromptBatch,
+        completions: Completions,
+        scores: Scores,
+        wins: torch.Tensor | None = None,
+        of_tokens: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Keep the numbers of one batch; completions of a prompt are neighbours.
 
         `wins`: `(b,)`, the probability of each completion to be better than the other model's; NaN without a verdict.
+        `of_tokens`: `(b, t)` by name, of which the mean over sampled tokens is logged.
         """
+        sums = {name: masked_sum(each, completions.response_mask, 1) for name, each in (of_tokens or {}).items()}
         self.names = scores.names
         per_prompt = len(scores.total) // len(batch)
         for i, row in enumerate(batch.rows):
@@ -89,6 +100,7 @@ class EvaluationRows:
                 "length": completions.lengths[part].tolist(),
                 "ended": completions.ended[part].tolist(),
                 "wins": None if wins is None else wins[part].tolist(),
+                "sums": {name: each[part].tolist() for name, each in sums.items()},
                 "episodes": [_counted(each) for each in (completions.episodes or ())[part]],
             }
 
@@ -125,6 +137,9 @@ class EvaluationRows:
             averages = Averages()
             averages.add(metrics_of(episodes, Ranks()))  # of all ranks by now
             metrics |= averages.reduce()
+        for name in seen[0]["sums"] if seen else ():
+            total = sum(sum(row["sums"][name]) for row in seen)
+            metrics[name] = total / float(lengths.sum()) if lengths.sum() else math.nan
         wins = [row["wins"] for row in seen if row["wins"] is not None]
         return metrics | (self._pass_at_k(totals) if self.names else {}) | (_win_rate(wins) if wins else {})
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.evaluation.policy_scores import check_policy_scores
 from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.validation import Evaluation, EvaluationRows, prefixed
 from lit_rl.algorithms.evaluation.win_rate import BASE, ComparedModel, Drawing, compare
@@ -118,6 +119,9 @@ class GeneratingModule(PolicyModule):
             self._compared_model.describe(against)
         elif not self.learns_by_judge:
             judge_is_asked(type(self).__name__, self.judge)
+        if self.evaluation.log_policy:
+            strategy = getattr(self.trainer_or_none, "strategy", None)
+            check_policy_scores(type(self).__name__, self.rolls_out, self.sampling, strategy)
         super().configure_model()
         self.generator.prepare(self.model)
 
@@ -271,7 +275,8 @@ class GeneratingModule(PolicyModule):
         if against is not None and not self.trainer.predicting:
             theirs, wins = self._compared(against, replace(batch, rollout=-1 - dataloader_idx), texts, scores)
             table = {"opponent": theirs, "win": wins.tolist()} | table
-        self._evaluated[dataloader_idx].add(batch, completions, scores, wins)
+        of_tokens = self.said_by_policy(completions) if self.evaluation.log_policy else {}
+        self._evaluated[dataloader_idx].add(batch, completions, scores, wins, of_tokens)
         return table
 
     def _compared(
@@ -288,6 +293,13 @@ class GeneratingModule(PolicyModule):
                 their_rewards = self.reward_texts(batch, theirs, [answer.ids for answer in answers]).total
         rewards = {"our_rewards": scores.total, "their_rewards": their_rewards}
         return theirs, compare(self.judge, batch, texts, theirs, **rewards, trainer_state=self.trainer_state)
+
+    rolls_out = False
+    """Whether completions of its own are what it learns from."""
+
+    def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
+        """`(b, t)` by name: what `eval.log_policy` logs of the sampled tokens."""
+        return {}
 
     validation_step = predict_step
     test_step = predict_step

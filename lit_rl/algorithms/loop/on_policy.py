@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lit_rl.algorithms.evaluation.policy_scores import MOST_ROWS, entropies
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight import environments, footprint, given
@@ -39,6 +40,7 @@ from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource, Interactive
 from lit_rl.errors import ConfigError, GenerationError
 from lit_rl.models.policy.forward import TokenScores, score
+from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
 from lit_rl.rewards.sums.weighted import Scores
@@ -285,6 +287,19 @@ class OnPolicyModule(GeneratingModule, ABC):
             options=self.forward_options,
             rows_at_once=self.rows_at_once(completions),
         )
+
+    rolls_out = True
+
+    def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
+        said = {"entropy": entropies(self.policy, completions, self.sampling, self.forward_options)}
+        if not self.needs_reference:
+            return said
+        how: dict[str, Any] = {"sampling": self.sampling, "options": self.forward_options, "rows_at_once": MOST_ROWS}
+        now = frozen_logprobs(self.policy, completions, **how)
+        with self.reference.scoring(self.policy, self.reference_policy) as scorer:
+            reference: Any = scorer
+            ref = frozen_logprobs(reference, completions, **how)
+        return said | {"kl": k3(now, ref, now)}
 
     def rows_at_once(self, completions: Completions) -> int:
         """As many rows as a micro-batch has: scoring must not need more memory than learning."""
