@@ -53,7 +53,7 @@ from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean
+from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean, seed_in_range
 
 TASKS = {
     "fit": train.train,
@@ -287,6 +287,8 @@ def _check(config: DictConfig) -> None:
     if config.task not in allowed:
         raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
     choices.check(config)
+    if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
+        seed_in_range("seed", config.seed)
 
 
 def _is_main() -> bool:

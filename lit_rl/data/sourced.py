@@ -15,7 +15,7 @@ from lit_rl.data.jsonl import OnBadRow
 from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
-from lit_rl.errors import ConfigError, DataError, in_range
+from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
 
 class SourcedDataModule(L.LightningDataModule):
@@ -75,7 +75,7 @@ class SourcedDataModule(L.LightningDataModule):
         if path is None and (split is not None or name is not None):
             raise ConfigError("data.split and data.name belong to data.path, which did not come: remove them.")
         in_range("data.val_batch_size", val_batch_size, low=1)
-        in_range("data.seed", seed, low=0)
+        seed_in_range("data.seed", seed)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction={val_fraction} is out of range: allowed is [0, 1).")
         one = Source(path, split, name) if path is not None else None

@@ -52,7 +52,7 @@ from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_dev
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state, worlds
 from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.errors import ConfigError, StorageError, seed_in_range
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
@@ -95,6 +95,7 @@ class PolicyModule(L.LightningModule):
         self.reference: Reference = Auto() if reference is None else reference
         self.optimizer: OptimizerFactory = AdamW() if optimizer is None else optimizer
         self.scheduler: Schedule = Linear() if scheduler is None else as_schedule(scheduler)
+        seed_in_range("algo.seed", seed)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.memory_gb: float | None = None
