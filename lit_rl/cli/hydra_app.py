@@ -176,7 +176,10 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
     with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
         if config.task == "fit" and is_requeued():
             _go_on_in_slurm(config, run_dir)
-        if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
+        finished = config.task == "fit" and config.ckpt_path == "last" and run_dir.finished
+        if finished and ends.is_later(config.trainer, run_dir.read_config().get("trainer"), run_dir.steps):
+            _say_that_it_goes_on(config, run_dir)
+        elif finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
             if meeting is not None:
                 meeting.tell("start", {"finished": True})
@@ -246,6 +249,15 @@ def _start(config: DictConfig, run_dir: RunDir) -> Start:
     if _is_inside(config.ckpt_path, run_dir.path):
         return "resumed"
     return "anew" if asked == "last" else "new"
+
+
+def _say_that_it_goes_on(config: DictConfig, run_dir: RunDir) -> None:
+    if _is_main():
+        sys.stdout.write(
+            f"{run_dir.path} holds a run that finished after {run_dir.steps} steps, and trainer.max_steps or "
+            "max_epochs ends this one later: it goes on. A schedule of the learning rate goes on as one of the new "
+            "length, so the weights are not those of a run that had this end from its start.\n"
+        )
 
 
 def _is_sweep() -> bool:

@@ -229,11 +229,20 @@ class RunDir:
     @property
     def holds_a_run(self) -> bool:
         """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
+        return self.read_config().keys() >= _CONFIG_KEYS
+
+    def read_config(self) -> dict[str, Any]:
+        """What config.yaml says; empty where it cannot be read."""
         try:
             config = yaml.safe_load(self.config.read_text())
         except (OSError, ValueError, yaml.YAMLError):
-            return False
-        return isinstance(config, dict) and config.keys() >= _CONFIG_KEYS
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run that has ended here; 0 where none has."""
+        return int(self.read_summary().get("steps", 0))
 
     def remove_partial(self) -> None:
         """Remove what a process that died left of the checkpoint or the export that it was writing. For one process,
