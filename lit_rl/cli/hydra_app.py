@@ -232,7 +232,8 @@ def _run(
                 if not job.dry:
                     where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
                     first = run_dir.write_error(described(error) | where | {"command": job.command})
-                    if config.task == "fit" and job.trainer.is_global_zero and run_dir.metrics.is_file():
+                    begun = run_dir.metrics.is_file() and run_dir.keeps(missing, kept_for)
+                    if config.task == "fit" and job.trainer.is_global_zero and begun:
                         run_report.write_at_the_end(run_dir.path)
                     if first is not None and has_lost_another(error):
                         raise OtherRankFailed(first) from error

@@ -195,6 +195,13 @@ class RunDir:
         """The folders that `open` will make, the innermost first."""
         return [path for path in (self.path, *self.path.parents) if not path.exists()]
 
+    def keeps(self, made: Sequence[Path], kept_for: str) -> bool:
+        """Whether `withdraw`, of the same arguments, would leave the folder as it is."""
+        if self.path not in made or not self.path.is_dir():
+            return True
+        logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
+        return logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
+
     def withdraw(self, made: Sequence[Path], kept_for: str) -> None:
         """Remove the folder of a start that failed before it had anything to keep, if this start made the folder.
 
@@ -202,11 +209,7 @@ class RunDir:
             made: What was `missing` before.
             kept_for: The folder stays if a metric was logged whose name begins so; "" is any.
         """
-        if not self.path.is_dir():
-            return
-        logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
-        learned = logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
-        if self.path not in made or learned:
+        if self.keeps(made, kept_for):
             return
         theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
         ours = (self.path / NAME, self.config, self.summary, self.error, self.page, *record_files(self.path))

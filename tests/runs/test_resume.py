@@ -115,6 +115,9 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
     code = train(*SMALL, "trainer.max_steps=2", run_dir, "ckpt_path=last", "model.lora.r=4")
     assert code == 7
     assert "not of this model" in capsys.readouterr().err
+    last, elsewhere = next((tmp_path / "run" / "checkpoints").iterdir()), tmp_path / "elsewhere"
+    code = train(*SMALL, "trainer.max_steps=2", f"run_dir={elsewhere}", f"ckpt_path={last}", "model.lora.r=4")
+    assert code == 7 and "report" not in capsys.readouterr().out and not elsewhere.exists()
 
 
 def test_a_checkpoint_of_a_version_with_another_format_is_refused(train, tmp_path, capsys):
