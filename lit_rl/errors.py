@@ -95,6 +95,16 @@ def one_of(key: str, value: str, allowed: Iterable[str]) -> None:
         raise ConfigError(f"{key}={value!r} is unknown: allowed is {', '.join(choices)}.{near}")
 
 
+def seed_in_range(key: str, seed: int) -> None:
+    """Refuse a seed that a random generator of PyTorch or NumPy cannot take.
+
+    Raises:
+        ConfigError: names the key, the value and the range.
+    """
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"{key}={seed} is out of range: allowed are whole numbers from 0 to {2**63 - 1}.")
+
+
 def in_range(
     key: str,
     value: float,

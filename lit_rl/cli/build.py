@@ -213,8 +213,12 @@ def _class_of(node: dict[str, Any] | None) -> str:
     return str((node or {}).get("_target_", "")).rpartition(".")[2]
 
 
-def check_trainer(trainer: L.Trainer) -> None:
+def check_trainer(trainer: L.Trainer, asked: Any) -> None:
     """Refuse what Lightning lets pass and no run can use, before anything is downloaded.
+
+    Args:
+        trainer: As it was built.
+        asked: Its `precision` as it was given: on a CPU Lightning makes bf16-mixed of 16-mixed.
 
     Raises:
         ConfigError: nothing would end the training, or its processes could not give back what they learned.
@@ -234,8 +238,8 @@ def check_trainer(trainer: L.Trainer) -> None:
         )
     if not isinstance(trainer.accelerator, CPUAccelerator):
         return
-    if str(trainer.precision) in ("16-true", "16-mixed"):
-        raise BackendError(f"trainer.precision={trainer.precision} needs a GPU: on a CPU take bf16-mixed or 32-true.")
+    if str(asked) in ("16", "16-true", "16-mixed"):
+        raise BackendError(f"trainer.precision={asked} needs a GPU: on a CPU take bf16-mixed or 32-true.")
     if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size == 1:
         raise BackendError(
             "strategy=fsdp spreads over several devices and there is one: take strategy=auto, or devices=2."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,3 +24,21 @@ def epochs(settings: Mapping[str, Any]) -> int:
     if settings["max_epochs"] is not None:
         return settings["max_epochs"]
     return EPOCHS if settings["max_steps"] == -1 else -1
+
+
+def is_later(settings: Mapping[str, Any], before: Mapping[str, Any] | None, steps: int) -> bool:
+    """Whether a run that has finished would go on with these settings.
+
+    Args:
+        settings: Of the Trainer.
+        before: Those that it finished with; None where nobody knows.
+        steps: Optimizer steps that it has made.
+    """
+    if not before or not steps < _bound(settings["max_steps"]):
+        return False
+    longer = _bound(settings["max_steps"]) > _bound(before["max_steps"])
+    return longer or _bound(epochs(settings)) > _bound(epochs(before))
+
+
+def _bound(number: int) -> float:
+    return math.inf if number == -1 else number

@@ -53,7 +53,7 @@ from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean
+from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean, seed_in_range
 
 TASKS = {
     "fit": train.train,
@@ -176,7 +176,10 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
     with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
         if config.task == "fit" and is_requeued():
             _go_on_in_slurm(config, run_dir)
-        if config.task == "fit" and config.ckpt_path == "last" and run_dir.finished:
+        finished = config.task == "fit" and config.ckpt_path == "last" and run_dir.finished
+        if finished and ends.is_later(config.trainer, run_dir.read_config().get("trainer"), run_dir.steps):
+            _say_that_it_goes_on(config, run_dir)
+        elif finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
             if meeting is not None:
                 meeting.tell("start", {"finished": True})
@@ -229,7 +232,8 @@ def _run(
                 if not job.dry:
                     where = {"rank": job.trainer.global_rank, "step": job.trainer.global_step}
                     first = run_dir.write_error(described(error) | where | {"command": job.command})
-                    if config.task == "fit" and job.trainer.is_global_zero and run_dir.metrics.is_file():
+                    begun = run_dir.metrics.is_file() and run_dir.keeps(missing, kept_for)
+                    if config.task == "fit" and job.trainer.is_global_zero and begun:
                         run_report.write_at_the_end(run_dir.path)
                     if first is not None and has_lost_another(error):
                         raise OtherRankFailed(first) from error
@@ -246,6 +250,15 @@ def _start(config: DictConfig, run_dir: RunDir) -> Start:
     if _is_inside(config.ckpt_path, run_dir.path):
         return "resumed"
     return "anew" if asked == "last" else "new"
+
+
+def _say_that_it_goes_on(config: DictConfig, run_dir: RunDir) -> None:
+    if _is_main():
+        sys.stdout.write(
+            f"{run_dir.path} holds a run that finished after {run_dir.steps} steps, and trainer.max_steps or "
+            "max_epochs ends this one later: it goes on. A schedule of the learning rate goes on as one of the new "
+            "length, so the weights are not those of a run that had this end from its start.\n"
+        )
 
 
 def _is_sweep() -> bool:
@@ -287,6 +300,8 @@ def _check(config: DictConfig) -> None:
     if config.task not in allowed:
         raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
     choices.check(config)
+    if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
+        seed_in_range("seed", config.seed)
 
 
 def _is_main() -> bool:

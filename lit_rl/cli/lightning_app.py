@@ -138,7 +138,7 @@ class CommandLine(LightningCLI):
         checkpoint = self._get(self.config, "ckpt_path")
         if checkpoint is not None and Path(checkpoint).exists():
             verify_once(Path(checkpoint))
-        check_trainer(self.trainer)
+        check_trainer(self.trainer, self._get(self.config, "trainer")["precision"])
         if isinstance(self.model, PolicyModule):
             settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)
         self.summary = {"began": time.time()}

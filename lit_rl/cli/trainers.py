@@ -57,7 +57,7 @@ def trainer_of(tree: dict[str, Any], run_dir: RunDir, dry: bool) -> L.Trainer:
         trainer = L.Trainer(**settings)
     except (TypeError, ValueError) as error:  # it checks settings one by one, and names the one that it refuses
         raise ConfigError(f"trainer: {error}") from error
-    check_trainer(trainer)
+    check_trainer(trainer, settings["precision"])
     return let_loggers_fail(trainer)
 
 

@@ -197,6 +197,13 @@ class RunDir:
         """The folders that `open` will make, the innermost first."""
         return [path for path in (self.path, *self.path.parents) if not path.exists()]
 
+    def keeps(self, made: Sequence[Path], kept_for: str) -> bool:
+        """Whether `withdraw`, of the same arguments, would leave the folder as it is."""
+        if self.path not in made or not self.path.is_dir():
+            return True
+        logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
+        return logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
+
     def withdraw(self, made: Sequence[Path], kept_for: str) -> None:
         """Remove the folder of a start that failed before it had anything to keep, if this start made the folder.
 
@@ -204,11 +211,7 @@ class RunDir:
             made: What was `missing` before.
             kept_for: The folder stays if a metric was logged whose name begins so; "" is any.
         """
-        if not self.path.is_dir():
-            return
-        logged = self.metrics.is_file() and f'"{kept_for}' in self.metrics.read_text()
-        learned = logged or any(self.checkpoints.glob("*")) or any(self.path.glob("bad_batch*.pt"))
-        if self.path not in made or learned:
+        if self.keeps(made, kept_for):
             return
         theirs = self.path / "hparams.yaml"  # of Lightning's logger for TensorBoard
         ours = (self.path / NAME, self.config, self.summary, self.error, self.page, *record_files(self.path))
@@ -231,11 +234,20 @@ class RunDir:
     @property
     def holds_a_run(self) -> bool:
         """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
+        return self.read_config().keys() >= _CONFIG_KEYS
+
+    def read_config(self) -> dict[str, Any]:
+        """What config.yaml says; empty where it cannot be read."""
         try:
             config = yaml.safe_load(self.config.read_text())
         except (OSError, ValueError, yaml.YAMLError):
-            return False
-        return isinstance(config, dict) and config.keys() >= _CONFIG_KEYS
+            return {}
+        return config if isinstance(config, dict) else {}
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run that has ended here; 0 where none has."""
+        return int(self.read_summary().get("steps", 0))
 
     def remove_partial(self) -> None:
         """Remove what a process that died left of the checkpoint or the export that it was writing. For one process,

@@ -92,6 +92,8 @@ def train(run: Run) -> int:
             summary["losses"] = {"before": losses(run)}
             summary["prompts"] = getattr(run.data, "prompt_form", None)
             _save(run, summary | {"status": "running"})
+        elif summary.get("status") == "finished" and not run.dry:  # it goes on to a later end
+            _save(run, summary | {"status": "running"})
         try:
             run.trainer.fit(run.module, datamodule=run.data, ckpt_path=run.ckpt_path, weights_only=True)
         except GenerationError:

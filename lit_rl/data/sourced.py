@@ -17,7 +17,7 @@ from lit_rl.data.order import RolloutOrder
 from lit_rl.data.sources import Rows
 from lit_rl.data.splits import Source, exactly_one, named_rows, parse_sources, val_sources
 from lit_rl.data.tasks import Task
-from lit_rl.errors import ConfigError, DataError, in_range
+from lit_rl.errors import ConfigError, DataError, in_range, seed_in_range
 
 
 class SourcedDataModule(L.LightningDataModule):
@@ -85,7 +85,7 @@ class SourcedDataModule(L.LightningDataModule):
                 "lit_rl.Addition()."
             )
         in_range("data.val_batch_size", val_batch_size, low=1)
-        in_range("data.seed", seed, low=0)
+        seed_in_range("data.seed", seed)
         if not 0 <= val_fraction < 1:
             raise ConfigError(f"data.val_fraction={val_fraction} is out of range: allowed is [0, 1).")
         one = Source(path, split, name) if path is not None else None

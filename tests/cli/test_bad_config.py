@@ -118,6 +118,9 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("no-name", ["model=local"], 2, ["model.name=''", "hub id"]),
     ("no-optimizer", ["optimizer=by_path"], 2, ["optimizer.path", "needs one", "torch.optim.SGD"]),
     ("two-sources", ["data=addition", "+data.path=x.jsonl"], 2, ["data.path", "came: path, task"]),
+    ("seed", ["seed=-1"], 2, ["ConfigError: seed=-1 is out of range", "from 0 to 9223372036854775807"]),
+    ("seed-huge", ["seed=99999999999999999999"], 2, ["seed=99999999999999999999 is out of range"]),
+    ("seed-own", ["algo.seed=99999999999999999999"], 2, ["algo.seed=99999999999999999999 is out of range"]),
     ("interpolation", ["seed=${sampling.topp}"], 2, ["sampling.topp"]),
     ("no-checkpoint", ["ckpt_path=gone.ckpt"], 2, ["ckpt_path=gone.ckpt", "`last`"]),
     ("no-folder", ["model=local", "model.name=./gone"], 2, ["model.name='./gone'", "no such folder"]),
@@ -143,6 +146,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ),
     # what this machine lacks
     ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
+    ("precision-mixed", ["trainer.precision=16-mixed", "trainer.accelerator=cpu"], 8, ["=16-mixed", "bf16-mixed"]),
     ("fsdp-one-cpu", ["strategy=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"], 8, ["fsdp", "strategy=auto"]),
     ("spawn", ["trainer.strategy=ddp_spawn", "trainer.devices=2"], 2, ["trainer.strategy=ddp_spawn", "strategy=ddp,"]),
     ("fork", ["trainer.strategy=ddp_notebook"], 2, ["trainer.strategy=ddp_fork (ddp_notebook", "strategy=ddp,"]),

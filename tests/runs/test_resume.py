@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -69,6 +70,20 @@ def test_a_finished_run_returns_at_once(train, tmp_path, capsys):
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
 
 
+def test_a_finished_run_goes_on_to_a_later_end(train, tmp_path, capsys):
+    words = [*SMALL, "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}", "ckpt_path=last"]
+    assert train(*words, "trainer.max_steps=2") == 0
+    assert train(*words, "trainer.max_steps=3") == 0
+    assert "finished after 2 steps" in (said := capsys.readouterr().out) and "schedule" in said
+    assert newest(tmp_path / "run")["global_step"] == 3
+    assert sum("train/reward" in row for row in rows(tmp_path / "run")) == 3
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
+    for end in (3, 1):  # as it is, or sooner
+        assert train(*words, f"trainer.max_steps={end}") == 0
+        assert "nothing to do" in capsys.readouterr().out
+
+
 def test_last_without_a_checkpoint_starts_anew_and_says_so(train, tmp_path, capsys):
     assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}", "ckpt_path=last") == 0
     assert "starting anew" in capsys.readouterr().out
@@ -100,6 +115,9 @@ def test_a_checkpoint_of_another_model_is_refused(train, tmp_path, capsys):
     code = train(*SMALL, "trainer.max_steps=2", run_dir, "ckpt_path=last", "model.lora.r=4")
     assert code == 7
     assert "not of this model" in capsys.readouterr().err
+    last, elsewhere = next((tmp_path / "run" / "checkpoints").iterdir()), tmp_path / "elsewhere"
+    code = train(*SMALL, "trainer.max_steps=2", f"run_dir={elsewhere}", f"ckpt_path={last}", "model.lora.r=4")
+    assert code == 7 and "report" not in capsys.readouterr().out and not elsewhere.exists()
 
 
 def test_a_checkpoint_of_a_version_with_another_format_is_refused(train, tmp_path, capsys):

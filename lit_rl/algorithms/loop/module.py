@@ -54,7 +54,7 @@ from lit_rl.algorithms.preflight.room import free_of, host_room, room, whole_dev
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state, worlds
 from lit_rl.algorithms.rollouts.plan import mix
-from lit_rl.errors import ConfigError, StorageError
+from lit_rl.errors import ConfigError, StorageError, seed_in_range
 from lit_rl.models.export.policy import ExportReport, export_policy, model_card
 from lit_rl.models.policy import liger
 from lit_rl.models.policy.checkpointing import set_checkpointing
@@ -113,6 +113,7 @@ class PolicyModule(L.LightningModule):
         given.optimizer_factory(self.optimizer)
         given.instance("seed", seed, int, "a whole number, such as seed=0")
         self.scheduler: Schedule | FromTorch = Linear() if scheduler is None else as_schedule(scheduler)
+        seed_in_range("algo.seed", seed)
         self.seed = seed
         self.micro_batch_size: int | Literal["auto"] | None = micro_batch_size
         self.memory_gb: float | None = None
