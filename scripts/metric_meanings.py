@@ -66,6 +66,8 @@ METRICS = {
     "nll_loss": "mean of - log-prob over the tokens of the chosen completions",
     "log_odds_ratio": "mean of log sigma(log odds of the chosen completion less that of the rejected one)",
     "log_odds_chosen": "mean of the log odds of the chosen completion less that of the rejected one",
+    "count/chosen": "desirable rows of an optimizer step, over all ranks",
+    "count/rejected": "the others",
     "delta": "the reward shift",
     "judge/failures": "share of comparisons without a verdict",
     "judge/ties": "share of prompts whose completions win equally often: nothing is learned from them",
