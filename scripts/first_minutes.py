@@ -85,7 +85,7 @@ STEPS = (
     Typed(LIGHTNING, "lit-rl fit --config conf/lightning/additon.yaml", code=2),
     Typed(LIGHTNING, "lit-rl fit --config conf/lightning/addition.yaml --trainer.max_stpes 2", code=2),
     Typed(LIGHTNING, "python constructors.py"),
-    Typed(GPUS, "lit-rl plan model=qwen0.5b data=gsm8k"),
+    Typed(GPUS, "lit-rl plan model=qwen0.5b data=gsm8k", code=8),
     Typed(GPUS, f"python train.py strategy=ddp trainer.devices=2 trainer.accelerator=cpu {SHORT}"),
     Typed(GPUS, "python train.py trainer.accelerator=gpu", code=8),
     Typed(GPUS, "python train.py generator=vllm", code=8),
@@ -217,6 +217,7 @@ def play(typed: Typed, cwd: Path, *, longest: float = LONGEST) -> Played:
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     seconds = time.monotonic() - started
+    text = text.replace(str(cwd).encode(), b".")  # where the clone lay is of no interest
     return Played(
         typed,
         seconds if first is None else first,
