@@ -109,6 +109,8 @@ def _said(command: str | None, rest: Sequence[str]) -> str:
     alone = not command and not sys.argv[0].endswith(".py")
     if not {"-h", "--help"} & set(rest) and (rest or not alone):
         return ""
+    if not command and rest and rest[0].isidentifier():  # a command that there is not
+        return ""
     from lit_rl.cli import help
 
     if command:

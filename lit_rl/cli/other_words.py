@@ -37,10 +37,15 @@ MEANS = {
     "model_name_or_path": "model",
     "dataset_name": "data.path",
     "max_length": "data.max_length",
+    "epochs": "trainer.max_epochs",
+    "gpus": "trainer.devices",
+    "lora_r": "model.lora.r",
+    "reward.func": "reward.fn",
+    "reward.function": "reward.fn",
     "losses": "replay.losses",
     "rollout": "replay.rollout",
 }
-"""A name at the top, and the key that it is here."""
+"""A name that others have, and the key that it is here."""
 
 _BATCH = (
     "data.prompts_per_rollout counts the prompts of a rollout (each is completed algo.group_size times), "
@@ -58,6 +63,9 @@ AMBIGUOUS = {
     "fp16": "trainer.precision=16-mixed, on a GPU",
     "use_vllm": "generator=vllm, or generator=vllm_server",
     "report_to": "logger=[tensorboard,wandb]",
+    "wandb": "logger=[tensorboard,wandb]",
+    "kl_coef": "algo.beta, the KL in the loss, or algo.reward_beta, the KL in the reward",
+    "push_to_hub": "lit-rl export run_dir=... export.push_to_hub=user/name, after the run",
     "save_steps": _CHECKPOINTS,
     "eval_steps": "trainer.val_check_interval counts slots of the loop (docs/batch-arithmetic.md)",
     "logging_steps": "trainer.log_every_n_steps",
@@ -69,6 +77,11 @@ AMBIGUOUS = {
 }
 """Names of TRL and others that are more than one key here, or another unit, with what to type."""
 
+_FLAGS = (
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+)
+"""Hydra's."""
 _PLAIN = re.compile(r"[\w./~-]+")
 _ELSEWHERE = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
 
@@ -87,6 +100,8 @@ def translated(words: Sequence[str]) -> tuple[list[str], list[str]]:
     new: list[str] = []
     for word in words:
         key, equals, value = word.partition("=")
+        if word.startswith("--") and key not in _FLAGS:
+            raise ConfigError(_dashed(key))
         if not equals or word.startswith("-"):
             out.append(word)
             continue
@@ -149,16 +164,38 @@ def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys()} - {"hydra"}
-    if not dot and head.isidentifier() and head not in {*known, "hydra"} and did_you_mean(head, known):
-        raise ConfigError(
-            f"{head} is not a key.{did_you_mean(head, known)} The top level has: {', '.join(sorted(known))}."
-        )
+    if not dot and head.isidentifier() and head not in {*known, "hydra"}:
+        hint = _meant(head, known, choices)
+        raise ConfigError(f"{head} is not a key.{hint} The top level has: {', '.join(sorted(known))}.")
     if dot and head.isidentifier() and head not in {*known, "hydra"}:
         near = difflib.get_close_matches(head, tops, n=1, cutoff=0.75)  # others wait for the whole config
         if near:
             raise ConfigError(f"{key} is not a key. Did you mean {near[0]!r}?")
     if dot and choices.get(head) in found.get(head, {}):
         _check_in_group(key, head, rest.partition(".")[0], choices[head])
+
+
+def _dashed(flag: str) -> str:
+    """What is said of `--lr`, where `key=value` is written."""
+    name = flag.lstrip("-").replace("-", "_")
+    if name in AMBIGUOUS:
+        return f"{flag} is no option: settings are written key=value. What it may mean: {AMBIGUOUS[name]}."
+    return f"{flag} is no option: settings are written key=value, such as {MEANS.get(name, name)}=..."
+
+
+def _meant(name: str, known: set[str], choices: Mapping[str, str]) -> str:
+    """The nearest of the keys at the top, of the names that others have, and of the keys in groups; or nothing."""
+    inside: dict[str, list[str]] = {}
+    for group, choice in choices.items():
+        for key in key_names.of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
+            inside.setdefault(key, []).append(f"{group}.{key}")
+    near = difflib.get_close_matches(name, {*known, *MEANS, *AMBIGUOUS, *inside}, n=1, cutoff=0.75)
+    if not near:
+        return ""
+    if near[0] in AMBIGUOUS:
+        return f" What it may mean: {AMBIGUOUS[near[0]]}."
+    meant = [near[0]] if near[0] in known else [MEANS[near[0]]] if near[0] in MEANS else inside[near[0]]
+    return f" Did you mean {' or '.join(map(repr, meant))}?"
 
 
 def _check_in_group(key: str, group: str, name: str, choice: str) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from cli_helpers import Command, contents, refused, write_jsonl
 
+from lit_rl import cli
 from lit_rl.cli.other_words import AMBIGUOUS, MEANS, translated
 from lit_rl.errors import ConfigError
 
@@ -62,6 +63,11 @@ def test_beta_of_rloo_is_another_one():
         ("modle=tiny", "modle is not a key. Did you mean 'model'"),
         ("algo.group_siez=4", "algo.group_siez is not a key. Did you mean 'group_size'"),
         ("trainer.max_step=3", "trainer.max_step is not a key. Did you mean 'max_steps'"),
+        ("num_generation=8", "num_generation is not a key. Did you mean 'algo.group_size'?"),
+        ("lora_rs=8", "Did you mean 'model.lora.r'?"),
+        ("wandb_=true", "What it may mean: logger=[tensorboard,wandb]"),
+        ("minibatch=2", "Did you mean 'algo.minibatches'?"),
+        ("nonsense_words=2", "nonsense_words is not a key. The top level has: algo, "),
         ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
     ],
 )
@@ -78,6 +84,26 @@ def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):
 )
 def test_keys_that_another_word_brings_are_left_to_hydra(added):
     assert translated([added, "callbacks.mime.every=3"]) == ([added, "callbacks.mime.every=3"], [])
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [
+        (["--lr", "1e-4"], "--lr is no option: settings are written key=value, such as optimizer.lr=..."),
+        (["--learning-rate=1e-4"], "such as optimizer.lr=..."),
+        (["--batch-size", "4"], "What it may mean: data.prompts_per_rollout"),
+        (["--seed", "1"], "such as seed=..."),
+    ],
+)
+def test_options_with_dashes_say_how_settings_are_written(typed, meant):
+    with pytest.raises(ConfigError) as refusal:
+        translated(typed)
+    assert meant in str(refusal.value)
+
+
+def test_the_help_of_a_command_that_there_is_not_is_refused(capsys):
+    assert cli.run(["raport", "--help"]) == 2
+    assert "Did you mean 'report'" in capsys.readouterr().err
 
 
 def test_a_typo_is_refused_before_torch_is_loaded():
