@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from no_room import no_file_above
 from runs_helpers import SMALL
 
-from lit_rl.callbacks import AtomicCheckpointIO, checkpoint_io
+from lit_rl.callbacks import AtomicCheckpointIO, TimedCheckpoint, checkpoint_io
 from lit_rl.durable import PARTIAL, check_room
 from lit_rl.errors import StorageError
 
@@ -68,3 +70,19 @@ def test_a_run_that_could_never_save_does_not_begin(
     monkeypatch.setattr("shutil.disk_usage", lambda path: (2**30, 2**30 - 4096, 4096))
     assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}") == 7
     assert "There is no room for a checkpoint" in capsys.readouterr().err
+
+
+def test_before_the_first_step_there_is_room_for_two_checkpoints_and_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = L.LightningModule()
+    module.trained, module.frozen = torch.nn.Linear(100, 10, bias=False), torch.nn.Linear(100, 10, bias=False)
+    module.frozen.requires_grad_(False)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer.strategy.optimizers = [torch.optim.AdamW(module.trained.parameters())]
+    least = 2 * (4000 + 8000) + 8000
+    for free in (least, least - 1):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: (2**30, 2**30 - free, free))
+        callback = TimedCheckpoint(dirpath=tmp_path / "checkpoints")
+        with contextlib.nullcontext() if free == least else pytest.raises(StorageError, match="the one before it and"):
+            callback.on_train_start(trainer, module)
