@@ -14,7 +14,7 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
-from lit_rl.callbacks.checkpoint_files import fault_of_contents, unusable, verify_once
+from lit_rl.callbacks.checkpoint_files import fault_of_contents, newest_whole, unusable, verify_once
 from lit_rl.durable import PARTIAL, check_room, flush
 from lit_rl.errors import StorageError
 
@@ -40,8 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             except OSError as error:
                 if error.errno not in _FULL or wait is None:
                     raise StorageError(
-                        f"The checkpoint {target} could not be written: {error}. What was saved before is as it was: "
-                        "mend this, and go on from there with ckpt_path=last."
+                        f"The checkpoint {target} could not be written: {error}. {_what_is_left(target)}"
                     ) from error
                 rank_zero_warn(f"The checkpoint {target} finds no room: {error}. It is tried again in {wait:g} s.")
             time.sleep(wait)
@@ -64,6 +63,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not isinstance(loaded, dict) or "state_dict" not in loaded:
             raise unusable(Path(path), "it holds no state_dict")
         return loaded
+
+
+def _what_is_left(target: str) -> str:
+    """How to go on after a checkpoint that could not be written."""
+    if newest_whole(list(Path(target).parent.glob("*.ckpt")))[0] is None:
+        return "No checkpoint of this run was saved before: mend this, and start it anew."
+    return "What was saved before is as it was: mend this, and go on from there with ckpt_path=last."
 
 
 def _write(checkpoint: dict[str, Any], target: str) -> None:

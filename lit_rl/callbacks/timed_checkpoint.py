@@ -8,10 +8,14 @@ one is due when what the last one took is at most a given share of the time sinc
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils._pytree import tree_leaves
 
 from lit_rl.durable import check_room
 from lit_rl.errors import StorageError, in_range
@@ -51,19 +55,23 @@ class TimedCheckpoint(ModelCheckpoint):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if trainer.is_global_zero and self.save_top_k:  # the only one that writes
-            self._check_room(pl_module)
+            self._check_room(trainer, pl_module)
         self._due, self._steps = time.monotonic() + self.every_seconds, trainer.global_step
 
-    def _check_room(self, pl_module: L.LightningModule) -> None:
-        """Before the first step: what is trained is the least that a checkpoint holds."""
+    def _check_room(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before the first step: a checkpoint with the optimizer's state, the one before it, which stays until the new
+        one is whole, and the export."""
         if not self.dirpath:
             return
-        trained = [weight for weight in pl_module.parameters() if weight.requires_grad]
+        weights = list(pl_module.parameters())
+        one = _bytes(weight for weight in weights if weight.requires_grad) + sum(map(_state_size, trainer.optimizers))
+        there = any(Path(self.dirpath).glob("*.ckpt"))
         try:
-            check_room(self.dirpath, sum(weight.numel() * weight.element_size() for weight in trained))
+            check_room(self.dirpath, one * (1 if there else 2) + _bytes(weights))
         except OSError as error:
             raise StorageError(
-                f"There is no room for a checkpoint: {error}. Take a run_dir on another disk, or make room."
+                f"There is no room for a checkpoint, the one before it and the export: {error}. Take a run_dir on "
+                "another disk, or make room."
             ) from error
 
     def on_train_batch_end(
@@ -81,3 +89,19 @@ class TimedCheckpoint(ModelCheckpoint):
     def _is_due(self, trainer: L.Trainer) -> bool:
         """Whether rank 0's clock says that it is time."""
         return bool(trainer.strategy.broadcast(time.monotonic() >= self._due))
+
+
+def _bytes(weights: Iterable[torch.Tensor]) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in weights)
+
+
+def _state_size(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that an optimizer keeps, at least; before its first step what its moments will take."""
+    narrow = any(word in type(optimizer).__name__.lower() for word in ("8bit", "split"))
+    moments = sum(
+        len(group.get("betas", ())) * (1 if narrow else 4) * weight.numel()
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    )
+    held = tree_leaves(dict(getattr(optimizer, "state", {})))
+    return max(moments, _bytes(each for each in held if isinstance(each, torch.Tensor)))

@@ -148,6 +148,12 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
     ("precision-mixed", ["trainer.precision=16-mixed", "trainer.accelerator=cpu"], 8, ["=16-mixed", "bf16-mixed"]),
     ("fsdp-one-cpu", ["strategy=fsdp", "trainer.accelerator=cpu", "trainer.devices=1"], 8, ["fsdp", "strategy=auto"]),
+    (
+        "processes",
+        ["trainer.devices=99", "trainer.accelerator=cpu"],
+        2,
+        ["must be divisible by", "world size 99", "data.prompts_per_rollout=99"],
+    ),
     ("spawn", ["trainer.strategy=ddp_spawn", "trainer.devices=2"], 2, ["trainer.strategy=ddp_spawn", "strategy=ddp,"]),
     ("fork", ["trainer.strategy=ddp_notebook"], 2, ["trainer.strategy=ddp_fork (ddp_notebook", "strategy=ddp,"]),
     ("accelerator", ["trainer.accelerator=tpu"], 8, ["torch_xla"]),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from no_room import no_file_above
 from runs_helpers import SMALL
 
-from lit_rl.callbacks import AtomicCheckpointIO, checkpoint_io
+from lit_rl.callbacks import AtomicCheckpointIO, TimedCheckpoint, checkpoint_io
 from lit_rl.durable import PARTIAL, check_room
 from lit_rl.errors import StorageError
 
@@ -40,7 +42,8 @@ def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
 def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_io, "_WAITS", ())
     huge = torch.empty(10**16, device="meta")
-    with pytest.raises(StorageError, match=r"it takes 40000000000\.0 MB, and \d+\.\d MB are free"):
+    said = r"it takes 40000000000\.0 MB, and \d+\.\d MB are free.* No checkpoint of this run was saved before"
+    with pytest.raises(StorageError, match=said):
         AtomicCheckpointIO().save_checkpoint({"state_dict": {"a": [huge]}}, tmp_path / "a" / "step.ckpt")
     assert not list(tmp_path.glob("a/*"))
     check_room(tmp_path / "not" / "there", 1)
@@ -67,3 +70,19 @@ def test_a_run_that_could_never_save_does_not_begin(
     monkeypatch.setattr("shutil.disk_usage", lambda path: (2**30, 2**30 - 4096, 4096))
     assert train(*SMALL, "trainer.max_steps=1", f"run_dir={tmp_path / 'run'}") == 7
     assert "There is no room for a checkpoint" in capsys.readouterr().err
+
+
+def test_before_the_first_step_there_is_room_for_two_checkpoints_and_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = L.LightningModule()
+    module.trained, module.frozen = torch.nn.Linear(100, 10, bias=False), torch.nn.Linear(100, 10, bias=False)
+    module.frozen.requires_grad_(False)
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer.strategy.optimizers = [torch.optim.AdamW(module.trained.parameters())]
+    least = 2 * (4000 + 8000) + 8000
+    for free in (least, least - 1):
+        monkeypatch.setattr("shutil.disk_usage", lambda path, free=free: (2**30, 2**30 - free, free))
+        callback = TimedCheckpoint(dirpath=tmp_path / "checkpoints")
+        with contextlib.nullcontext() if free == least else pytest.raises(StorageError, match="the one before it and"):
+            callback.on_train_start(trainer, module)

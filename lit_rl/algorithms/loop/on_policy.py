@@ -374,6 +374,22 @@ class OnPolicyModule(GeneratingModule, ABC):
         preflight.bind_validation(self.reward_functions, data, episodes)
         preflight.values_are_scored(self.reward_functions, data, episodes)
 
+    def check_processes(self, prompts_per_rollout: int, trainer: Any) -> None:
+        """Refuse a rollout that does not divide over the processes, before any of them is started.
+
+        Raises:
+            ConfigError: as `setup` would.
+        """
+        BatchPlan(
+            prompts_per_rollout=prompts_per_rollout,
+            group_size=self.group_size,
+            minibatches=self.minibatches,
+            iterations=self.iterations,
+            accumulate=trainer.accumulate_grad_batches,
+            world_size=trainer.world_size,
+            split_groups=self._slices_by_hand,
+        )
+
     def _plan_batches(self, data: Any) -> None:
         """Work out the batches of a rollout, and into how many micro-batches a step is cut."""
         plan = BatchPlan(
