@@ -240,9 +240,9 @@ MUTATIONS = [
     Mutation(
         "half-folder",
         "a checkpoint of pieces counts as whole where one is missing",
-        "lit_rl/callbacks/checkpoint_io.py",
-        " or is_as_noted(path))",
-        " or True)",
+        "lit_rl/callbacks/checkpoint_files.py",
+        " and not is_as_noted(path):",
+        " and False:",
         "tests/runs/test_damaged_checkpoints.py",
     ),
     Mutation(
