@@ -170,6 +170,7 @@ def plot(run_dir: Path, out: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK)
     figure.savefig(out, dpi=150)
+    print(f"{out} shows {run_dir}")
     plt.close(figure)
 
 
