@@ -68,8 +68,8 @@ METHOD = f"""\
   lie in the "middle half". Where other processes took over {FOREIGN:.0%} of the processor in a turn, the round begins
   anew, once or twice at most. `make bench-full` starts a process for each turn; `make bench` lets those that were
   measured last wait for the next round, in half of the memory at most. Each workload says which it was.
-- **Commit.** Each workload says of which commit its figures are (with a plus: of files that differed from it) and of
-  which day. Rows of one table may be of different commits, never of different machines or versions.
+- **Commit.** Each workload names the commit it was measured on (a plus: with files that differed from it) and the
+  day. Rows of one table may be of different commits, never of different machines or versions.
 - **Ours.** Its precision is always named, and only that, but for what a contender's name says; all else is what
   `train.py` takes by itself.
 - **TRL.** "default" is its config as it comes, which computes in bfloat16. Without units for that a step takes minutes,
