@@ -91,7 +91,7 @@ COMMANDS = {
         (("data.path", "the prompts"), ("eval.group_size", "completions a prompt"), _RUN, _LAST),
     ),
     "replay": Command(
-        "what other objectives would have done with a rollout of a run",
+        "the loss and gradient of other methods on a recorded rollout",
         ("lit-rl replay run_dir=runs/x replay.losses=[grpo,gspo,cispo]",),
         (
             _RUN,

@@ -58,7 +58,7 @@ METHOD = f"""\
   at a length from a file: with *fixed* lengths none ends early, *variable* ones are lognormal, with mean 0.4 of
   the longest before they are capped there. In *half-dead* workloads every second prompt has equal rewards in its group.
 - **Gate.** The first step of every contender is taken on completions that all are given, in its real training loop.
-  Log-probs, loss and gradient are held against TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
+  Log-probs, loss and gradient are compared with TRL in float32: 1e-4 nats in float32, 2e-2 in bfloat16, a cosine of at
   least 0.999. In deep models TRL itself is further off in bfloat16; there a contender may be 1.5 times as far off as
   TRL, and the workload says so. If one is further off, there are no figures of that workload. With LoRA there is no
   gradient to compare, and of pairs and texts no log-probs: their loss and gradient are made of them.
@@ -68,8 +68,8 @@ METHOD = f"""\
   lie in the "middle half". Where other processes took over {FOREIGN:.0%} of the processor in a turn, the round begins
   anew, once or twice at most. `make bench-full` starts a process for each turn; `make bench` lets those that were
   measured last wait for the next round, in half of the memory at most. Each workload says which it was.
-- **Commit.** Each workload says of which commit its figures are (with a plus: of files that differed from it) and of
-  which day. Rows of one table may be of different commits, never of different machines or versions.
+- **Commit.** Each workload names the commit it was measured on (a plus: with files that differed from it) and the
+  day. Rows of one table may be of different commits, never of different machines or versions.
 - **Ours.** Its precision is always named, and only that, but for what a contender's name says; all else is what
   `train.py` takes by itself.
 - **TRL.** "default" is its config as it comes, which computes in bfloat16. Without units for that a step takes minutes,
