@@ -15,6 +15,7 @@ from lit_rl import cli
 from lit_rl.commands import run_files
 from lit_rl.commands.compare import compare, comparison
 from lit_rl.commands.paired import mcnemar, newcombe, paired, t_quantile, t_within
+from lit_rl.commands.report import closing_table
 from lit_rl.errors import ConfigError
 
 PROMPTS = ["a", "b", "c", "d"]
@@ -63,6 +64,22 @@ def test_the_t_test_by_hand() -> None:
     assert (found.low, found.high) == (pytest.approx(2 - half, abs=1e-5), pytest.approx(2 + half, abs=1e-5))
     assert paired([0.5, 0.25], [0.5, 0.25]).p == 1 and paired([0.5], [0.75]).high == math.inf
     assert paired([0.5, 0.5], [0.75, 0.75]).p == 0
+
+
+def test_one_prompt_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {"reward_low": -math.inf, "reward_high": math.inf}
+    resumed = {"reward_low": None, "reward_high": None}  # as summary.json has them
+    measured = {
+        "before": {"": {"greedy": {"reward": 0.25} | resumed}},
+        "after": {"": {"greedy": {"reward": 0.5} | ends}},
+    }
+    closing_table(measured | {"seconds": 1.0})
+    said = capsys.readouterr().out
+    assert "0.250  (one prompt)" in said and "0.500  (one prompt)" in said and "inf" not in said
+    first, second = run(tmp_path / "a", [0.25]), run(tmp_path / "b", [0.75])
+    assert compare(first, second) == 0
+    for text in (capsys.readouterr().out, (first / "compare_b.html").read_text()):
+        assert "one prompt" in text and "inf]" not in text
 
 
 # ---------------------------------------------------------------------- what is paired
