@@ -76,7 +76,7 @@ def test_one_prompt_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixtur
     closing_table(measured | {"seconds": 1.0})
     said = capsys.readouterr().out
     assert "0.250  (one prompt)" in said and "0.500  (one prompt)" in said and "inf" not in said
-    first, second = run(tmp_path / "a", [0.25]), run(tmp_path / "b", [0.75])
+    first, second = (run(tmp_path / name, [value], ["a"]) for name, value in (("a", 0.25), ("b", 0.75)))
     assert compare(first, second) == 0
     for text in (capsys.readouterr().out, (first / "compare_b.html").read_text()):
         assert "one prompt" in text and "inf]" not in text
