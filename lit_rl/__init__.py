@@ -113,4 +113,5 @@ def _unknown(name: str) -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
+    """The public names, and those that every module has."""
+    return sorted({name for name in globals() if name.startswith("__")} | _MODULE_OF.keys())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,14 +13,20 @@ def run(words: Sequence[str]) -> int:
     """Compare the two folders.
 
     Raises:
-        ConfigError: there are not two, or something else is typed.
+        ConfigError: there are not two, one is no folder, or something else is typed.
     """
     if len(words) != 2 or any("=" in word or word.startswith("-") for word in words):
         raise ConfigError(
             f"lit-rl compare takes the folders of two runs, and got {' '.join(words) or 'none'}. Type: lit-rl compare "
             "runs/a runs/b"
         )
+    first, second = (Path(word).expanduser() for word in words)
+    for folder in (first, second):
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder: give the folders of two runs, such as runs/a runs/b.")
+    if "torch" not in sys.modules:
+        sys.stderr.write("lit-rl compare: loading torch, lightning and transformers ...\n")
+        sys.stderr.flush()
     from lit_rl.commands.compare import compare
 
-    first, second = (Path(word).expanduser() for word in words)
     return compare(first, second)

@@ -29,7 +29,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
 from lit_rl.algorithms.optim.schedule_by_path import ScheduleByPath
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
-from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, let_loggers_fail
+from lit_rl.callbacks import AtomicCheckpointIO, GracefulStop, JsonlLogger, let_loggers_fail
 from lit_rl.callbacks.checkpoint_files import verify_once
 from lit_rl.cli import config_files, ends, quiet
 from lit_rl.cli.build import ALLOWED, check_trainer
@@ -38,7 +38,7 @@ from lit_rl.cli.lightning_messages import in_one_sentence
 from lit_rl.cli.micro_batches import Accumulation, cut_by
 from lit_rl.cli.precision import Asked, for_trainer, settle
 from lit_rl.cli.schemas import PYTHON_ONLY, parameters
-from lit_rl.commands import evaluate, report, train
+from lit_rl.commands import evaluate, report, run_report, train
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.commands.train import Run
 from lit_rl.data.tasks import Task
@@ -159,6 +159,7 @@ class CommandLine(LightningCLI):
             summary["phases"] = report.phase_totals(run.run_dir.metrics)
         if self.trainer.is_global_zero:
             report.closing_table(summary)
+            run_report.write_or_say_what_to_add(RunDir(_folder_of_metrics(self.trainer)))
 
     def _run_of(self) -> Run:
         folder, resumed = RunDir(_folder(self.trainer)), self._get(self.config, "ckpt_path")
@@ -295,6 +296,12 @@ def _later(class_type: type, *arguments: Any, **keywords: Any) -> Any:
 def _folder(trainer: L.Trainer) -> Path:
     """Where the run writes. A logger may have no folder (JsonlLogger); then it is the Trainer's."""
     return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def _folder_of_metrics(trainer: L.Trainer) -> Path:
+    """Of the JsonlLogger; the Trainer's where there is none."""
+    paths = (logger.path for logger in trainer.loggers if isinstance(logger, JsonlLogger))
+    return next((path.parent for path in paths), Path(trainer.default_root_dir))
 
 
 # ---------------------------------------------------------------------- what a config may name

@@ -219,9 +219,8 @@ def _say(found: Comparison) -> None:
 
 def cells(each: Paired) -> tuple[str, ...]:
     """Of a table: both means, the difference, its interval, the chance, the test, the prompts."""
-    interval = f"[{each.low:+.3f}, {each.high:+.3f}]"
     numbers = f"{each.first:.3f}", f"{each.second:.3f}", f"{each.difference:+.3f}"
-    return *numbers, interval, each.p_text, each.test, f"{each.prompts}"
+    return *numbers, each.interval, each.p_text, each.test, f"{each.prompts}"
 
 
 def _table(title: str, columns: Sequence[str], *, numbers: bool = True) -> Table:

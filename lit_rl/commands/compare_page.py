@@ -55,7 +55,7 @@ def _tests(tests: Sequence[tuple[str, Paired]]) -> str:
             safe(name),
             f"{each.first:.3f}",
             f"{each.second:.3f}",
-            f'<b>{each.difference:+.3f}</b> <span class="interval-of">[{each.low:+.3f}, {each.high:+.3f}]</span>',
+            f'<b>{each.difference:+.3f}</b> <span class="interval-of">{each.interval}</span>',
             safe(each.p_text),
             each.test,
             f"{each.prompts}",

@@ -15,9 +15,9 @@ OURS = ("lit_rl.", "lightning.")
 
 _OF_OTHER_COMMANDS = (
     "plan", "reward_test", "data_check", "env_check", "chat", "serve", "doctor", "transcripts", "losses", "rollout",
-    "trust_run", "allow_targets", "task", "ckpt_path", "run_dir",
+    "export", "trust_run", "allow_targets", "task", "ckpt_path", "run_dir",
 )  # fmt: skip
-_WHERE_IT_WRITES = ("logger", "callbacks.checkpoint")
+_WHERE_IT_WRITES = ("logger", "callbacks.checkpoint", "callbacks.export.folder")
 _SAID_TWICE = ("model", "sampling", "generator", "reference", "optimizer", "scheduler", "reward", "judge", "env")
 """Parts of `algo` that stand at the top, too."""
 
@@ -37,6 +37,36 @@ def changes(config: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
         known = _shipped_trainer() if key == "trainer" else {}
         found += _differing(key, value, 0 if key == "seed" else None, known)
     return [change for change in found if not change[0].startswith(_WHERE_IT_WRITES)]
+
+
+def set_by_model(config: Mapping[str, Any]) -> dict[str, str]:
+    """Keys, as `changes` names them, that have the value which the preset of the model recommends, and its name.
+
+    Nobody needs to have typed them: `model=tiny` alone sets a learning rate.
+    """
+    model = config.get("model")
+    name = model.get("name") if isinstance(model, Mapping) else None
+    found: dict[str, str] = {}
+    for preset in sorted((_shipped() / "model").glob("*.yaml")):
+        said = yaml.safe_load(preset.read_text(encoding="utf-8"))
+        of_model = said.pop("model", None)
+        if isinstance(of_model, Mapping) and of_model.get("name") == name:
+            found |= {key: preset.stem for key, value in _leaves(said) if _at(config, key) == value}
+    return found
+
+
+def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{name}.")
+        elif name != "defaults":
+            yield f"{above}{name}", value
+
+
+def _at(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def between(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -146,8 +176,11 @@ def _load(target: str) -> Any:
 
 def _shipped_trainer() -> dict[str, Any]:
     """What the shipped config sets of the Trainer."""
+    found = yaml.safe_load((_shipped() / "trainer" / "default.yaml").read_text(encoding="utf-8"))
+    return {name: value for name, value in found.items() if name != "defaults"}
+
+
+def _shipped() -> Path:
     from lit_rl import conf
 
-    path = Path(next(iter(conf.__path__))) / "trainer" / "default.yaml"
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {name: value for name, value in found.items() if name != "defaults"}
+    return Path(next(iter(conf.__path__)))

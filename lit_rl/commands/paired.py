@@ -30,6 +30,11 @@ class Paired:
     """`McNemar` or `t`."""
 
     @property
+    def interval(self) -> str:
+        """For people."""
+        return f"[{self.low:+.3f}, {self.high:+.3f}]" if math.isfinite(self.high) else "one prompt"
+
+    @property
     def p_text(self) -> str:
         """`p` for people."""
         return "<0.0001" if self.p < 1e-4 else f"{self.p:.4f}"

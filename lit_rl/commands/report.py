@@ -107,8 +107,11 @@ def _losses_table(console: Console, losses: dict[str, dict[str, float]]) -> None
 
 def _interval(numbers: dict[str, float] | None, measure: str) -> str:
     found = [(numbers or {}).get(f"{measure}{end}") for end in ("", "_low", "_high")]
-    if any(value is None or math.isnan(value) for value in found):
+    mean = found[0]
+    if mean is None or math.isnan(mean):
         return "-"
+    if any(value is None or not math.isfinite(value) for value in found):  # None: read from summary.json
+        return f"{mean:.3f}  (one prompt)"
     return "{:.3f}  [{:.3f}, {:.3f}]".format(*found)
 
 

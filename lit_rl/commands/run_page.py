@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from lit_rl.algorithms.preflight.memory import in_words
-from lit_rl.commands.config_changes import changes
+from lit_rl.commands.config_changes import changes, set_by_model
 from lit_rl.commands.curves import chart, histograms, number
 from lit_rl.commands.html_file import data, document, safe
 from lit_rl.commands.report import PHASES
@@ -334,16 +334,22 @@ def _share(value: float, whole: Any) -> str:
 def _config(run: RunFiles) -> str:
     if not run.config_text:
         return '<h2 id="config">Config</h2><p class="dim">There is no config.yaml.</p>\n'
+    preset = set_by_model(run.config)
     differing = [
-        tuple(f'<span class="mono">{safe(one_line(each))}</span>' for each in row) for row in changes(run.config)
+        (*(f'<span class="mono">{safe(one_line(each))}</span>' for each in row), _set_by(preset.get(row[0])))
+        for row in sorted(changes(run.config), key=lambda row: row[0] in preset)  # the choices of the user first
     ]
     text, left = run.config_text[:_MOST_CONFIG], len(run.config_text) - _MOST_CONFIG
     more = f'<p class="dim">{left} characters more are in config.yaml.</p>' if left > 0 else ""
-    shown = table(("key", "this run", "default of the constructor"), differing, numbers=()) if differing else ""
+    shown = table(("key", "this run", "default of the constructor", ""), differing, numbers=()) if differing else ""
     return (
         f'<h2 id="config">Config</h2><h3>What differs from the defaults</h3>{shown}'
         f"<details><summary>config.yaml</summary><pre>{safe(text)}</pre>{more}</details>\n"
     )
+
+
+def _set_by(preset: str | None) -> str:
+    return f'<span class="dim">set by model={preset}</span>' if preset else ""
 
 
 def one_line(value: Any) -> str:

@@ -39,6 +39,15 @@ def write_at_the_end(run_dir: Path) -> None:
     Console().print(said, soft_wrap=True, highlight=False, markup=False)
 
 
+def write_or_say_what_to_add(run_dir: RunDir) -> None:
+    """The page of a run of LightningCLI that has ended, where it logged its metrics; else the keys that make it do."""
+    if run_dir.metrics.is_file():
+        return write_at_the_end(run_dir.path)
+    keys = f"--trainer.logger=lit_rl.callbacks.JsonlLogger --trainer.logger.path={run_dir.metrics}"
+    said = f"report        none without {run_dir.metrics.name}: add {keys}"
+    Console().print(said, soft_wrap=True, highlight=False, markup=False)
+
+
 def line(target: Path) -> str:
     """Of the console."""
     return f"report        {target}  (one file: open it in a browser)"

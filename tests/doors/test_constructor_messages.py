@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def test_a_loss_of_another_form(returned: Any, came: str, tmp_path: Path) -> Non
     def loss(logprobs: Any, old_logprobs: Any, advantages: Any, mask: Any) -> Any:
         return returned(of_tokens(logprobs, old_logprobs, advantages, mask))
 
-    with pytest.raises(ConfigError, match=rf"loss gave {came}\. It is to return \(tokens, metrics\)"):
+    with pytest.raises(ConfigError, match=rf"loss gave {came}\. It is to return \(tokens, metrics\).*by reduction=\."):
         fit(grpo(loss=loss), tmp_path)
 
 
@@ -104,6 +106,28 @@ def test_a_critics_warm_up_and_a_scheduler_of_torch(tmp_path: Path) -> None:
 def test_a_setting_of_another_kind_or_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         grpo(**given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "message"),
+    [
+        (["tiny"], {}, r"GRPO needs reward\. Pass reward=\.\.\.: a function, or lit_rl\.exact_match\."),
+        (["tiny"], {"beta": 0.1}, r"GRPO needs reward\."),
+        ([], {"reward": exact_match}, r"GRPO needs model\. Pass model="),
+        (["tiny"], {"reward_funcs": len}, r"no reward_funcs=\. It is TRL's name: here it is reward=\.\.\.: a function"),
+        ([exact_match, "tiny"], {}, r"arguments are swapped: the model comes first, GRPO\(model, reward\)"),
+        (["tiny", "exact_match"], {}, r"reward='exact_match' is a string\. Pass .* reward=lit_rl\.exact_match"),
+    ],
+)
+def test_the_model_and_the_reward(arguments: list[Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        GRPO(*arguments, **given)
+
+
+def test_the_signature_keeps_what_is_needed_and_a_module_can_be_copied() -> None:
+    assert list(inspect.signature(GRPO).parameters)[:2] == ["model", "reward"]
+    assert inspect.signature(GRPO).parameters["reward"].default is inspect.Parameter.empty
+    assert isinstance(copy.deepcopy(grpo()), GRPO)
 
 
 def test_settings_that_are_given_already() -> None:

@@ -70,7 +70,8 @@ def fitted(root: Path, demo: str, tmp_path_factory: pytest.TempPathFactory) -> t
     """A short `lit-rl fit` in a process of its own: its folder and its outcome."""
     folder = tmp_path_factory.mktemp("fit")
     command = [sys.executable, "-c", "from lit_rl.cli import main; main()", "fit", demo, *SMALL]
-    command += [f"--trainer.max_steps={STEPS}", "--trainer.logger=false", "--trainer.default_root_dir=run"]
+    command += [f"--trainer.max_steps={STEPS}", "--trainer.default_root_dir=run"]
+    command += ["--trainer.logger=lit_rl.callbacks.JsonlLogger", "--trainer.logger.path=logs/metrics.jsonl"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return folder / "run", Outcome(done.returncode, done.stdout, done.stderr)
@@ -78,7 +79,7 @@ def fitted(root: Path, demo: str, tmp_path_factory: pytest.TempPathFactory) -> t
 
 @pytest.fixture
 def checkpoint(fitted: tuple[Path, Outcome]) -> Path:
-    (path,) = (fitted[0] / "checkpoints").glob("*.ckpt")
+    (path,) = fitted[0].rglob("*.ckpt")
     return path
 
 
@@ -86,11 +87,13 @@ def checkpoint(fitted: tuple[Path, Outcome]) -> Path:
 
 
 def test_fit_ends_well_and_warns_of_nothing(fitted: tuple[Path, Outcome]) -> None:
-    _, outcome = fitted
+    folder, outcome = fitted
     assert outcome.code == 0, outcome.err
     assert "Warning" not in outcome.err and "deprecated" not in outcome.err
     assert "completions per rollout" in outcome.out
     assert "Held-out reward" in outcome.out and "Where the time went" in outcome.out  # as a run of `train` ends
+    assert "logs/report.html  (one file: open it in a browser)" in outcome.out
+    assert "train/reward" in (folder.parent / "logs" / "metrics.jsonl").read_text()
 
 
 def test_fit_trains_as_the_plain_constructors_do(
@@ -159,7 +162,7 @@ def test_a_folder_with_another_runs_config_is_refused_and_resuming_is_not(
     fitted: tuple[Path, Outcome], demo: str, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(fitted[0], tmp_path / "run"))
-    (checkpoint,) = (folder / "checkpoints").glob("*.ckpt")
+    (checkpoint,) = folder.rglob("*.ckpt")
     same = ["fit", demo, *SMALL, "--trainer.logger=false", f"--trainer.default_root_dir={folder}"]
     before = (folder / CONFIG_NAME).read_bytes()
     refused = lit_rl_run(*same, "--trainer.max_steps=1")

@@ -28,6 +28,10 @@ def test_every_name_is_there_and_is_the_one_of_its_module() -> None:
         assert name in vars(lit_rl) and name in dir(lit_rl)
 
 
+def test_dir_lists_the_public_names_alone() -> None:
+    assert {name for name in dir(lit_rl) if not name.startswith("__")} == set(lit_rl.__all__)
+
+
 def test_type_checkers_are_told_the_same_names() -> None:
     tree = ast.parse(Path(lit_rl.__file__).read_text())
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]

@@ -17,14 +17,15 @@ import pytest
 from run_folders import CONFIG, run_folder, samples
 
 from lit_rl.commands import run_files
-from lit_rl.commands.config_changes import between, changes
+from lit_rl.commands.config_changes import between, changes, set_by_model
 from lit_rl.commands.curves import Line, chart, counted, smoothed, thinned, ticks
 from lit_rl.commands.html_file import data
 from lit_rl.commands.run_alarms import findings
 from lit_rl.commands.run_curves import groups_of
+from lit_rl.commands.run_dir import RunDir
 from lit_rl.commands.run_files import Series
 from lit_rl.commands.run_page import duration, page
-from lit_rl.commands.run_report import report, show
+from lit_rl.commands.run_report import report, show, write_or_say_what_to_add
 from lit_rl.commands.run_samples import CHARACTERS, ROWS, measures, reasons, samples_of
 from lit_rl.commands.transcript_record import Recorded, Tokens
 from lit_rl.errors import ConfigError
@@ -285,6 +286,16 @@ def test_what_differs_from_the_constructors_is_said_once_and_nothing_foreign_is_
     }
 
 
+def test_what_a_preset_of_the_model_sets_is_marked_and_stands_last(tmp_path: Path) -> None:
+    config = CONFIG | {"optimizer": CONFIG["optimizer"] | {"lr": 5e-4}, "export": {"folder": None, "private": True}}
+    config["algo"] = config["algo"] | {"optimizer": config["optimizer"]}
+    config["callbacks"] = {"export": {"_target_": "lit_rl.callbacks.Export", "folder": "runs/x/hf_steps"}}
+    assert set_by_model(config) == {"optimizer.lr": "tiny"} and not set_by_model(CONFIG)
+    assert not [key for key, *_ in changes(config) if "export" in key]
+    texts = page_of(run_folder(tmp_path / "run", config=config)).texts
+    assert texts.index("data.path") < texts.index("optimizer.lr") < texts.index("set by model=tiny")
+
+
 def test_configs_of_two_runs_differ_by_key_and_by_what_makes_a_part() -> None:
     other = json.loads(json.dumps(CONFIG)) | {"run_dir": "runs/y", "env": None}
     other["optimizer"]["lr"] = other["algo"]["optimizer"]["lr"] = 0.5
@@ -357,6 +368,15 @@ def test_a_notebook_shows_the_page_in_a_frame_of_its_own(nasty: Path) -> None:
     assert tag[0] == "iframe" and tag[1]["sandbox"] == "allow-scripts"
     report(nasty)
     assert tag[1]["srcdoc"] == (nasty / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_run_of_lightning_that_logged_no_metrics_is_told_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_or_say_what_to_add(RunDir(tmp_path))
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "--trainer.logger=lit_rl.callbacks.JsonlLogger" in said
+    assert f"--trainer.logger.path={tmp_path / 'metrics.jsonl'}" in said and not list(tmp_path.iterdir())
 
 
 def test_the_page_says_what_rank_0_held_at_most(tmp_path: Path) -> None:

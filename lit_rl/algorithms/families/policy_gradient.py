@@ -382,5 +382,5 @@ def _per_token(returned: Any) -> tuple[Tensor, Any]:
         came = f"a tensor of shape {tuple(returned.shape)} alone"
     raise ConfigError(
         f"loss gave {came}. It is to return (tokens, metrics): the loss of every token, of the shape of logprobs, and "
-        "a dict of (numerator, denominator), which may be empty. The mean is taken by algo.reduction."
+        "a dict of (numerator, denominator), which may be empty. The mean is taken by reduction=."
     )

@@ -66,6 +66,7 @@ class GeneratingModule(PolicyModule):
         **shared: Any,
     ) -> None:
         given.keywords(type(self), shared, PolicyModule)
+        given.reward(type(self), model, reward)
         given.instance("sampling", sampling, Sampling, "sampling=Sampling(max_new_tokens=256), of lit_rl")
         given.instance("evaluation", evaluation, Evaluation, "evaluation=Evaluation(group_size=4), of lit_rl")
         super().__init__(model, **shared)

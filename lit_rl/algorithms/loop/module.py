@@ -77,7 +77,7 @@ IN_BAR = {
 """What Lightning's progress bar shows of the metrics of a training, and under which name."""
 
 
-class PolicyModule(L.LightningModule):
+class PolicyModule(L.LightningModule, given.Arguments):
     """A LightningModule with a policy that is described at once and loaded in `configure_model`.
 
     Args:

@@ -6,13 +6,16 @@ Each message says what came, what is allowed, and what to write.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.models.policy.language_model import LanguageModel
+from lit_rl.rewards.sums.weighted import Rewards
 
 _MODEL = "it belongs to the model: model=lit_rl.LanguageModel(name, lora=...), or a PeftModel with tokenizer="
 _OPTIMIZER = "it belongs to the optimizer: optimizer=lit_rl.AdamW(lr=...)"
@@ -20,6 +23,7 @@ _SAMPLING = "it belongs to the sampling: sampling=lit_rl.Sampling(max_new_tokens
 _ENV = "it is an environment: env=lit_rl.FunctionTools(...), CustomEnvironment(...) or RolloutFunction(...)"
 _DATA = "rows belong to a data module: trainer.fit(module, datamodule=lit_rl.RolloutDataModule(rows, val=...))"
 _TRAINER = "it belongs to lightning.Trainer(...)"
+_REWARD = "reward=...: a function, or lit_rl.exact_match"
 _ELSEWHERE = {
     "loss_type": "a loss is a function: loss=lit_rl.cispo_loss, advantage=..., reduction=... (docs/from-trl.md)",
     **dict.fromkeys(("lora", "peft_config"), _MODEL),
@@ -30,13 +34,69 @@ _ELSEWHERE = {
     **dict.fromkeys(("callbacks", "max_steps", "max_grad_norm", "output_dir", "precision"), _TRAINER),
     "num_generations": "here it is group_size=",
     "num_iterations": "here it is iterations=",
-    "reward_funcs": "here it is reward=",
+    "reward_funcs": f"it is TRL's name: here it is {_REWARD}",
     "processing_class": "here it is tokenizer=, of a model that is loaded already",
     "reward_processing_classes": "it belongs to the reward: lit_rl.RewardModel(model, tokenizer=...)",
     "args": "there is no object of arguments: each setting is a keyword (docs/from-trl.md)",
     "optimizers": "here they are optimizer= and scheduler=, functions that make them",
 }
 """What other libraries call a setting, and where it stands here."""
+
+
+_NEEDED = {
+    "model": "model=...: a name, folder or hub id, or lit_rl.LanguageModel(name)",
+    "reward": _REWARD,
+}
+"""What to pass for an argument that has no default."""
+
+
+class Arguments:
+    """A class that says in our words which argument is missing, before Python says it.
+
+    The check stands in `__new__`, so that the signature of `__init__`, which type checkers, Hydra's schemas and
+    LightningCLI read, keeps its arguments without defaults.
+    """
+
+    def __new__(cls, *arguments: Any, **given: Any) -> Self:
+        if arguments or given:  # copies and pickles make an empty object
+            _nothing_missing(cls, arguments, given)
+        return super().__new__(cls)
+
+
+def _nothing_missing(algorithm: type, arguments: Sequence[Any], given: Mapping[str, Any]) -> None:
+    known = inspect.signature(algorithm).parameters.values()
+    by_position = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    set_already = {each.name for each in by_position[: len(arguments)]} | given.keys()
+    needed = [each.name for each in known if each.default is each.empty and each.kind not in _MANY]
+    if missing := next((name for name in needed if name not in set_already), None):
+        elsewhere = {name: value for name, value in given.items() if name in _ELSEWHERE}
+        keywords(algorithm, elsewhere, algorithm)
+        said = _NEEDED.get(missing, f"{missing}=...")
+        raise ConfigError(f"{algorithm.__name__} needs {missing}. Pass {said}. help({algorithm.__name__}) says more.")
+
+
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def reward(algorithm: type, model: Any, value: Any) -> None:
+    """Refuse a reward that is text, or stands where the model should.
+
+    Args:
+        algorithm: What is made.
+        model: What it was given as `model`.
+        value: What it was given as `reward`.
+
+    Raises:
+        ConfigError: says what to write.
+    """
+    name = algorithm.__name__
+    if isinstance(value, (str, LanguageModel)) and (inspect.isroutine(model) or isinstance(model, (partial, Rewards))):
+        raise ConfigError(f"The arguments are swapped: the model comes first, {name}(model, reward).")
+    if isinstance(value, str):
+        raise ConfigError(
+            f"reward={value!r:.60} is a string. Pass the function itself, such as reward=lit_rl.exact_match; "
+            "lit_rl.rewards.from_paths loads one from a path."
+        )
 
 
 def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
