@@ -32,8 +32,7 @@ def by_sample(rollouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_draw_and_learn_what_one_does(two_ranks: Path, ones: Ones, name: str) -> None:
     one, two = ones(name), left(two_ranks / "episodes", name)
-    assert len(one["rollouts"]) == 4 and by_sample(one["rollouts"])[0] == by_sample(two["rollouts"])[0]
-    assert [sorted(each) for each in one["rollouts"]] == [sorted(each) for each in two["rollouts"]]
+    assert len(one["rollouts"]) == 2 and by_sample(one["rollouts"]) == by_sample(two["rollouts"])
     assert_equal_runs(one, two, share=1e-3, beyond=1e-6, moved=1e-4)
 
 

@@ -378,9 +378,10 @@ def test_single_completions_have_nothing_for_grpo(finished, train, capsys, tmp_p
 def test_files_of_another_kind_are_refused(finished, train, capsys):
     folder = finished(*MINIBATCHES)
     rollout, checkpoint = folder / "rollouts" / "step_00000004.pt", folder / "checkpoints" / "step_00000006.ckpt"
-    for key, path in {"replay.rollout": checkpoint, "ckpt_path": rollout}.items():
+    given = (("replay.rollout", checkpoint, "is no"), ("ckpt_path", rollout, "cannot be used as a checkpoint"))
+    for key, path, message in given:
         assert train("replay", f"run_dir={folder}", "replay.losses=[grpo]", f"{key}={path}") == 7
-        assert f"{path} is no" in capsys.readouterr().err
+        assert f"{path} {message}" in capsys.readouterr().err
     assert train("replay", f"run_dir={folder}", "replay.losses=[grpo]", f"ckpt_path={folder / 'checkpoints'}") == 7
     assert "a folder of pieces" in capsys.readouterr().err
     for path in (folder / "config.yaml", folder / "metrics.jsonl"):
