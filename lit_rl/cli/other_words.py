@@ -190,6 +190,7 @@ def _meant(name: str, known: set[str], choices: Mapping[str, str]) -> str:
         for key in key_names.of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
             inside.setdefault(key, []).append(f"{group}.{key}")
     near = difflib.get_close_matches(name, {*known, *MEANS, *AMBIGUOUS, *inside}, n=1, cutoff=0.75)
+    near = near or [key for key in sorted(known) if name.startswith(key)]  # algorithm, evaluation, model_name
     if not near:
         return ""
     if near[0] in AMBIGUOUS:

@@ -21,8 +21,8 @@ def gsm8k(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         DataError: a column is missing, or the solution gives no final answer.
     """
-    _, answer = _solved(row)
-    return {"prompt": _chat(_text(row, "question")), "answer": answer}
+    prompt, (_, answer) = _chat(_text(row, "question")), _solved(row)
+    return {"prompt": prompt, "answer": answer}
 
 
 def gsm8k_solution(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def test_held_out_pairs_are_told_apart_after_a_few_steps(tmp_path: Path) -> None
 def test_bad_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="algo.center_coef"):
         RewardModeling("tiny", center_coef=-0.1)
-    with pytest.raises(TypeError, match="reward"):
+    with pytest.raises(ConfigError, match="RewardModeling takes no reward="):
         RewardModeling("tiny", reward=len)
     steps = StepwiseDataModule(rows=[{"prompt": "1", "completions": ["2"], "labels": [True]}], batch_size=1)
     with pytest.raises(ConfigError, match="StepwiseDataModule makes stepwise, and the algorithm needs pairs"):

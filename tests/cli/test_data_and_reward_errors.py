@@ -261,7 +261,7 @@ class TestRewardModel:
     def test_with_two_labels(self, judged: Trial, tmp_path, more):
         config = json.loads((save_tokenizer(tmp_path / "judge") / "config.json").read_text())
         (tmp_path / "judge" / "config.json").write_text(json.dumps(config | {"num_labels": 2}))
-        refused(judged(*more), 2, "judge", "num_labels=2", "is no reward model")
+        refused(judged(*more), 2, "judge", "num_labels=2", "Set label to the one that is the reward")
 
     @pytest.mark.parametrize("more", [[], ["reward.on_error=0"]])
     def test_without_a_trained_head(self, judged: Trial, tmp_path, more):

@@ -67,6 +67,7 @@ def test_beta_of_rloo_is_another_one():
         ("lora_rs=8", "Did you mean 'model.lora.r'?"),
         ("wandb_=true", "What it may mean: logger=[tensorboard,wandb]"),
         ("minibatch=2", "Did you mean 'algo.minibatches'?"),
+        ("algorithm=grpo", "algorithm is not a key. Did you mean 'algo'?"),
         ("nonsense_words=2", "nonsense_words is not a key. The top level has: algo, "),
         ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
     ],
