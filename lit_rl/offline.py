@@ -14,8 +14,8 @@ _PATIENCE = 3.0
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 
 
-_without_address: set[str] = set()
-"""Hosts that had no address when they were last looked up."""
+_closed = False
+"""Whether this module has set `HF_HUB_OFFLINE`, and not the user."""
 
 
 def read_the_cache_alone_where_there_is_no_hub() -> None:
@@ -28,22 +28,22 @@ def read_the_cache_alone_where_there_is_no_hub() -> None:
     from huggingface_hub import constants
 
     host = urlsplit(constants.ENDPOINT).hostname
-    set_by_the_user = constants.HF_HUB_OFFLINE and host not in _without_address
+    set_by_the_user = constants.HF_HUB_OFFLINE and not _closed
     if host is None or set_by_the_user or any(os.environ.get(name) for name in _PROXIES):
         return
-    if _has_address(host):
-        if host in _without_address:  # a notebook whose machine has found its network again
-            _without_address.remove(host)
-            _ask_the_hub(True)
-    elif host not in _without_address:
+    there = _has_address(host)
+    if there and _closed:  # a notebook whose machine has found its network again
+        _ask_the_hub(True)
+    elif not there and not _closed:
         sys.stderr.write(f"{host} cannot be reached (its name has no address): the local cache alone is read.\n")
-        _without_address.add(host)
         _ask_the_hub(False)
 
 
 def _ask_the_hub(ask: bool) -> None:
+    global _closed
     from huggingface_hub import constants
 
+    _closed = not ask
     os.environ["HF_HUB_OFFLINE"] = "0" if ask else "1"
     constants.HF_HUB_OFFLINE = not ask
     if datasets := sys.modules.get("datasets"):  # it has read the setting already

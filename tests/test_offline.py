@@ -24,7 +24,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.invalid")
-    monkeypatch.setattr(offline, "_without_address", set())
+    monkeypatch.setattr(offline, "_closed", False)
     for name in offline._PROXIES:
         monkeypatch.delenv(name, raising=False)
 
@@ -58,9 +58,20 @@ def test_what_the_user_has_set_stays(asked, monkeypatch):
     import huggingface_hub
 
     offline._ask_the_hub(False)
+    monkeypatch.setattr(offline, "_closed", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     offline.read_the_cache_alone_where_there_is_no_hub()
     assert is_offline()
+
+
+def test_another_hub_that_is_there_is_asked(asked, monkeypatch):
+    import huggingface_hub
+
+    offline.read_the_cache_alone_where_there_is_no_hub()
+    assert is_offline()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    offline.read_the_cache_alone_where_there_is_no_hub()
+    assert not is_offline()
 
 
 def test_a_look_up_that_hangs_is_no_address(asked, monkeypatch):
