@@ -94,7 +94,8 @@ def run(name: str, folder: Path, devices: int) -> None:
     rows = [{"prompt": f"{place}=", "kind": kind} for place, kind in enumerate(KINDS)]
     data = RolloutDataModule(rows=rows, prompts_per_rollout=4, val_fraction=0.0)
     drawn = Drawn()
-    # Two, an epoch: steps carry on what sums of two processes round, and after four a token of a hundred was another.
+    # Two rollouts, one epoch. Two processes sum in another order, and each step adds to that difference: in the fourth
+    # rollout one token was drawn differently on one kind of processor.
     runner = trainer(folder, devices, max_steps=2, callbacks=[drawn])
     train_and_leave(module, data, runner, folder / f"{name}.pt", rollouts=drawn.rollouts)
 
