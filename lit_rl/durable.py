@@ -3,11 +3,14 @@ before it gets its real one."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL = ".partial-"
@@ -56,6 +59,24 @@ def flush_tree(folder: Path) -> None:
     """Likewise everything in a folder, and the folder last."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
+
+
+@contextmanager
+def replacing(path: Path, partial: str | None = None) -> Iterator[Path]:
+    """Write a file under another name, which becomes `path` when the block ends, and is removed where it fails.
+
+    Args:
+        path: In a folder that is there.
+        partial: The other name, in the same folder. None: `.NAME.partial`.
+    """
+    unfinished = path.with_name(f".{path.name}.partial" if partial is None else partial)
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def write_manifest(folder: Path) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lit_rl.callbacks.export import card_facts
+from lit_rl.callbacks.export import unfinished_card
 from lit_rl.callbacks.graceful_stop import GracefulStop
 from lit_rl.errors import ConfigError
 from lit_rl.models.policy.sharding import full_state_dict
@@ -145,5 +145,5 @@ class AveragedWeights(L.Callback, ABC):
     def _export(self, trainer: L.Trainer, pl_module: Any, folder: Path) -> None:
         state = self.averaged(pl_module)
         if trainer.is_global_zero:
-            pl_module.export(state, folder, card_facts(trainer, pl_module, f": {self.told}"))
+            pl_module.export(state, folder, unfinished_card(trainer, pl_module, f": {self.told}"))
         trainer.strategy.barrier()

@@ -44,11 +44,13 @@ class Export(L.Callback):
         if trainer.is_global_zero:
             name = f"step_{self._step:08d}"
             with self.unwritten.spared(f"an export of {name}"):
-                pl_module.export(weights, self.folder / name, card_facts(trainer, pl_module, f", step {self._step}"))
+                pl_module.export(
+                    weights, self.folder / name, unfinished_card(trainer, pl_module, f", step {self._step}")
+                )
         trainer.strategy.barrier()
 
 
-def card_facts(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, Any]:
+def unfinished_card(trainer: L.Trainer, pl_module: Any, what: str) -> dict[str, Any]:
     """What a model card says before the run is over.
 
     Args:

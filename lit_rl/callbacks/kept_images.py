@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lit_rl.durable import replacing
 from lit_rl.errors import StorageError
 from lit_rl.images import ImageRef
 from lit_rl.videos import VideoRef, Visual, videos_in, visuals_in
@@ -107,11 +108,9 @@ def _named(value: Any) -> Any:
 def _write(path: Path, data: bytes) -> None:
     if path.exists():  # named by what it holds
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # ranks may write the same image at once
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(data)
-        partial.replace(path)
+        with replacing(path, f".{path.name}.{os.getpid()}.partial") as partial:  # ranks may write one image at once
+            partial.write_bytes(data)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise StorageError(f"The image {path} could not be written: {error}.") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from lit_rl.algorithms.rollouts import state
 from lit_rl.data.datamodule import RolloutDataModule
+from lit_rl.durable import replacing
 from lit_rl.errors import StorageError, in_range
 from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions
@@ -91,15 +91,12 @@ class SavedRollout:
 
     def write(self, path: Path) -> None:
         """Tensors, numbers and strings only. Beside the target first, then renamed: it is there whole or not at all."""
-        partial = path.with_name(".partial")  # one name, so that a killed run leaves no more than one of them
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
+            # One name for all rollouts, so that a killed run leaves no more than one of them.
+            with replacing(path, ".partial") as partial, partial.open("wb") as file:
                 torch.save(state.to_plain(self), file)
-            partial.replace(path)
         except (OSError, RuntimeError) as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             raise StorageError(f"The rollout {path} could not be written: {error}.") from error
 
     def __len__(self) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lit_rl.algorithms.evaluation.token_columns import PREFIX
 from lit_rl.callbacks.kept_images import arrow_images, image_features
-from lit_rl.durable import flush
+from lit_rl.durable import flush, replacing
 from lit_rl.errors import StorageError
 
 if TYPE_CHECKING:
@@ -133,13 +133,8 @@ def write_table(table: dict[str, list[Any]], path: Path) -> None:
     Raises:
         OSError, pyarrow.ArrowException: it cannot be written.
     """
-    partial = path.with_suffix(".partial")
-    try:
+    with replacing(path, f"{path.stem}.partial") as partial:
         write_parquet(table, partial)
-        partial.replace(path)
-    except Exception:
-        partial.unlink(missing_ok=True)
-        raise
     kind = _Kind.of(path.stem)
     alike = [other for other, found in _ours(path.parent) if kind and found.series == kind.series and not found.joined]
     if len(alike) > JOINED:
@@ -203,8 +198,7 @@ def _join(paths: Sequence[Path]) -> None:
     whole = whole.with_metadata({**(whole.metadata or {}), _TABLES: json.dumps(noted).encode()})
 
     target = _joined_name(paths[0], paths[-1])
-    partial = target.with_suffix(".partial")
-    try:
+    with replacing(target, f"{target.stem}.partial") as partial:
         with pyarrow.parquet.ParquetWriter(partial, whole, **_options(images)) as writer:
             for path in paths:
                 table = _as(whole, pyarrow.parquet.ParquetFile(path).read())
@@ -212,10 +206,6 @@ def _join(paths: Sequence[Path]) -> None:
         if pyarrow.parquet.ParquetFile(partial).num_row_groups != len(paths):
             raise ValueError(f"{len(paths)} tables of {target.name} are not as many row groups")
         flush(partial)
-        partial.replace(target)
-    except Exception:
-        partial.unlink(missing_ok=True)
-        raise
     for path in paths:
         path.unlink()
 
@@ -311,8 +301,7 @@ def _write_apart(path: Path, last: int) -> None:
         kind, own = _Kind.of(table.name), path.with_name(f"{table.name}.parquet")
         if kind is None or kind.joined or kind.first > last or own.exists():
             continue
-        partial = own.with_suffix(".partial")
         shown = [name for name in images if name not in table.lacks]
-        _store(table.read().replace_schema_metadata(None), shown, partial)
-        flush(partial)
-        partial.replace(own)
+        with replacing(own, f"{own.stem}.partial") as partial:
+            _store(table.read().replace_schema_metadata(None), shown, partial)
+            flush(partial)

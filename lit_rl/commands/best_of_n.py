@@ -21,6 +21,7 @@ from lit_rl.callbacks.kept_images import KeptImages
 from lit_rl.callbacks.preference_sets import readable, unreadable_texts
 from lit_rl.commands.run_dir import finite
 from lit_rl.commands.train import Run
+from lit_rl.durable import replacing
 from lit_rl.errors import ConfigError, RewardError, StorageError
 from lit_rl.rollout import PromptBatch
 
@@ -161,13 +162,11 @@ def _learn_from(run: Run) -> str:
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> None:
-    partial, images = path.with_name(f".{path.name}.partial"), KeptImages(path.parent)
+    images = KeptImages(path.parent)
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with replacing(path) as partial, partial.open("w", encoding="utf-8") as file:
             for row in rows:
                 images.write(row)
                 file.write(json.dumps(finite(images.named(row)), default=str, allow_nan=False) + "\n")
-        partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise StorageError(f"{path} could not be written: {error}.") from error

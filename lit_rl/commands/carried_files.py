@@ -13,7 +13,7 @@ from typing import Any
 from lit_rl.callbacks.checkpoint_files import step_of
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir
-from lit_rl.durable import MANIFEST, PARTIAL, flush
+from lit_rl.durable import MANIFEST, PARTIAL, flush, replacing
 from lit_rl.errors import StorageError
 
 _PIECE = 4 * 2**20
@@ -116,20 +116,17 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 
 def _write(path: Path, pieces: Iterator[bytes]) -> None:
-    partial = path.with_name(f"{path.name}{PARTIAL}{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with partial.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-        flush(partial)
-        partial.replace(path)
+        with replacing(path, f"{path.name}{PARTIAL}{os.getpid()}") as partial:
+            with partial.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+            flush(partial)
     except OSError as error:
         raise StorageError(
             f"This node ({socket.gethostname()}) lacks the checkpoint {path}, and cannot write it: {error}."
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _say_the_same(run_dir: RunDir, summary: dict[str, Any] | None) -> None:

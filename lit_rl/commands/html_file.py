@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import html
 import json
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_rl.callbacks.text import visible
+from lit_rl.durable import replacing
 from lit_rl.errors import StorageError
 
 
@@ -57,11 +57,8 @@ def write(target: Path, text: str) -> None:
     Raises:
         StorageError: it cannot be written.
     """
-    partial = target.with_suffix(".partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(target)
+        with replacing(target) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink()
         raise StorageError(f"{target} could not be written: {error.strerror}.") from error

@@ -14,6 +14,7 @@ from lit_rl.algorithms.evaluation.tables import sample_table
 from lit_rl.algorithms.evaluation.token_columns import token_columns
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.callbacks.sample_files import write_parquet
+from lit_rl.durable import replacing
 from lit_rl.errors import StorageError
 from lit_rl.generation.collect import texts_of
 from lit_rl.models.policy.forward import TokenScores
@@ -52,13 +53,11 @@ def write_tokens(seen: SeenTokens, step: int, folder: Path, tokenizer: Any) -> N
         StorageError: it cannot be written.
     """
     target = folder / "samples" / f"replay_{step:08d}.parquet"
-    partial = target.with_suffix(".partial")
     try:
         target.parent.mkdir(exist_ok=True)
-        write_parquet(_table(seen, step, tokenizer), partial)
-        partial.replace(target)
+        with replacing(target, f"{target.stem}.partial") as partial:
+            write_parquet(_table(seen, step, tokenizer), partial)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise StorageError(f"{target} could not be written: {error.strerror}.") from error
     text = f"tokens   {target}  (lit-rl report run_dir={folder} shows them)"
     Console().print(text, soft_wrap=True, highlight=False, markup=False)

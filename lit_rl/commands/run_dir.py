@@ -20,7 +20,7 @@ from lit_rl.callbacks.alarms.going_back import FOLDER as BEFORE_ALARM
 from lit_rl.callbacks.checkpoint_files import newest_whole
 from lit_rl.callbacks.record import FILES, record_files
 from lit_rl.commands.run_lock import NAME, RunLock
-from lit_rl.durable import PARTIAL
+from lit_rl.durable import PARTIAL, replacing
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models.export.checked_folder import unpublished
 
@@ -287,9 +287,8 @@ def finite(node: Any) -> Any:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(text)
 
 
 def redact(node: Any, key: str = "") -> Any:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.data.offline.example_set import ExampleSet
+from lit_rl.durable import replacing
 from lit_rl.errors import StorageError
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.reference.base import OnCPU, Scorer
@@ -86,11 +87,10 @@ class ReferenceFiles:
         if self.ranks.rank != 0 or not self.writes:
             return
         path = self.path(data)
-        partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({"logprobs": flat}, partial)
-            partial.replace(path)
+            with replacing(path) as partial:
+                save_file({"logprobs": flat}, partial)
         except OSError as error:
             raise StorageError(
                 f"{path} cannot be written ({error}): is there room? algo.reference_cache names another folder."
