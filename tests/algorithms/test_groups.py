@@ -17,11 +17,11 @@ from small_rollouts import Ranks as Threads
 
 from lit_rl.algorithms import GRPO
 from lit_rl.algorithms.evaluation.statistics import Averages
-from lit_rl.algorithms.loop.on_policy import Spare
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts.micro_batches import step_counts
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
+from lit_rl.algorithms.rollouts.spare import Spare
 from lit_rl.algorithms.terms.groups import DynamicSampling, TopOfGroup, reward_per_token, shortest
 from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.errors import ConfigError, RewardError

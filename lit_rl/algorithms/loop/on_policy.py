@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,7 @@ from lit_rl.algorithms.rollouts.micro_batches import (
 from lit_rl.algorithms.rollouts.plan import BatchPlan
 from lit_rl.algorithms.rollouts.scored import Scored
 from lit_rl.algorithms.rollouts.source import RolloutRequest, failing_together
+from lit_rl.algorithms.rollouts.spare import Spare
 from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource, Interactive
@@ -43,7 +44,6 @@ from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import StepTotals
 from lit_rl.ops.step import Metrics, StepTokens
-from lit_rl.rewards.sums.weighted import Scores
 from lit_rl.rollout import Completions, PromptBatch, Rollout, Sampling, Width, used_columns_of_parts
 from lit_rl.vision import PromptVision
 
@@ -627,29 +627,3 @@ class OnPolicyModule(GeneratingModule, ABC):
 
 def _nothing_seen(row: int) -> None:
     """Of a data module without images."""
-
-
-@dataclass(frozen=True)
-class Spare:
-    """Prompts beyond those of the epochs, completed and scored as those of the rollout are."""
-
-    datamodule: Any
-    draw_now: Callable[[PromptBatch], Completions]
-    """Completes the prompts that may be learned from."""
-    generate: Callable[..., Completions]
-    """Completes a prompt that nobody looks at, where an engine has to be asked by every rank."""
-    reward: Callable[[PromptBatch, Completions], Scores]
-    exact: bool
-    """Whether the generator is the policy itself, so that each rank can draw alone."""
-
-    def draw(self, positions: range, *, rollout: int, first: int) -> Scored:
-        """Complete and score the prompts at these positions of the spare order."""
-        batch = self.datamodule.spare.batch(positions, rollout=rollout, first=first)
-        completions = self.draw_now(batch)
-        return Scored(batch, completions, self.reward(batch, completions))
-
-    def keep_pace(self, position: int, *, rollout: int, first: int) -> None:
-        """One completion, not looked at: to ask an engine is a collective."""
-        if not self.exact:
-            one = self.datamodule.spare.batch(range(position, position + 1), rollout=rollout, first=first)
-            self.generate(one, group_size=1)
