@@ -198,13 +198,39 @@ def test_every_key_exists_and_has_that_default(page: Path, trainer: str, compose
             assert [at(tree, key) for key in line.keys] == line.ours, line.fields
 
 
+@pytest.mark.all
+def test_the_keys_of_ppo_exist_and_have_that_default(page: Path) -> None:
+    """TRL's side is read on the page alone: 1.16 has no PPO."""
+    mapped = [line for line in (line_of(row, "") for row in table_rows(page, "PPO, as TRL had it")) if line.mapped]
+    with left_as_found():
+        plain = tree_of("algo=ppo")
+        for line in mapped:
+            tree = tree_of("algo=ppo", *line.choices) if line.choices else plain  # refuses unknown choices
+            found = [at(tree, key) for key in line.keys]
+            assert not line.ours or found == line.ours, line.fields
+
+
 def test_trl_has_no_other_trainer_of_a_method_here() -> None:
     """The page says which it no longer has."""
     import trl
 
     homes = [Path(trl.__file__).parent / home for home in ("trainer", "experimental")]
     there = {path.stem for home in homes for path in home.iterdir()}
-    assert not {"bco", "nash_md", "xpo", "prm", "bco_config", "nash_md_config", "xpo_config", "prm_config"} & there
+    assert (
+        not {
+            "ppo",
+            "ppo_config",
+            "bco",
+            "nash_md",
+            "xpo",
+            "prm",
+            "bco_config",
+            "nash_md_config",
+            "xpo_config",
+            "prm_config",
+        }
+        & there
+    )
     assert there >= set(EXPERIMENTAL.values())
 
 

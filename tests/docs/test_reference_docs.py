@@ -40,6 +40,19 @@ def test_the_page_of_errors_is_up_to_date(root: Path) -> None:
     assert {"ConfigError", "StorageError"} <= {kind.__name__ for kind in reference.classes()}
 
 
+def test_the_names_on_the_pages_of_the_api_are_up_to_date(root: Path) -> None:
+    pages = script(root, "api_pages")
+    stale = [
+        path.name
+        for path in pages.PAGES.glob("*.md")
+        if pages.MODULE.search(text := path.read_text()) and pages.written(text) != text
+    ]
+    assert not stale, "run: python scripts/api_pages.py"
+    assert dict(pages.public("lit_rl.rewards.builtin.text"))["exact_match"].startswith(
+        "1 where the completion is the answer"
+    )
+
+
 @pytest.mark.all
 def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
     """The places of the classes are written by hand in the script: the composed configs must have these keys."""

@@ -1,0 +1,68 @@
+"""Write what stands behind each `:::` line of docs/api/*.md as a table: every public class and function, with the first
+sentence of its docstring. The site shows the whole docstrings; in the repository the table is what one reads.
+
+    python scripts/api_pages.py            # --check says which pages are not as they would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "docs" / "api"
+BEGIN, END = "<!-- names: `python scripts/api_pages.py`; not by hand -->", "<!-- end -->"
+MODULE = re.compile(r"^::: (\S+)$", re.M)
+
+
+def public(module: str) -> Iterator[tuple[str, str]]:
+    """Names and first sentences of the classes and functions that are written in a module."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield node.name, first_sentence(ast.get_docstring(node) or "")
+
+
+def first_sentence(text: str) -> str:
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z`])", paragraph)[0].replace("|", "\\|")
+
+
+def table(modules: list[str]) -> str:
+    rows = [
+        f"| [`{name}`](../../{module.replace('.', '/')}.py) | {sentence} |"
+        for module in modules
+        for name, sentence in public(module)
+    ]
+    return "\n".join([BEGIN, "", "| name | |", "|---|---|", *rows, "", END])
+
+
+def written(text: str) -> str:
+    """The page, with its table made anew: before the first module that it names."""
+    modules = MODULE.findall(text)
+    bare = re.sub(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n\n", "", text, flags=re.S)
+    at = bare.index(f"::: {modules[0]}\n")
+    return f"{bare[:at]}{table(modules)}\n\n{bare[at:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--check", action="store_true")
+    check, stale = parser.parse_args().check, []
+    for path in sorted(PAGES.glob("*.md")):
+        text = path.read_text()
+        if MODULE.search(text) and (new := written(text)) != text:
+            stale.append(path.name)
+            if not check:
+                path.write_text(new)
+    print(f"{'not as they would be written' if check else 'written'}: {', '.join(stale) or 'none'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
