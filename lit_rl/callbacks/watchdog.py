@@ -8,7 +8,6 @@ their process; connections close, and with that the collective fails in which th
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
@@ -54,9 +53,6 @@ class Watchdog(L.Callback):
         ConfigError: the limit is not above 0.
     """
 
-    rounds = itertools.count()
-    """One for each fit or validation of a process; all ranks count alike."""
-
     def __init__(self, limit: float | None = None) -> None:
         if limit is not None:
             in_range("callbacks.watchdog.limit", limit, low=0, open_low=True)
@@ -67,7 +63,9 @@ class Watchdog(L.Callback):
         self._end()
         if trainer.world_size > 1 and _distributed.is_available() and _distributed.is_initialized():
             store = _distributed.distributed_c10d._get_default_store().clone()  # the training's own may be waited on
-            store = _distributed.PrefixStore(f"lit_rl/watchdog/{next(Watchdog.rounds)}", store)
+            # Counted in the store: in the second job of a sweep rank 0 has counted one already, and others have not.
+            turn = store.add(f"lit_rl/watchdog/turns/{trainer.global_rank}", 1)
+            store = _distributed.PrefixStore(f"lit_rl/watchdog/{turn}", store)
             self._watch = _Watch(trainer, store, self.limit or _SHARE * _timeout(trainer))
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
