@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -180,6 +181,8 @@ class _Watch:
         if not self.over.wait(_LAST):
             sys.stderr.write(f"{BackendError.__name__}: {self.said}\n")
             sys.stderr.flush()
+            if (launcher := self._trainer.strategy.launcher) is not None:
+                launcher.kill(signal.SIGKILL)  # those that this process started: one that is stopped would stay
             os._exit(BackendError.exit_code)
 
     def _leave(self) -> None:

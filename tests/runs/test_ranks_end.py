@@ -147,3 +147,20 @@ def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
     assert said.startswith(f"Rank {rank} did not come: rank {1 - rank} waited ") and "optimizer step 5" in said
     assert "lit_rl/rewards/" in said and "in take_rollout" in said and "reward.timeout" in said
     assert said in output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("waits", "All ranks wait for each other, rank "), ("is stopped", "Rank 1 does not answer either")],
+)
+def test_ranks_that_wait_for_each_other_and_one_that_cannot_answer(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("MET", str(tmp_path))
+    monkeypatch.setenv("FAULT_1", fault)
+    faulty = ["generator._target_=failing_generators.Faulty", "allow_targets=[failing_generators]"]
+    child = process(*TWO, *faulty, "callbacks.watchdog.limit=12", f"run_dir={tmp_path / 'run'}")
+    output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
+    assert child.returncode == 8 and said in output, output
