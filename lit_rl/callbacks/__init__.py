@@ -27,3 +27,4 @@ from lit_rl.callbacks.timed_checkpoint import TimedCheckpoint as TimedCheckpoint
 from lit_rl.callbacks.trackio_logger import TrackioLogger as TrackioLogger
 from lit_rl.callbacks.unwritten import let_loggers_fail as let_loggers_fail
 from lit_rl.callbacks.unwritten import not_written as not_written
+from lit_rl.callbacks.watchdog import Watchdog as Watchdog

@@ -18,7 +18,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
-from lit_rl.algorithms.loop.on_policy import OnPolicyModule
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks.checkpoint_files import verify
 from lit_rl.callbacks.slurm import is_requeued
@@ -53,7 +52,6 @@ from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
-from lit_rl.data.datamodule import RolloutDataModule
 from lit_rl.data.offline.example_module import ExampleDataModule
 from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean, seed_in_range
 
@@ -346,8 +344,8 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
         settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
         if isinstance(data, ExampleDataModule):
             data.check_trainer(trainer)
-        if isinstance(module, OnPolicyModule) and isinstance(data, RolloutDataModule) and trainer.world_size > 1:
-            module.check_processes(data.prompts_per_rollout, trainer)
+        if trainer.world_size > 1:
+            module.check_processes(data, trainer)
     if not dry and not trainer.is_global_zero:
         run_dir.make()
     elif not dry:

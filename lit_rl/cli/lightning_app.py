@@ -141,6 +141,8 @@ class CommandLine(LightningCLI):
         check_trainer(self.trainer, self._get(self.config, "trainer")["precision"])
         if isinstance(self.model, PolicyModule):
             settings_can_be_trained(self.model.model, str(self.trainer.precision), self.trainer.strategy)
+            if self.trainer.world_size > 1:
+                self.model.check_processes(self.datamodule, self.trainer)
         self.summary = {"began": time.time()}
         if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
             run = self._run_of()

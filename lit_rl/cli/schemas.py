@@ -140,6 +140,7 @@ TARGETS = {
     "ClippedShare": "lit_rl.callbacks.ClippedShare",
     "HeldOutFlat": "lit_rl.callbacks.HeldOutFlat",
     "TimedCheckpoint": "lit_rl.callbacks.TimedCheckpoint",
+    "Watchdog": "lit_rl.callbacks.Watchdog",
     "ModelCheckpoint": "lightning.pytorch.callbacks.ModelCheckpoint",
     "EarlyStopping": "lightning.pytorch.callbacks.EarlyStopping",
     "Trainer": "lightning.Trainer",

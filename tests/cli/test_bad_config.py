@@ -16,6 +16,7 @@ from lit_rl.cli import build, hydra_node
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
 
+TWO_ON_CPU = ["trainer.devices=2", "trainer.accelerator=cpu"]
 ROWS: list[tuple[str, list[str], int, list[str]]] = [
     # unknown keys: the nearest one, wherever it is, and those that stand there
     ("key", ["algo.group_sise=4"], 2, ["algo.group_sise is not a key", "'group_size'", "minibatches"]),
@@ -144,6 +145,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         2,
         ["dtype=float16", "rounded away", "bf16-true", "model.lora.r=16"],
     ),
+    ("watchdog", ["callbacks.watchdog.limit=0"], 2, ["callbacks.watchdog.limit=0", "(0, inf]"]),
     # what this machine lacks
     ("precision", ["trainer.precision=16-true", "trainer.accelerator=cpu"], 8, ["16-true", "bf16"]),
     ("precision-mixed", ["trainer.precision=16-mixed", "trainer.accelerator=cpu"], 8, ["=16-mixed", "bf16-mixed"]),
@@ -153,6 +155,12 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
         ["trainer.devices=99", "trainer.accelerator=cpu"],
         2,
         ["must be divisible by", "world size 99", "data.prompts_per_rollout=99"],
+    ),
+    (
+        "processes-ahead",
+        [*("generator=vllm_server", "generator.urls=[http://127.0.0.1:9]", "generator.lag=2"), *TWO_ON_CPU],
+        2,
+        ["generator.lag=2", "this run has 2", "generator.lag=1"],
     ),
     ("spawn", ["trainer.strategy=ddp_spawn", "trainer.devices=2"], 2, ["trainer.strategy=ddp_spawn", "strategy=ddp,"]),
     ("fork", ["trainer.strategy=ddp_notebook"], 2, ["trainer.strategy=ddp_fork (ddp_notebook", "strategy=ddp,"]),
@@ -171,6 +179,13 @@ QUICK_ROWS |= {"penalty", "endless", "no-path", "precision", "fp16-weights"}
 )
 def test_a_bad_setting_is_refused_and_nothing_is_written(step: Command, cwd, arguments, code, words):
     refused(step(*arguments), code, *words)
+    assert contents(cwd) == []
+
+
+@pytest.mark.parametrize("algo", ["dpo", "sft", "reward_model"])
+def test_rows_that_do_not_divide_over_the_processes_are_refused_before_one_is_started(command: Command, cwd, algo):
+    step = [f"algo={algo}", "data.batch_size=8", "trainer.devices=3", "trainer.accelerator=cpu"]
+    refused(command(*step), 2, "data.batch_size=8", "world size 3", "data.batch_size=6, data.batch_size=9")
     assert contents(cwd) == []
 
 

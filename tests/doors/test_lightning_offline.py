@@ -138,3 +138,20 @@ def test_a_stream_is_a_key_here_too(monkeypatch, tmp_path, capsys):
     assert fit() == 0
     assert fit("--trainer.max_steps=-1", "--trainer.max_epochs=1") == 2
     assert "a stream has no end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["DPO", "GRPO"])
+def test_a_step_that_does_not_divide_over_the_processes_is_refused_before_one_is_started(
+    method, monkeypatch, tmp_path, capsys
+):
+    rollouts = ["--model=GRPO", "--model.model=tiny", "--model.reward=lit_rl.rewards.exact_match"]
+    rollouts += ["--data.task=lit_rl.data.tasks.Addition", "--data.prompts_per_rollout=4"]
+    rollouts += [argument for argument in QUICK if "batch_size" not in argument]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["lit-rl"])
+    monkeypatch.setattr("subprocess.Popen", None)
+    own = rollouts if method == "GRPO" else arguments(method)
+    assert lit_rl.cli.run(["fit", *own, "--trainer.devices=3", "--trainer.strategy=ddp"]) == 2
+    said, key = capsys.readouterr().err, "prompts_per_rollout" if method == "GRPO" else "batch_size"
+    assert f"data.{key}=4 must be divisible by" in said and "world size 3" in said
+    assert not list(tmp_path.iterdir())

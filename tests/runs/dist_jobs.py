@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import torchvision_beside  # noqa: F401, I001  # before transformers, which looks for torchvision once
 import dist_alarms
+import dist_broken
 import dist_episodes
 import dist_masters
 import dist_offline
@@ -29,6 +30,7 @@ import torch
 
 LISTS = {
     "alarms": dist_alarms.main,
+    "broken": dist_broken.main,
     "episodes": dist_episodes.main,
     "formulas": dist_terms.formulas,
     "masters": dist_masters.main,

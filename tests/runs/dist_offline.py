@@ -10,11 +10,12 @@ import dist_equal
 from lit_rl.algorithms.loop.generating import GeneratingModule
 from lit_rl.algorithms.optim.strategies import FSDP2Strategy
 
+MPO = ["algo=dpo", "algo/preference=[sigmoid,bco_pair,sft]", "algo.preference_weights={sigmoid:0.8,bco_pair:0.2}"]
 SHAPES: dict[str, list[str]] = {
     "sft": ["algo=sft"],
     "sft-packed": ["algo=sft", "data.packing=best_fit", "data.max_length=24"],
     "dpo": ["algo=dpo"],
-    "mpo": ["algo=dpo", "algo/preference=[sigmoid,bco_pair,sft]", "algo.preference_weights={sigmoid:0.8,bco_pair:0.2}"],
+    "mpo": MPO,
     "aot": ["algo=dpo", "algo/preference=[aot]"],
     "aot-unpaired": ["algo=dpo", "algo/preference=[aot_unpaired]"],
     "kto": ["algo=kto"],
@@ -28,12 +29,17 @@ SHAPES: dict[str, list[str]] = {
 OF_SHARDS: dict[str, list[str]] = {
     "dpo-recomputed": ["algo=dpo", "model.gradient_checkpointing=true"],
     "sft-lora": ["algo=sft", "model.lora.r=4"],
+    "mpo-lora": [*MPO, "model.lora.r=4", "reference=adapter_base"],
 }
-"""What is new where weights are spread: layers gathered again in the backward pass, and frozen ones."""
+"""What is new where weights are spread: layers gathered again in the backward pass, frozen ones, and a reference that
+is the policy without its adapters."""
 WHOLE = [name for name in SHAPES if name not in ("sft-packed", "simpo")]
 """Run under DDP: packed rows are run under FSDP2, and SimPO is CPO with another formula."""
-SHARDED = ["aot", "kto", "sft-packed", "reward-model", "process-reward-model", *OF_SHARDS]
-"""Run under FSDP2 too: the others differ from one of these in the formula alone."""
+SHARDED = [
+    *("aot", "kto", "bco", "mpo", "cpo", "simpo", "orpo"),
+    *("sft-packed", "reward-model", "process-reward-model", *OF_SHARDS),
+]
+"""Run under FSDP2 too: SFT and DPO are among `OF_SHARDS`, and unpaired AOT differs from AOT in the formula alone."""
 CUT = {"kto": ["val/kl", "val/loss"], "aot": ["val/loss"], "aot-unpaired": ["val/loss"]}
 """Validation metrics that belong to a batch: KTO's baseline is that of the batch at hand, AOT sorts over it."""
 STEPS = 3

@@ -14,6 +14,7 @@ import torch
 
 # Started as a program, this file knows no folder of tests but its own.
 sys.path.append(str(Path(__file__).parents[1] / "algorithms"))
+from copied_engines import CopiedPolicyGenerator
 from objective_terms import TWO_STEPS, EngineWithOtherLogprobs, fresh
 
 from lit_rl.algorithms import GRPO, PPO, Constant, Reinforce
@@ -78,6 +79,7 @@ def shapes() -> dict[str, tuple[Any, dict[str, Any]]]:
                 "weight_norm": mismatch.normalize_sequence_weights,
             },
         ),
+        "ahead": (GRPO, {"generator": CopiedPolicyGenerator(lag=1)}),
         "batch-normalized": (GRPO, {"advantage": advantages.batch_normalized}),
         "skipped": (GRPO, {"reward": uneven}),
         "dynamic": (GRPO, {"groups": DynamicSampling(6), "beta": 0.2, "kl_control": AdaptiveKL(0.01, 64)}),

@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 from lit_rl.errors import GenerationError
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.rollout import Completions, Prompts, Sampling
@@ -31,8 +33,8 @@ class FailsAt(NativeGenerator):
 
 
 class Faulty(NativeGenerator):
-    """At its third request, what `FAULT_<rank>` says: it raises what is no error of ours, dies, or hangs. It leaves
-    `met_<rank>` in the folder `MET` before."""
+    """At its third request, what `FAULT_<rank>` says: it raises what is no error of ours, dies, hangs, is stopped, or
+    waits for the word of another rank. It leaves `met_<rank>` in the folder `MET` before."""
 
     asked = 0
 
@@ -46,6 +48,10 @@ class Faulty(NativeGenerator):
             raise LookupError("the first words")
         if fault == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "is stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "waits":
+            torch.distributed.recv(torch.zeros(1), src=0)
         if fault == "hangs":
             time.sleep(600)
         return super().generate(prompts, sampling)

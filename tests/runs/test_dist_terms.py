@@ -54,4 +54,5 @@ def test_what_is_counted_was_there_to_count(two):
     assert metrics["weights"]["train/sampling/truncated"] >= 0 and metrics["weights"]["train/sampling/ess"] < 1
     assert 0 < metrics["kl-cov"]["train/kl_cov/share"] < 0.5
     assert metrics["entropy"]["train/entropy_coef"] > 0
+    assert metrics["ahead"]["train/sampling/staleness/max"] == 1
     assert any(name.startswith("train/first/") for name in metrics["ppo"])

@@ -128,3 +128,39 @@ def test_a_rank_that_fails_ends_the_others_and_is_heard_last(
     assert (error["error"], error["rank"]) == ("LookupError", first)
     assert output.strip().endswith("LookupError: the first words"), output
     assert killed or f"rank {first} on" in output or not first
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+def test_a_rank_that_hangs_in_a_reward_ends_the_run_which_says_where_it_stands(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    folder, fn = tmp_path / "run", Path(__file__).with_name("hanging_rewards.py")
+    monkeypatch.setenv("HANGS_ON_RANK", str(rank))
+    rewarded = ["reward=function", f"reward.fn={fn}:hangs", "reward.timeout=null"]
+    rewarded += ["callbacks.watchdog.limit=12"]
+    child = process(*TWO, *rewarded, "trainer.max_steps=8", f"run_dir={folder}")
+    output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
+    assert child.returncode == 8, output
+    error = json.loads((folder / "error.json").read_text())
+    assert (error["error"], error["exit_code"], error["rank"]) == ("BackendError", 8, 1 - rank), output
+    said = error["message"]
+    assert said.startswith(f"Rank {rank} did not come: rank {1 - rank} waited ") and "optimizer step 5" in said
+    assert "lit_rl/rewards/" in said and "in take_rollout" in said and "reward.timeout" in said
+    assert said in output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("waits", "All ranks wait for each other, rank "), ("is stopped", "Rank 1 does not answer either")],
+)
+def test_ranks_that_wait_for_each_other_and_one_that_cannot_answer(
+    process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, said: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("MET", str(tmp_path))
+    monkeypatch.setenv("FAULT_1", fault)
+    faulty = ["generator._target_=failing_generators.Faulty", "allow_targets=[failing_generators]"]
+    child = process(*TWO, *faulty, "callbacks.watchdog.limit=12", f"run_dir={tmp_path / 'run'}")
+    output, _ = child.communicate(timeout=300)  # the pipe is closed when both have ended
+    assert child.returncode == 8 and said in output, output

@@ -51,7 +51,7 @@ def test_gradients_are_clipped_and_their_norms_are_from_before(two, one):
         assert left(two / f"zero{stage}", "grpo")["metrics"]["train/grad_norm"] > 2 * zero_runs.LIMIT
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_steps_without_a_finite_gradient_are_left_out_and_counted(stage, two):
     """So are those of rollouts without any reward, which is no fault: weights and moments are compared above."""
     per_step = left(two / f"zero{stage}", "grpo-left-out")["steps"]

@@ -60,17 +60,15 @@ LIMIT = 0.25
 """Of the gradient's norm; what the runs say of it is above."""
 
 OFFLOADED = {
+    1: {"offload_optimizer": True},
     2: {"offload_optimizer": True},
     3: {"offload_optimizer": True, "offload_parameters": True},
 }
 JOBS: dict[str, tuple[int, list[str], dict[str, Any]]] = {
-    "zero1": (1, ["grpo"], {}),
-    "zero2": (2, ["grpo", "ppo", "dpo", "sft", "grpo-left-out", "grpo-moving"], {}),
-    "zero3": (
-        3,
-        ["grpo", "ppo", "dpo", "sft", "grpo-left-out", "grpo-lora", "dpo-recomputed", "ppo-shared", "rloo"],
-        {},
-    ),
+    "zero1": (1, [*SHAPES], {}),
+    "zero2": (2, [*SHAPES], {}),
+    "zero3": (3, [name for name in SHAPES if name != "grpo-moving"], {}),
+    "zero1-offloaded": (1, ["grpo"], OFFLOADED[1]),
     "zero2-offloaded": (2, ["grpo"], OFFLOADED[2]),
     "zero3-offloaded": (3, ["grpo"], OFFLOADED[3]),
 }
@@ -134,6 +132,7 @@ def run(name: str, folder: Path, devices: int, accumulate: int = 1, **more: Any)
 
 
 WHOLE_RUNS = {
+    1: ["algo=rloo", "algo.iterations=2"],
     2: ["algo=ppo", "algo.minibatches=1", "algo.iterations=2"],
     3: ["algo=grpo", "algo.iterations=2", "algo.beta=0.1", "reference=frozen_copy"],
 }

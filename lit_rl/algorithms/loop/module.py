@@ -177,6 +177,20 @@ class PolicyModule(L.LightningModule, given.Arguments):
         trainer = self.trainer_or_none
         return Ranks(self.device, trainer.global_rank, trainer.world_size) if trainer else Ranks(self.device)
 
+    def check_processes(self, data: Any, trainer: Any) -> None:
+        """Refuse what the run's processes cannot do together, before any of them is started.
+
+        The command lines ask it. In Python nothing of a module is asked before `trainer.fit` has started them: there
+        `setup` refuses the same on every rank, before weights are read.
+
+        Args:
+            data: The run's data module; its rows need not be read yet.
+            trainer: The Trainer.
+
+        Raises:
+            ConfigError: a step does not divide over them, and so on; as `setup` would.
+        """
+
     def setup(self, stage: str) -> None:
         """`trainer.precision=bf16-true` decides the type of the weights, and of nothing else."""
         strategy = self.trainer.strategy

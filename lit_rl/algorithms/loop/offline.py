@@ -21,7 +21,7 @@ from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.preflight import data as preflight
 from lit_rl.algorithms.preflight.cut import Cut, Step, rows_scored_at_once
 from lit_rl.algorithms.preflight.memory import Lengths
-from lit_rl.algorithms.preflight.offline import AllRows, examples_of, stream_will_do, texts_fit
+from lit_rl.algorithms.preflight.offline import AllRows, example_data, examples_of, stream_will_do, texts_fit
 from lit_rl.algorithms.records import OfflineRecords
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.plan import OfflinePlan
@@ -137,6 +137,14 @@ class OfflineModule(PolicyModule, ABC):
             self.plan = replace(plan, accumulate=accumulate, why=why)
         elif self.cut is None:
             self.fit_scoring()
+
+    def check_processes(self, data: Any, trainer: Any) -> None:
+        OfflinePlan(
+            batch_size=example_data(data, self.learns_from, type(self).__name__).batch_size,
+            accumulate=trainer.accumulate_grad_batches,
+            world_size=trainer.world_size,
+            rows=0,
+        )
 
     def lengths(self) -> Lengths:
         longest, scored = self.longest_text(), self.most_scored_tokens()

@@ -374,14 +374,10 @@ class OnPolicyModule(GeneratingModule, ABC):
         preflight.bind_validation(self.reward_functions, data, episodes)
         preflight.values_are_scored(self.reward_functions, data, episodes)
 
-    def check_processes(self, prompts_per_rollout: int, trainer: Any) -> None:
-        """Refuse a rollout that does not divide over the processes, before any of them is started.
-
-        Raises:
-            ConfigError: as `setup` would.
-        """
+    def check_processes(self, data: Any, trainer: Any) -> None:
+        weights_are_copied(self.generator, trainer)
         BatchPlan(
-            prompts_per_rollout=prompts_per_rollout,
+            prompts_per_rollout=preflight.prompts_of(data).prompts_per_rollout,
             group_size=self.group_size,
             minibatches=self.minibatches,
             iterations=self.iterations,

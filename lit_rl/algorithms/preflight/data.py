@@ -22,7 +22,15 @@ def rollout_data(trainer: Any) -> Any:
     Raises:
         ConfigError: there is none, or it is of another kind.
     """
-    data = getattr(trainer, "datamodule", None)
+    return prompts_of(getattr(trainer, "datamodule", None))
+
+
+def prompts_of(data: Any) -> Any:
+    """A data module, which is one of prompts.
+
+    Raises:
+        ConfigError: there is none, or it is of another kind.
+    """
     if data is None or not hasattr(data, "prompts_per_rollout"):
         raise ConfigError("Pass datamodule=RolloutDataModule(...) to the Trainer: other loaders do not know rollouts.")
     return data

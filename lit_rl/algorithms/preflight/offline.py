@@ -30,7 +30,15 @@ def examples_of(trainer: Any, kind: Kind, method: str) -> Any:
     Raises:
         ConfigError: there is none, or it makes none of this kind.
     """
-    data = getattr(trainer, "datamodule", None)
+    return example_data(getattr(trainer, "datamodule", None), kind, method)
+
+
+def example_data(data: Any, kind: Kind, method: str) -> Any:
+    """A data module, which makes examples of this kind.
+
+    Raises:
+        ConfigError: there is none, or it makes none of this kind.
+    """
     if kind not in getattr(data, "serves", ()):
         came = "no data module" if data is None else type(data).__name__
         raise ConfigError(f"{method} learns from {kind}; the Trainer got {came}. Pass datamodule={MODULES[kind]}.")
