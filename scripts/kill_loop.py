@@ -140,7 +140,10 @@ def _names(folder: Path, pattern: str) -> set[str]:
 
 
 def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:  # not yet, or a run that starts anew has just removed it
+        return 0
 
 
 if __name__ == "__main__":
