@@ -120,7 +120,7 @@ def _count_the_last_step(trainer: L.Trainer) -> None:
     logged under the step before.
     """
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
-    epochs = trainer.fit_loop.epoch_progress
+    epochs: Any = trainer.fit_loop.epoch_progress
     for counted in (epochs.total, epochs.current):
         counted.processed = counted.completed = counted.started
 
