@@ -8,16 +8,55 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 PARTIAL = ".partial-"
 """Between the name of a checkpoint and the number of the process that is writing it."""
 
 MANIFEST = "manifest.json"
 """Of a folder: every file in it, with its size and what it holds."""
+
+WAITS = (2.0, 8.0, 20.0)
+"""Seconds until what found a full disk is tried again: somebody may be making room."""
+
+
+def tried_again(write: Callable[[], T], what: str) -> T:
+    """What `write` returns; where it finds a full disk it is called again after each of `WAITS`.
+
+    Args:
+        write: Writes something whole or leaves nothing of it.
+        what: Is written, as the warning calls it.
+
+    Raises:
+        Exception: whatever `write` raises; of a full disk, its last time.
+    """
+    for wait in WAITS:
+        try:
+            return write()
+        except Exception as error:
+            if not is_full(error):
+                raise
+            warnings.warn(f"{what} finds no room: {error}. It is tried again in {wait:g} s.", stacklevel=2)
+        time.sleep(wait)
+    return write()
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that the disk is full, or the user's share of it. safetensors and tokenizers, which are
+    written in Rust, say it in their text alone."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    return said is not None and int(said[1]) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def check_room(folder: str | Path, size: int) -> None:

@@ -4,9 +4,13 @@ nothing killed: weights, optimizer, metrics and samples, bit for bit.
     python scripts/kill_loop.py                      # 50 rounds: some ten minutes of one core
     python scripts/kill_loop.py --rounds 3 --seed 7
     python scripts/kill_loop.py algo=ppo trainer.max_steps=40   # further settings of the run
+    python scripts/kill_loop.py --ranks 2            # two processes, DDP on gloo: one of them is killed, or both
+    python scripts/kill_loop.py --engine --places "engine sync"   # where weights are sent to an engine
 
 A round starts the run in a new folder, kills it with SIGKILL up to `--kills` times, each time at a place of `PLACES`,
-goes on with `ckpt_path=last`, and lets it finish. The processes are forked from this one, which has loaded the
+goes on with `ckpt_path=last`, and lets it finish. Of two ranks either is killed alone, and the other has to end by
+itself, or both at once. The engine of `--engine` is a process of its own (`engine_apart.py`), which gets the weights
+through a pipe: vLLM is not needed, and not tried. The processes are forked from this one, which has loaded the
 libraries, so that a round takes seconds; they are killed by the kernel like any other. Leaves with 1 where a bit
 differs, or something half-written lies about.
 """
@@ -18,15 +22,18 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from engine_apart import SIGN
 from same_bits import first_difference, measured, same
 
 from lit_rl import cli
@@ -39,8 +46,13 @@ RUN = [
 ]  # fmt: skip
 """A run of a second beside its start and end."""
 
+RANKS = ["trainer.accelerator=cpu", "strategy=ddp", "trainer.accumulate_grad_batches=1"]
+ENGINE = ["generator._target_=engine_apart.EngineApart", "allow_targets=[engine_apart]"]
+
 LONGEST = 4.0
 """Seconds from the start of a process: a random moment is before."""
+ALONE = 120.0
+"""Seconds in which the ranks that were not killed have to end by themselves."""
 
 Signs = Callable[[Path], set[str]]
 PLACES: dict[str, Signs | None] = {
@@ -50,6 +62,7 @@ PLACES: dict[str, Signs | None] = {
     "new checkpoint": lambda run: _names(run / "checkpoints", "*.ckpt"),
     "export": lambda run: _names(run, ".hf.tmp-*"),
     "summary": lambda run: _names(run, ".summary.json.partial") | _names(run, "hf"),
+    "engine sync": lambda run: _text(_sign(run)) - {"0"},
 }
 """Where a run is killed: at once when its folder shows a sign that it did not show at the start of the process."""
 
@@ -59,70 +72,143 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--kills", type=int, default=3, help="of a round, at most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, help="processes of the run")
+    parser.add_argument("--engine", action="store_true", help="draw in a process of its own, which weights are sent to")
+    parser.add_argument("--places", nargs="+", choices=list(PLACES), metavar="PLACE", help=f"of {', '.join(PLACES)}")
     parser.add_argument("settings", nargs="*", help="of the run, beside those of RUN")
     given = parser.parse_args()
     random.seed(given.seed)
     torch.set_num_threads(1)
+    places = given.places or [name for name in PLACES if name != "engine sync" or given.engine]
     with tempfile.TemporaryDirectory(prefix="kill_loop_") as temporary:
         folder = Path(temporary)
-        command = [*RUN, *given.settings]
+        ranks = [*RANKS, f"trainer.devices={given.ranks}"] if given.ranks > 1 else []
+        run = Run([*RUN, *ranks, *(ENGINE if given.engine else []), *given.settings], given.ranks)
         whole = folder / "whole"
-        if code := _ended(_start(command, whole)):
+        if any(codes := run.start(whole).ended()):
             print((folder / "whole.log").read_text())
-            raise SystemExit(f"The run itself ended with {code}.")
+            raise SystemExit(f"The run itself ended with {codes}.")
         wanted, killed, wrong = measured(whole), Counter[str](), 0
         for number in range(given.rounds):
             again = folder / f"round{number}"
-            places = [_kill_once(command, again, killed) for _ in range(random.randint(1, given.kills))]
-            code = _ended(_start(command, again))
+            at = [_kill_once(run, again, places, killed) for _ in range(random.randint(1, given.kills))]
+            codes = run.start(again).ended()
             left = _half_written(again)
-            difference = f"ended with {code}" if code else _difference(wanted, measured(again))
+            difference = f"ended with {codes}" if any(codes) else _difference(wanted, measured(again))
             difference = difference or ", ".join(f"{name} is left" for name in left)
+            difference = difference or next((name for name in at if name.endswith(STAYED)), "")
             wrong += bool(difference)
-            print(f"{number + 1:3}  {difference or 'equal'}  killed: {', '.join(places)}", flush=True)
-            if not difference:
+            print(f"{number + 1:3}  {difference or 'equal'}  killed: {', '.join(at)}", flush=True)
+            if difference:
+                print(again.with_suffix(".log").read_text()[-3000:])
+            else:
                 shutil.rmtree(again)
         print("\n".join(["", "| killed at | times |", "|---|---|", *(f"| {at} | {n} |" for at, n in killed.items())]))
         print(f"\n{given.rounds} rounds, {sum(killed.values())} kills: {given.rounds - wrong} equal, {wrong} not.")
     return 1 if wrong else 0
 
 
-def _kill_once(command: list[str], folder: Path, killed: Counter[str]) -> str:
-    """Start the run, or go on with it, and kill it; says where."""
-    name = random.choice(list(PLACES))
+STAYED = "and the other stayed"
+
+
+def _kill_once(run: Run, folder: Path, places: Sequence[str], killed: Counter[str]) -> str:
+    """Start the run, or go on with it, and kill it, or one of its ranks; says where."""
+    name = random.choice(places)
     signs, deadline = PLACES[name], time.monotonic() + random.uniform(0, LONGEST)
     before = signs(folder) if signs else set()
-    child = _start(command, folder)
+    going = run.start(folder)
+    whom = random.choice([None, *range(run.ranks)]) if run.ranks > 1 else None
     while not (signs(folder) - before if signs else time.monotonic() > deadline):
-        if os.waitpid(child, os.WNOHANG)[0]:
+        if going.has_ended():
             return "nowhere: it had finished"
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    killed[name] += 1
-    return name
+    stayed = going.killed(whom)
+    place = name if run.ranks == 1 else f"{name}, {'all ranks' if whom is None else f'rank {whom}'}"
+    killed[place] += 1
+    return f"{place}, {STAYED}" if stayed else place
 
 
-def _start(command: list[str], folder: Path) -> int:
-    """A process that runs the command, in a group of its own."""
-    sys.stdout.flush()
-    if child := os.fork():
-        while os.getpgid(child) == os.getpgrp():  # until it has left our group
-            time.sleep(0)
-        return child
-    os.setsid()
-    log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    sys.argv = ["train.py"]
-    code = 1
-    try:
-        code = cli.run([*command, f"run_dir={folder}", "ckpt_path=last"])
-    finally:
-        os._exit(code)
+@dataclass(frozen=True)
+class Run:
+    """The command, and how many processes it takes."""
+
+    command: list[str]
+    ranks: int
+
+    def start(self, folder: Path) -> Going:
+        """Every rank, in a group of its own with what it starts; told who it is as torchrun tells it."""
+        sys.stdout.flush()
+        port = _free_port()
+        return Going([self._rank(rank, port, folder) for rank in range(self.ranks)])
+
+    def _rank(self, rank: int, port: int, folder: Path) -> int:
+        if child := os.fork():
+            while os.getpgid(child) == os.getpgrp():  # until it has left our group
+                time.sleep(0)
+            return child
+        os.setsid()
+        log = os.open(folder.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for descriptor in (1, 2):
+            os.dup2(log, descriptor)
+        sys.argv = ["train.py"]
+        os.environ[SIGN] = str(_sign(folder)) if rank == 0 else os.devnull
+        if self.ranks > 1:
+            told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks, "LOCAL_WORLD_SIZE": self.ranks}
+            told |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            told |= {"TORCHELASTIC_RUN_ID": "kill_loop", "TORCHELASTIC_RESTART_COUNT": 0}
+            os.environ.update({name: str(value) for name, value in told.items()})
+        code = 1
+        try:
+            code = cli.run([*self.command, f"run_dir={folder}", "ckpt_path=last"])
+        finally:
+            os._exit(code)
 
 
-def _ended(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+class Going:
+    """A run that was started.
+
+    Args:
+        ranks: Its processes.
+    """
+
+    def __init__(self, ranks: list[int]) -> None:
+        self._ranks, self._codes = ranks, dict[int, int]()
+
+    def ended(self) -> list[int]:
+        """The exit codes, once all have ended."""
+        while not self.has_ended():
+            time.sleep(0.02)
+        return [self._codes[rank] for rank in self._ranks]
+
+    def has_ended(self) -> bool:
+        """Whether all have."""
+        for rank in self._ranks:
+            if rank not in self._codes:
+                found, status = os.waitpid(rank, os.WNOHANG)
+                if found:
+                    self._codes[rank] = os.waitstatus_to_exitcode(status)
+        return len(self._codes) == len(self._ranks)
+
+    def killed(self, whom: int | None) -> bool:
+        """Kill a rank, or all of them, with what they started. Returns whether one of the others stayed."""
+        self._kill(self._ranks if whom is None else [self._ranks[whom]])
+        until = time.monotonic() + ALONE
+        while not self.has_ended() and time.monotonic() < until:
+            time.sleep(0.02)
+        stayed = not self.has_ended()
+        self._kill(self._ranks)
+        self.ended()
+        return stayed
+
+    def _kill(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if rank not in self._codes:
+                os.killpg(rank, signal.SIGKILL)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _difference(wanted: dict[str, Any], found: dict[str, Any]) -> str:
@@ -139,8 +225,23 @@ def _names(folder: Path, pattern: str) -> set[str]:
     return {path.name for path in folder.glob(pattern)}
 
 
+def _sign(folder: Path) -> Path:
+    """Where the engine's updates are noted: beside the folder of the run."""
+    return folder.with_suffix(".sync")
+
+
+def _text(path: Path) -> set[str]:
+    try:
+        return {path.read_text()} - {""}
+    except FileNotFoundError:
+        return set()
+
+
 def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    try:
+        return path.read_bytes().count(b"\n")
+    except FileNotFoundError:  # not yet, or a run that starts anew has just removed it
+        return 0
 
 
 if __name__ == "__main__":

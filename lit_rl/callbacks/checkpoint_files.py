@@ -64,7 +64,7 @@ def unusable(path: Path, fault: str) -> StorageError:
 
 def fault_of_contents(error: BaseException) -> str:
     """What is wrong with a whole file that PyTorch's reader of plain values refuses, in words for `unusable`."""
-    if found := re.search(r"GLOBAL (\S+) was not", str(error)):
+    if found := re.search(r"GLOBAL (\S+) (?:was not|whose module)", str(error)):
         return (
             f"it holds a Python object ({found[1]}), and reading one runs code of whoever wrote it. Nothing was "
             "run: lit_rl reads tensors and plain values only"

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils._pytree import tree_leaves
 
 from lit_rl.callbacks.checkpoint_files import fault_of_contents, newest_whole, unusable, verify_once
-from lit_rl.durable import PARTIAL, check_room, flush
+from lit_rl.durable import PARTIAL, check_room, flush, tried_again
 from lit_rl.errors import StorageError
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_WAITS = (2.0, 8.0, 20.0)
-"""Seconds until a checkpoint that found a full disk is tried again: somebody may be making room."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -34,16 +27,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 as it was.
         """
         target = os.fspath(path)
-        for wait in (*_WAITS, None):
-            try:
-                return _write(checkpoint, target)
-            except OSError as error:
-                if error.errno not in _FULL or wait is None:
-                    raise StorageError(
-                        f"The checkpoint {target} could not be written: {error}. {_what_is_left(target)}"
-                    ) from error
-                rank_zero_warn(f"The checkpoint {target} finds no room: {error}. It is tried again in {wait:g} s.")
-            time.sleep(wait)
+        try:
+            tried_again(lambda: _write(checkpoint, target), f"The checkpoint {target}")
+        except OSError as error:
+            raise StorageError(
+                f"The checkpoint {target} could not be written: {error}. {_what_is_left(target)}"
+            ) from error
 
     def load_checkpoint(self, path: _PATH, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What Lightning reads, of a file that holds what was written.

@@ -45,7 +45,7 @@ from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.cli.trainers import trainer_of
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, run_report, train
-from lit_rl.commands.carried_files import carry, take_over
+from lit_rl.commands.carried_files import carry, say_finished, take_over
 from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started, wait_for_those_started
 from lit_rl.commands.place import place_of
 from lit_rl.commands.rendezvous import Rendezvous
@@ -182,7 +182,7 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
         elif finished:
             sys.stdout.write(f"{run_dir.path} holds a finished run: nothing to do.\n")
             if meeting is not None:
-                meeting.tell("start", {"finished": True})
+                say_finished(meeting)
             return 0
         newest = config.ckpt_path == "last"
         start = _start(config, run_dir)

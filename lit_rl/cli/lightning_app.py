@@ -223,6 +223,10 @@ class CommandLine(LightningCLI):
                 f"--allow_targets=[{','.join(sorted(extra))}]."
             )
 
+    def _parse_ckpt_path(self) -> None:
+        """Settings come from the user's words alone. Lightning would take those that a checkpoint brings along, which
+        somebody else may have written, and would read the whole file for them before anybody has looked at it."""
+
     def instantiate_classes(self) -> None:
         with in_one_sentence(FACTORIES):
             # The module is built last: its constructor is given what stands in the keys beside it, and checks it.

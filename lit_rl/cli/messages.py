@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import Any
 
 from lit_rl.cli.other_processes import of_other_processes
+from lit_rl.durable import is_full
 from lit_rl.errors import (
     INTERRUPTED,
     BackendError,
@@ -169,7 +170,7 @@ def _memory(error: BaseException) -> LitRLError | None:
 
 
 def _full_disk(error: BaseException) -> LitRLError | None:
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not is_full(error):
         return None
     return StorageError(f"The disk is full: {error}. Make room, and go on with ckpt_path=last.")
 

@@ -57,6 +57,13 @@ def carry(meeting: Rendezvous, run_dir: RunDir, ckpt_path: str | None, *, newest
     meeting.tell("carried", {})
 
 
+def say_finished(meeting: Rendezvous) -> None:
+    """By rank 0, in place of `carry`, of a run that has finished: returns once all others have heard it, since what was
+    told is gone with this process."""
+    meeting.tell("start", {"finished": True})
+    meeting.answers()
+
+
 def take_over(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
     """By another process: the folder of the run, and what it goes on from; None where the run has finished.
 
@@ -65,6 +72,7 @@ def take_over(meeting: Rendezvous) -> tuple[RunDir, str | None] | None:
     """
     told = meeting.hear("start")
     if "finished" in told:
+        meeting.answer(None)
         return None
     run_dir, path = RunDir(Path(told["run_dir"])), Path(told["ckpt_path"]) if told["ckpt_path"] else None
     first = meeting.place.first_of_node

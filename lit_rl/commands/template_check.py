@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lit_rl.callbacks.text import printable
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.image_parts import text_of
 from lit_rl.rollout import Message
 
@@ -30,7 +31,7 @@ def say_template(
     opened = False
     for messages in prompts:
         plain, told = (
-            str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opening, **kwargs))
+            str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=opening, **kwargs))
             for opening in (False, True)
         )
         opened = opened or plain != told

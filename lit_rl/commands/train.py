@@ -112,8 +112,22 @@ def train(run: Run) -> int:
     return 0
 
 
+def _count_the_last_step(trainer: L.Trainer) -> None:
+    """Count the last step and its epoch as done, where Lightning has not.
+
+    A checkpoint is written at the end of a step, before Lightning counts that step for its loggers, and its epoch. A
+    fit that goes on from the very last step trains nothing and counts neither, so the validation after it would be
+    logged under the step before.
+    """
+    trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
+    epochs: Any = trainer.fit_loop.epoch_progress
+    for counted in (epochs.total, epochs.current):
+        counted.processed = counted.completed = counted.started
+
+
 def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
     """Measure, export, sum up and say where everything is."""
+    _count_the_last_step(run.trainer)
     summary["after"] = measure(run)
     summary["losses"] = summary.get("losses", {}) | {"after": losses(run)}
     summary["export"] = export(run, summary)

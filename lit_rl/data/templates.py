@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_parts import text_of
 from lit_rl.errors import ConfigError, DataError
@@ -34,7 +35,9 @@ def render_prompt(
     refuse_control_tokens(control_tokens(tokenizer) if control is None else control, messages, where)
     check_template_kwargs(kwargs)
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs))
+        return str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **kwargs))
+    except ConfigError:
+        raise
     except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
 from lit_rl.data.image_prompts import Processor, Shown, count_of_placeholders
 from lit_rl.data.templates import control_tokens
@@ -157,7 +158,7 @@ class ChatFrames(Frames):
             Exception: of any class: the chat template refuses the conversation.
         """
         settings = {"tokenize": False, "add_generation_prompt": True, **self._settings}
-        return self._ids(str(self._tokenizer.apply_chat_template(self.with_calls(messages), **settings)))
+        return self._ids(str(apply_chat_template(self._tokenizer, self.with_calls(messages), **settings)))
 
     def with_calls(self, messages: Sequence[Message]) -> list[Message]:
         """The messages of a conversation as the chat template wants their calls: the arguments as a mapping or as JSON
@@ -174,6 +175,8 @@ class ChatFrames(Frames):
         if (kind, count) not in self._ends:
             try:
                 self._ends[kind, count] = self._ends_before(self._skeletons[kind], count)
+            except ConfigError:
+                raise
             except Exception:  # a template is a program: whatever it raises, it cannot render this
                 self._ends[kind, count] = None
         return self._ends[kind, count] is not None
@@ -230,7 +233,7 @@ class ChatFrames(Frames):
         counts = []
         for number in (1, 2):
             asked: list[Message] = [{"role": "user", "content": [{"type": "image"}] * number}]
-            text = str(self._tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+            text = str(apply_chat_template(self._tokenizer, asked, tokenize=False, add_generation_prompt=True))
             ids, _ = self._processor.process(text, [image] * number, _ANSWER)
             counts.append(count_of_placeholders(self._processor.placeholders, ids))
         if counts[1] != 2 * counts[0]:
@@ -264,7 +267,7 @@ class ChatFrames(Frames):
         answers = [_with_call(message, number) for number, message in enumerate(messages)]
         conversation = [{"role": "user", "content": "dummy"}, skeleton.turn(answers), *answers]
         settings = {"tokenize": False, "add_generation_prompt": True, **self._settings}
-        return str(self._tokenizer.apply_chat_template(conversation, **settings))
+        return str(apply_chat_template(self._tokenizer, conversation, **settings))
 
     def _ids(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
@@ -277,6 +280,8 @@ class ChatFrames(Frames):
         for skeleton in self._skeletons_of(kind):
             try:
                 text = self._rendered(skeleton, _probes(kind, 1))
+            except ConfigError:
+                raise
             except Exception as error:  # a template is a program: whatever it raises, it cannot render this
                 why = why or f"it refuses them: {excerpt(str(error), 200)}"
                 continue
@@ -364,7 +369,7 @@ def check_tools_are_told(
         ConfigError: the name of one is not in what it renders.
     """
     asked = [{"role": "user", "content": "a"}]
-    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True, **chat_template_kwargs)
+    text = apply_chat_template(tokenizer, asked, tokenize=False, add_generation_prompt=True, **chat_template_kwargs)
     names = [tool["function"]["name"] for tool in tools]
     if missing := [name for name in names if name not in str(text)]:
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.image_prompts import Processor, Shown
 from lit_rl.data.templates import control_tokens, encode_prompt, render_prompt
 from lit_rl.environments.frames import literal_ids
@@ -154,7 +155,7 @@ class PromptOpener:
     ) -> list[int]:
         """The tokens of a rendering in which each mark is a text that is tokenised apart."""
         settings = {"tokenize": False, "add_generation_prompt": True, **template_kwargs}
-        text, ids = str(self._tokenizer.apply_chat_template(marked, **settings)), list[int]()
+        text, ids = str(apply_chat_template(self._tokenizer, marked, **settings)), list[int]()
         for mark, part in zip(marks, parts):
             before, text = text.split(mark, 1)
             ids += [*self._tokenizer(before, add_special_tokens=False)["input_ids"]]

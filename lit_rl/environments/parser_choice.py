@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.templates import control_tokens
 from lit_rl.environments.literal_parsers import Gemma4Parser, Lfm2Parser
 from lit_rl.environments.named_parsers import DeepSeekV3Parser, GptOssParser
@@ -134,9 +135,11 @@ def rendered_call(tokenizer: Any, call: ToolCall, schemas: Schemas) -> Iterator[
         said = {"role": "assistant", "content": "", "tool_calls": calls}
         settings = {"tokenize": False, "tools": list(schemas) or None}
         try:
-            begun = tokenizer.apply_chat_template(asked, add_generation_prompt=True, **settings)
-            before = tokenizer.apply_chat_template(asked, **settings)
-            whole = tokenizer.apply_chat_template([*asked, said], **settings)
+            begun = apply_chat_template(tokenizer, asked, add_generation_prompt=True, **settings)
+            before = apply_chat_template(tokenizer, asked, **settings)
+            whole = apply_chat_template(tokenizer, [*asked, said], **settings)
+        except ConfigError:
+            raise
         except Exception:  # a template is a program: whatever it raises, it cannot render this
             continue
         turn = whole[len(begun if whole.startswith(begun) else before) :]

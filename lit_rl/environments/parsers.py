@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
 from lit_rl.environments.tools import ToolCall
 from lit_rl.errors import ConfigError
@@ -214,7 +215,7 @@ def _generation_prompt(tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         return ""
     asked = [{"role": "user", "content": "a"}]
-    return str(tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True))
+    return str(apply_chat_template(tokenizer, asked, tokenize=False, add_generation_prompt=True))
 
 
 def _call_of(text: str) -> Call:

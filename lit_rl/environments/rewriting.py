@@ -19,6 +19,7 @@ from lit_rl.data.checks import excerpt
 from lit_rl.environments.frames import ChatFrames, template_name
 from lit_rl.environments.observations import bare
 from lit_rl.episodes import Episode
+from lit_rl.errors import ConfigError
 from lit_rl.rollout import Completions, Message
 
 EVERY = 100
@@ -85,6 +86,8 @@ class TemplateRewriting:
         said: list[Message] = [*_bare(episode.prompt), *_before_last_message(episode.messages)]
         try:
             anew = frames.history(said)
+        except ConfigError:
+            raise
         except Exception as error:  # a template is a program: whatever it raises, it cannot render this
             return f"refuse it: {excerpt(str(error), 200)}"
         return None if anew == held else self._words(held, anew)

@@ -27,9 +27,9 @@ from lit_rl.generation.batches import assemble
 from lit_rl.generation.returned import Returned, ReturnedRow
 from lit_rl.generation.returned_messages import decoded_messages
 from lit_rl.generation.rollout_handle import RolloutHandle
-from lit_rl.generation.time_limit import TookTooLong, time_limit
 from lit_rl.rewards.functions.by_path import named_by
 from lit_rl.rollout import Completions, Prompt, PromptBatch, Prompts
+from lit_rl.time_limit import TookTooLong, time_limit
 
 
 class RolloutFunction(Interactive):

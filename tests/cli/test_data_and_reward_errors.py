@@ -19,6 +19,8 @@ from small_models import SPECIAL, save_model, save_tokenizer
 from tiers import quick
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lit_rl import chat_template
+
 ROWS = [{"prompt": f"{n}+{n}=", "answer": str(2 * n)} for n in range(8)]
 CHAT = [{"prompt": [{"role": "user", "content": f"{n}+{n}="}], "answer": str(2 * n)} for n in range(8)]
 
@@ -93,6 +95,14 @@ class TestTokenizer:
         template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
         (cwd / "template.jinja").write_text(template)
         reaches_the_weights(step(*data, "model.chat_template=template.jinja"))
+
+    def test_a_chat_template_that_hardly_ends(self, look: Trial, cwd, monkeypatch):
+        monkeypatch.setattr(chat_template, "LIMIT", 0.2)
+        loops = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+        (cwd / "theirs.jinja").write_text(loops)
+        words = ["model.chat_template=theirs.jinja", "data.on_bad_row=skip"]  # no row of these is merely bad
+        refused(look(CHAT, *words), 2, "The chat template of", "still ran after 0.2 s", "model.chat_template=FILE")
+        assert not (cwd / "run").exists()
 
 
 GOOD = json.dumps(ROWS[0])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +188,65 @@ def test_validate_and_test_measure_a_checkpoint(
 
 
 @pytest.mark.all
+class Canary:
+    """Makes a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def flip_a_weight(path: Path, sung: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda part: part.file_size)
+    place = largest.header_offset + 200 + largest.file_size // 2
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+SPOILT: dict[str, tuple[Callable[[Path, Path], object], str]] = {
+    "a flipped bit": (flip_a_weight, "it is damaged"),
+    "code": (
+        lambda path, sung: torch.save({"state_dict": {}, "a": Canary(sung)}, path),
+        "a Python object (posix.mkdir)",
+    ),
+    "a pickle": (lambda path, sung: path.write_bytes(pickle.dumps(Canary(sung))), "it is a pickle"),
+    "text": (lambda path, sung: path.write_text("a note\n" * 30), "it is a file of text"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_a_checkpoint_that_cannot_be_used_is_named_and_not_run(
+    kind: str, checkpoint: Path, demo: str, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    path, sung = tmp_path / "theirs.ckpt", tmp_path / "canary"
+    shutil.copy(checkpoint, path)
+    spoil, words = SPOILT[kind]
+    spoil(path, sung)
+    before = path.read_bytes()
+    outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.max_steps=11", f"--ckpt_path={path}")
+    assert outcome.code == 7, outcome.err
+    assert str(path) in outcome.err and words in outcome.err and "Traceback" not in outcome.err
+    assert not sung.exists() and path.read_bytes() == before
+    assert not list(tmp_path.rglob("metrics.jsonl")) and list(tmp_path.rglob("*.ckpt")) == [path]
+
+
+def test_a_checkpoint_brings_no_settings(checkpoint: Path, demo: str, lit_rl_run: CommandLine, tmp_path: Path) -> None:
+    """Lightning's command line would build the model with the `hyper_parameters` that stand in the file."""
+    path = tmp_path / "theirs.ckpt"
+    saved = torch.load(checkpoint, weights_only=True)
+    saved["hyper_parameters"] = {"_class_path": "lit_rl.algorithms.RLOO", "seed": 7}
+    torch.save(saved, path)
+    outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.max_steps=10", "--trainer.logger=false", f"--ckpt_path={path}")
+    assert outcome.code == 0, outcome.err
+    (config,) = tmp_path.rglob(CONFIG_NAME)
+    model = yaml.safe_load(config.read_text())["model"]
+    assert model["class_path"].endswith("GRPO") and model["init_args"]["seed"] == 0
+
+
 def test_predict_writes_a_line_for_each_prompt(
     demo: str, checkpoint: Path, lit_rl_run: CommandLine, tmp_path: Path
 ) -> None:

@@ -7,18 +7,21 @@ import os
 import shutil
 import subprocess
 import sys
+from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from no_room import no_file_above
+from no_room import fill, no_file_above, small_disk
 from peft import PeftModel
 from plain_scores import token_logits
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from lit_rl import durable
 from lit_rl.errors import ConfigError, StorageError
 from lit_rl.models import LanguageModel, Lora
 from lit_rl.models.export.checked_folder import unpublished
@@ -289,6 +292,7 @@ def test_an_earlier_export_is_replaced_and_anything_else_is_left_alone(make_mode
 
 
 def test_an_export_that_fails_leaves_the_earlier_one_whole(make_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(durable, "WAITS", ())
     model, state, folder = exported(make_model, tmp_path)
     policy = model.load()
     content = {item.name: item.read_bytes() for item in folder.iterdir()}
@@ -301,6 +305,37 @@ def test_an_export_that_fails_leaves_the_earlier_one_whole(make_model, tmp_path,
     with no_file_above(10_000), pytest.raises(StorageError, match="File too large"):  # in the middle of the weights
         export_policy(model, state, policy, folder, card="new")
     assert {item.name: item.read_bytes() for item in folder.iterdir()} == content
+
+
+@pytest.mark.parametrize(
+    "fits, raised",
+    [((), OSError), (("config.json",), SafetensorError), (("model", "config", "_config", "chat_template"), Exception)],
+    ids=["the first file", "the weights", "the tokenizer"],
+)
+def test_a_full_disk_is_tried_again(make_model, tmp_path, monkeypatch, fits, raised):
+    """A real one, which is full at the file named; each of the libraries that write them says so in its own way."""
+    model = LanguageModel(str(make_model("qwen2")))
+    policy = model.load()
+    disk = tmp_path / "disk"
+    with small_disk(disk, 2_000_000):
+        state = full_state_dict(policy)
+        export_policy(model, state, policy, disk / "hf", card="old")
+        before = {item.name: item.read_bytes() for item in (disk / "hf").iterdir()}
+        pages = {name: -(-len(content) // PAGESIZE) for name, content in before.items()}
+        ballast = fill(disk, but=PAGESIZE * sum(n for name, n in pages.items() if any(word in name for word in fits)))
+        monkeypatch.setattr(durable, "WAITS", (0.0,))
+        with (
+            pytest.warns(UserWarning, match="finds no room: .*It is tried again in 0 s"),
+            pytest.raises(StorageError, match=r"(?s)No space left.*what was there before is as it was: make room") as e,
+        ):
+            export_policy(model, state, policy, disk / "hf", card="new")
+        assert type(e.value.__cause__) is raised
+        assert {item.name: item.read_bytes() for item in (disk / "hf").iterdir()} == before
+        assert sorted(item.name for item in disk.iterdir()) == ["ballast", "hf"]
+        monkeypatch.setattr("time.sleep", lambda seconds: ballast.unlink())  # somebody makes room
+        with pytest.warns(UserWarning, match="finds no room"):
+            export_policy(model, state, policy, disk / "hf", card="new")
+        assert (disk / "hf" / "README.md").read_text() == "new"
 
 
 def broken_disk(where: str, folder: Path):

@@ -63,12 +63,24 @@ def finish(process, run_dir: Path) -> None:
 
 
 @pytest.mark.all
-def test_whatever_kills_a_run_it_ends_as_if_nothing_had(root):
-    """SIGKILL in rollouts, while checkpoints and exports are written, and at random moments."""
-    script = [sys.executable, str(root / "scripts" / "kill_loop.py"), "--rounds", "3"]
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--rounds", "3"],
+        pytest.param(["--rounds", "2", "--kills", "2", "--ranks", "2"], marks=pytest.mark.exhaustive),
+        pytest.param(
+            ["--rounds", "2", "--kills", "2", "--engine", "--places", "engine sync"], marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["one process", "two ranks", "an engine"],
+)
+def test_whatever_kills_a_run_it_ends_as_if_nothing_had(how, root):
+    """SIGKILL in rollouts, while checkpoints and exports are written, and at random moments; of one of two ranks or
+    both; while weights are sent to an engine."""
+    script = [sys.executable, str(root / "scripts" / "kill_loop.py"), *how]
     said = subprocess.run(script, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert said.returncode == 0 and " 3 equal, 0 not." in said.stdout, said.stdout + said.stderr
-    assert said.stdout.count("killed: ") == 3 and "| times |" in said.stdout
+    assert said.returncode == 0 and f" {how[1]} equal, 0 not." in said.stdout, said.stdout + said.stderr
+    assert said.stdout.count("killed: ") == int(how[1]) and "| times |" in said.stdout
 
 
 @pytest.mark.all

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk that has no room: the kernel's own refusals, and what is left afterwards."""
+"""Checkpoints and exports on a disk that has no room: the kernel's own refusals, and what is left afterwards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from no_room import no_file_above
+from no_room import no_file_above, small_disk
 from runs_helpers import SMALL
 
+from lit_rl import durable
 from lit_rl.callbacks import AtomicCheckpointIO, TimedCheckpoint, checkpoint_io
 from lit_rl.durable import PARTIAL, check_room
 from lit_rl.errors import StorageError
@@ -23,7 +24,7 @@ STATE = {"state_dict": {"weight": torch.arange(100_000.0)}}
 def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
     waits: tuple[float, ...], saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_io, "_WAITS", waits)
+    monkeypatch.setattr(durable, "WAITS", waits)
     target, disk = tmp_path / "step.ckpt", AtomicCheckpointIO()
     disk.save_checkpoint({"state_dict": {}}, target)
     before = target.read_bytes()
@@ -40,7 +41,7 @@ def test_a_full_disk_is_tried_again_and_what_was_saved_before_stays(
 
 
 def test_space_is_looked_for_before_any_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_io, "_WAITS", ())
+    monkeypatch.setattr(durable, "WAITS", ())
     huge = torch.empty(10**16, device="meta")
     said = r"it takes 40000000000\.0 MB, and \d+\.\d MB are free.* No checkpoint of this run was saved before"
     with pytest.raises(StorageError, match=said):
@@ -61,6 +62,44 @@ def test_a_run_without_room_ends_with_the_code_of_storage(
     assert "step_00000001.ckpt could not be written: [Errno 27] File too large" in said and "Traceback" not in said
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
     assert train(*SMALL, *every, "ckpt_path=last") == 0
+
+
+FILLS = """
+from pathlib import Path
+
+def score(completions):
+    run = Path(__file__).parent / "disk" / "run"
+    if any(run.glob("checkpoints/*.ckpt")) and not (run.parent / "ballast").exists():
+        try:
+            with (run.parent / "ballast").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError:
+            pass
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.all
+def test_a_disk_that_is_full_at_the_export_costs_nothing_that_was_learned(
+    train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last validation fills the disk. Once there is room again, the run ends as if nothing had been."""
+    monkeypatch.setattr(durable, "WAITS", (0.0,))
+    (tmp_path / "fills.py").write_text(FILLS)
+    run = tmp_path / "disk" / "run"
+    words = [*SMALL, "trainer.max_steps=1", "callbacks.checkpoint.every_n_train_steps=1", f"run_dir={run}"]
+    words += ["reward=function", f"reward.fn={tmp_path / 'fills.py'}:score", "eval.temperature=1", "ckpt_path=last"]
+    with small_disk(tmp_path / "disk", 32_000_000):
+        with pytest.warns(UserWarning, match=r"The export to \S+ finds no room: .* It is tried again in 0 s"):
+            assert train(*words) == 7
+        said = capsys.readouterr().err
+        assert "The export to" in said and "ckpt_path=last" in said and "Traceback" not in said
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000001.ckpt"]
+        assert not list(run.glob("*hf*"))
+        (tmp_path / "disk" / "ballast").write_bytes(b"")
+        assert train(*words) == 0
+        assert (run / "hf" / "model.safetensors").exists()
 
 
 @pytest.mark.all

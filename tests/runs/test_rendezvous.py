@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from lit_rl.commands import rendezvous
-from lit_rl.commands.carried_files import carry, take_over
+from lit_rl.commands.carried_files import carry, say_finished, take_over
 from lit_rl.commands.place import Place, place_of
 from lit_rl.commands.rendezvous import Rendezvous
 from lit_rl.commands.run_dir import RunDir
@@ -77,6 +78,23 @@ def monkeypatch_told(meeting: Rendezvous, names: dict[str, str]) -> None:
         return said
 
     meeting.hear = heard  # type: ignore[method-assign]
+
+
+def test_that_a_run_has_finished_is_heard_by_all_before_node_0_leaves():
+    heard: list[str] = []
+
+    def main(meeting):
+        say_finished(meeting)
+        heard.append("node 0 leaves")
+
+    def other(meeting):
+        time.sleep(0.3)  # on a busy machine
+        taken = take_over(meeting)
+        heard.append("node 1 heard")
+        return taken
+
+    node_0, node_1 = together(main, other)
+    assert (node_0.result(), node_1.result(), heard) == (None, None, ["node 1 heard", "node 0 leaves"])
 
 
 @pytest.mark.parametrize("held", [None, 3])

@@ -70,6 +70,17 @@ def test_a_finished_run_returns_at_once(train, tmp_path, capsys):
     assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
 
 
+@pytest.mark.parametrize("steps", [3, 8], ids=["in an epoch", "at its end"])
+def test_a_run_that_was_killed_after_its_last_checkpoint_ends_as_the_whole_one(steps, train, tmp_path):
+    """Nothing is left to train, and the last validation is logged under the step and the epoch of the whole run."""
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    overrides = [*SMALL, *EVERY_STEP, f"trainer.max_steps={steps}"]
+    assert train(*overrides, f"run_dir={whole}") == 0
+    interrupted(whole, again, steps)
+    assert train(*overrides, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same_run(whole, again)
+
+
 def test_a_finished_run_goes_on_to_a_later_end(train, tmp_path, capsys):
     words = [*SMALL, "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}", "ckpt_path=last"]
     assert train(*words, "trainer.max_steps=2") == 0

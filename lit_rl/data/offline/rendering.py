@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.data.checks import excerpt
 from lit_rl.errors import ConfigError, DataError
 from lit_rl.rollout import Message
@@ -25,7 +26,9 @@ def render(
         DataError: the template refuses the messages. The message opens with `where`.
     """
     try:
-        return tokenizer.apply_chat_template(messages, **{**kwargs, "tokenize": False, **how})
+        return apply_chat_template(tokenizer, messages, **{**kwargs, "tokenize": False, **how})
+    except ConfigError:
+        raise
     except Exception as error:  # a template is a program: whatever it raises, this row cannot be rendered by it
         raise DataError(f"{where}: the chat template refuses the messages: {excerpt(str(error), 200)}") from error
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lit_rl.durable import flush_tree
+from lit_rl.durable import flush_tree, is_full, tried_again
 from lit_rl.errors import StorageError
 from lit_rl.models.export.adapter_folder import sort_names
 from lit_rl.models.export.verify import verify_adapter
@@ -54,8 +54,8 @@ def write_checked(
     Args:
         folder: A new folder, or an earlier export, which is replaced.
         description: What the model was loaded from.
-        rebuild: Makes the model on the CPU, once the folder is known to be free; with adapters they are merged, and
-            stand by themselves in ``folder/adapter``.
+        rebuild: Makes the model on the CPU, once the folder is known to be free, and again for each further try on a
+            full disk; with adapters they are merged, and stand by themselves in ``folder/adapter``.
         check: Reads what was written and gives the largest difference from the state.
         card: Text of README.md.
 
@@ -64,6 +64,24 @@ def write_checked(
     """
     target = Path(folder).expanduser().resolve()
     _check_target(target, description)
+    try:
+        return tried_again(lambda: _written(target, description, rebuild, check, card), f"The export to {target}")
+    except Exception as error:
+        if not isinstance(error, (OSError, SafetensorError)) and not is_full(error):
+            raise
+        left = "Nothing of it is left, and what was there before is as it was"
+        way_out = ": make room, and say the command again (of a run: with ckpt_path=last)" if is_full(error) else ""
+        raise StorageError(f"The export to {target} failed: {error}. {left}{way_out}.") from error
+
+
+def _written(
+    target: Path,
+    description: LanguageModel,
+    rebuild: Callable[[], Any],
+    check: Callable[[Path, Mapping[str, Tensor], LanguageModel], float],
+    card: str,
+) -> ExportReport:
+    """Write once. A model is made anew for it: writing merges its adapters."""
     rebuilt = rebuild()
     staged = target.with_name(f".{target.name}{_STAGED}{os.getpid()}")
     try:
@@ -73,8 +91,6 @@ def write_checked(
         state = model.state_dict()
         difference = check(staged, state, description)
         _publish(staged, target)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"The export to {target} failed: {error}") from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     return ExportReport(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.errors import StorageError
 from lit_rl.images import pillow
 from lit_rl.models.policy.hub import reading
@@ -108,7 +109,7 @@ def verify_processor(folder: str | Path, processor: VisionProcessor, *, trust_re
     if wanted.keys() != read.keys() or any(not _equal(wanted[name], read[name]) for name in wanted):
         raise StorageError(f"{folder}: the processor that was written makes other pixels than the original.")
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
-    text = str(processor.tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+    text = str(apply_chat_template(processor.tokenizer, [message], tokenize=False, add_generation_prompt=True))
     if processor.places(text) == 1:
         ids, again = (each(text=[text], images=[[image]])["input_ids"] for each in (original, found))
         if list(map(list, ids)) != list(map(list, again)):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lit_rl.errors import BackendError, DataError
+from lit_rl.chat_template import apply_chat_template
+from lit_rl.errors import BackendError, ConfigError, DataError
 from lit_rl.images import ImageRef
 from lit_rl.models.policy import hub, videos
 from lit_rl.models.policy.vision_parts import placeholder_ids
@@ -185,7 +186,9 @@ def _drops_plain_text(tokenizer: PreTrainedTokenizerBase) -> bool:
     for content in (word, [{"type": "text", "text": word}]):
         try:
             messages: Any = [{"role": "user", "content": content}]
-            shown.append(word in str(tokenizer.apply_chat_template(messages, tokenize=False)))
+            shown.append(word in str(apply_chat_template(tokenizer, messages, tokenize=False)))
+        except ConfigError:
+            raise
         except Exception:  # a template is a program: whatever it raises, it reads no such message
             shown.append(False)
     return shown == [False, True]

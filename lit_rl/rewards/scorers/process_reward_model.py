@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.errors import ConfigError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.functions.contract import Span
@@ -151,7 +152,7 @@ class ProcessRewardModel(Classifier):
         else:
             self.require_chat_template(tokenizer)
             how = {"tokenize": False, "add_generation_prompt": True, **self.chat_template_kwargs}
-            text: Any = tokenizer.apply_chat_template(prompt, **how)  # pyright: ignore
+            text: Any = apply_chat_template(tokenizer, prompt, **how)
             ids = _plain(tokenizer, text)
         end = _plain(tokenizer, self.separator)
         if not end:

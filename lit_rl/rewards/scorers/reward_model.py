@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from lit_rl.chat_template import apply_chat_template
 from lit_rl.errors import ConfigError, RewardError, did_you_mean
 from lit_rl.rewards.completion import Completion, text_of
 from lit_rl.rewards.scorers.classifier import Classifier, GivenScorer, logits_of
@@ -152,7 +153,7 @@ class RewardModel(Classifier):
         for row, (prompt, ids, images) in enumerate(zip(prompts, rows, shown, strict=True)):
             messages: Any = prompt
             how = {"tokenize": False, "add_generation_prompt": True, **self.chat_template_kwargs}
-            text: Any = tokenizer.apply_chat_template(messages, **how)  # pyright: ignore
+            text: Any = apply_chat_template(tokenizer, messages, **how)
             bare: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
             where = f"row {row} for the reward model {self.name!r}"
             if ids[: len(bare)] != bare:
@@ -185,7 +186,7 @@ class RewardModel(Classifier):
             return self._ended(tokenizer, self._text_ids(tokenizer, prompt, text_of(completion)))
         self.require_chat_template(tokenizer)
         reply = completion if isinstance(completion, list | tuple) else [{"role": "assistant", "content": completion}]
-        text: Any = tokenizer.apply_chat_template([*prompt, *reply], tokenize=False, **self.chat_template_kwargs)
+        text: Any = apply_chat_template(tokenizer, [*prompt, *reply], tokenize=False, **self.chat_template_kwargs)
         return tokenizer(text, add_special_tokens=False)["input_ids"]  # pyright: ignore[reportReturnType]
 
     def _text_ids(self, tokenizer: PreTrainedTokenizerBase, prompt: str, completion: str) -> list[int]:

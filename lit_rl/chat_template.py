@@ -1,0 +1,104 @@
+"""The one door to a chat template, behind which a rendering takes a bounded time.
+
+A template is a program that comes with a model. Jinja's sandbox bounds what it reaches and how long one loop is, but
+not loops inside loops, nor functions that call themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lit_rl.errors import ConfigError
+from lit_rl.time_limit import TookTooLong, time_limit
+
+LIMIT = 10.0
+"""Seconds for one conversation. Templates of models take less than a thousandth of that for a long one."""
+
+_EVERY = 0.25
+"""Seconds between two looks at renderings of other threads."""
+
+
+def apply_chat_template(tokenizer: Any, messages: Sequence[Any], **how: Any) -> Any:
+    """As the tokenizer's own, for at most `LIMIT` seconds.
+
+    Args:
+        tokenizer: Of transformers, with a chat template.
+        messages: One conversation.
+        how: What the tokenizer's `apply_chat_template` takes.
+
+    Raises:
+        ConfigError: it took longer; names the file of the template.
+        Exception: of any class: the template refuses the messages.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    try:
+        with time_limit(LIMIT, "chat template") if main else _watch.limit(LIMIT):
+            return tokenizer.apply_chat_template(messages, **how)
+    except TookTooLong:
+        raise ConfigError(
+            f"The chat template of {_place(tokenizer)} still ran after {LIMIT:g} s on one conversation of "
+            f"{len(messages)} messages, and was stopped: it has loops that hardly end, for these messages or for all. "
+            "Read it, or take another one with model.chat_template=FILE."
+        ) from None
+
+
+class _Watch:
+    """Interrupts renderings of threads other than the main one, which alone has an alarm: one more thread has the
+    interpreter raise an exception in them, between two instructions of Python."""
+
+    def __init__(self) -> None:
+        self._due: dict[int, float] = {}
+        self._turn = threading.Lock()
+        self._watching = threading.Thread()
+
+    @contextmanager
+    def limit(self, seconds: float) -> Iterator[None]:
+        """Interrupt the block when its time is over.
+
+        Raises:
+            TookTooLong: in the block, and out of it.
+        """
+        thread = threading.get_ident()
+        with self._turn:
+            self._due[thread] = time.monotonic() + seconds
+            if not self._watching.is_alive():  # none yet, or a fork has left it behind
+                self._watching = threading.Thread(target=self._watch, name="chat-template-limit", daemon=True)
+                self._watching.start()
+        try:
+            yield
+        finally:
+            with self._turn:
+                del self._due[thread]
+                _raise_in(ctypes.c_ulong(thread), None)  # what was asked for and did not come yet is not wanted
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_EVERY)
+            with self._turn:
+                for thread, due in self._due.items():
+                    if time.monotonic() > due:
+                        _raise_in(ctypes.c_ulong(thread), ctypes.py_object(TookTooLong))
+
+
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+_watch = _Watch()
+os.register_at_fork(after_in_child=_watch.__init__)  # where no thread of the parent is, to give its lock back
+
+
+def _place(tokenizer: Any) -> str:
+    """The model, and the file in its folder that holds the template; or that the template was set by hand."""
+    name, template = getattr(tokenizer, "name_or_path", "") or "this tokenizer", tokenizer.chat_template
+    jinja, config = Path(name) / "chat_template.jinja", Path(name) / "tokenizer_config.json"
+    if jinja.is_file() and jinja.read_text(encoding="utf-8") == template:
+        return str(jinja)
+    if config.is_file() and json.loads(config.read_text(encoding="utf-8")).get("chat_template") == template:
+        return str(config)
+    return f"{name} (which model.chat_template has set, or the model's own)"

@@ -1,0 +1,82 @@
+"""A chat template is a program: whichever it is, and whatever it is given, a rendering ends."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import chat_templates
+import pytest
+
+from lit_rl import chat_template
+from lit_rl.chat_template import apply_chat_template
+from lit_rl.data.templates import render_prompt
+from lit_rl.errors import ConfigError
+from lit_rl.models import LanguageModel
+
+ASKED = [{"role": "user", "content": "1+1"}]
+LOOPS = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
+HOSTILE = {
+    "loops in loops": LOOPS,
+    "a macro of itself": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a filter of filters": "{{ ([range(100000)] * 100000) | map('join') | list | length }}",
+}
+NUMBERS = {"a power": "{{ ((messages|length + 8) ** (9 ** 9)) > 1 }}", "digits": "{{ 1 | round(99999999, 'ceil') }}"}
+"""One call of compiled code each: an alarm reaches them, and another thread does not."""
+
+
+def tokenizer_of(template: str):
+    tokenizer = copy.deepcopy(LanguageModel("tiny").tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", (HOSTILE | NUMBERS).values(), ids=HOSTILE | NUMBERS)
+def test_a_rendering_that_does_not_end_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT", 0.2)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"(?s)still ran after 0.2 s.*model\.chat_template=FILE"):
+        apply_chat_template(tokenizer_of(template), ASKED, tokenize=False)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE)
+def test_in_another_thread_too_and_nothing_is_left_behind(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT", 0.2)
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(ConfigError, match="still ran after"):
+            thread.submit(apply_chat_template, tokenizer_of(template), ASKED, tokenize=False).result(timeout=60)
+        assert thread.submit(sum, range(1_000_000)).result() == 499999500000
+
+
+def test_rows_decide_and_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "LIMIT", 0.2)
+    template = "{{ messages[0].content }}{% if 'now' in messages[0].content %}" + LOOPS + "{% endif %}"
+    folder = tmp_path / "model"
+    tokenizer_of(template).save_pretrained(folder)
+    tokenizer = type(tokenizer_of("")).from_pretrained(folder)
+    assert render_prompt(tokenizer, [{"role": "user", "content": "later"}], "row 0", {}) == "later"
+    with pytest.raises(ConfigError, match=re.escape(f"The chat template of {folder / 'chat_template.jinja'} still")):
+        render_prompt(tokenizer, [{"role": "user", "content": "now"}], "row 1", {})
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["main thread", "another thread"])
+def test_what_templates_of_models_render_is_as_it_was(elsewhere: bool) -> None:
+    """Those that TRL ships, by transformers' own call."""
+    how = {"tokenize": False, "add_generation_prompt": True}
+    with ThreadPoolExecutor(1) as thread:
+        for name in chat_templates.names():
+            tokenizer, _ = chat_templates.tokenizer_of(name)
+            wanted = tokenizer.apply_chat_template(ASKED, **how)
+            ask = (apply_chat_template, tokenizer, ASKED)
+            assert (
+                thread.submit(*ask, **how).result() if elsewhere else apply_chat_template(*ask[1:], **how)
+            ) == wanted
+
+
+def test_nobody_goes_another_way(root: Path) -> None:
+    found = [path for path in (root / "lit_rl").rglob("*.py") if ".apply_chat_template(" in path.read_text()]
+    assert [path.name for path in found] == ["chat_template.py"]
