@@ -6,6 +6,8 @@ from them, and the run that goes on makes them anew (`lit_rl.interruption`). A s
 `SignalWatch`.
 
 A generator or an environment that fails ends the run too: what was learned until then is saved.
+
+A checkpoint that is written between an optimizer step and a validation that is due says so, whoever writes it.
 """
 
 from __future__ import annotations
@@ -185,6 +187,8 @@ class GracefulStop(L.Callback):
         if self._failed and self._place is not None:
             checkpoint["epoch"] = self._place["epoch"]
             checkpoint["loops"]["fit_loop"] = self._place["fit_loop"]
+        elif _between_step_and_validation(trainer):
+            checkpoint["loops"]["fit_loop"] = _validation_to_begin(checkpoint["loops"]["fit_loop"])
 
     def _restore(self) -> None:
         interruption.forget()
@@ -215,6 +219,39 @@ def _validates_next(trainer: L.Trainer) -> bool:
     epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = sum(epoch_loop.val_loop.max_batches)
     return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
+
+
+def _between_step_and_validation(trainer: L.Trainer) -> bool:
+    """Whether a callback saves at the end of an optimizer step, and a validation is due in the middle of an epoch.
+
+    Lightning takes it for made where such a checkpoint is resumed, unless the checkpoint says that it has begun. (At
+    the end of an epoch it makes it by itself.)
+    """
+    progress, fit_loop = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop
+    ends_batch = trainer.training and progress.current.processed == progress.current.completed + 1
+    if not ends_batch or progress.is_last_batch or fit_loop._should_accumulate():
+        return False
+    if trainer._val_check_time_interval is not None:  # pyright: ignore  # by the clock, which begins anew
+        return False
+    return _validates_next(trainer)
+
+
+def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """Loops at the end of a batch, as if in the first batch of the validation behind it."""
+    train, validation = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
+    done = {part: {**fit_loop[train][part]} for part in ("total", "current")}
+    for counts in done.values():
+        counts["completed"] += 1
+    begun = {
+        "total": _before_a_batch(fit_loop[validation]["total"]["completed"]),
+        "current": _before_a_batch(0),
+        "is_last_batch": False,
+    }
+    return {
+        **fit_loop,
+        train: {**fit_loop[train], **done},
+        validation: {**fit_loop[validation], **begun},
+    }
 
 
 def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:
