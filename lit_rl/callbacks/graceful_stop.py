@@ -1,7 +1,13 @@
-"""Ctrl-C, SIGTERM, a terminal that is gone, Slurm's word: finish the optimizer step, save, stop. A second signal ends
-the process at once.
+"""Ctrl-C, SIGTERM, a terminal that is gone, Slurm's word: save and stop, within seconds. A second signal ends the
+process at once.
+
+An optimizer step that has begun is finished. A rollout, its rewards and a validation are given up: nothing was learned
+from them, and the run that goes on makes them anew (`lit_rl.interruption`). A signal to one rank reaches the others by
+`SignalWatch`.
 
 A generator or an environment that fails ends the run too: what was learned until then is saved.
+
+A checkpoint that is written between an optimizer step and a validation that is due says so, whoever writes it.
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
@@ -17,7 +23,10 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
+from lit_rl import interruption
+from lit_rl.algorithms.rollouts.state import rng_state, set_rng_state
 from lit_rl.callbacks.checkpoint_files import is_whole
+from lit_rl.callbacks.signal_watch import SignalWatch
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import let_go_of_the_terminal
 from lit_rl.errors import GenerationError
@@ -25,7 +34,8 @@ from lit_rl.errors import GenerationError
 
 class GracefulStop(L.Callback):
     """Replaces Lightning's handler, which broadcasts inside the signal handler: with one rank generating and another
-    waiting, that hangs. Here the handler sets a flag, and all ranks agree on it between two optimizer steps.
+    waiting, that hangs. Here the handler sets a flag, on which all ranks agree between two optimizer steps; where it
+    comes in work that may be given up, it ends that work, on which they agree behind it.
     """
 
     def __init__(self) -> None:
@@ -34,17 +44,26 @@ class GracefulStop(L.Callback):
         self._before: dict[int, Any] = {}
         self._place: dict[str, Any] | None = None
         self._failed = False
+        self.gave_up = False
+        """Whether it came in work that was given up."""
+        self.saved: Path | None = None
+        """The checkpoint of the step that the run stopped at; None while there is none."""
+        self._watch: SignalWatch | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._place, self._failed = None, False
+        self._place, self._failed, self.gave_up, self.saved = None, False, False, None
         if threading.current_thread() is not threading.main_thread():
             return
+        interruption.listen(lambda: self._give_up(trainer), several=trainer.world_size > 1)
+        self._watch = SignalWatch(lambda: self.signum, trainer.world_size)
         for signum in signals_of(trainer):
             self._before[signum] = signal.signal(signum, lambda number, frame: self._on_signal(trainer, number))
 
     def _on_signal(self, trainer: L.Trainer, number: int) -> None:
-        if number == self.signum == signal.SIGHUP:
-            return  # a shell that ends and the kernel both send one
+        assert self._watch is not None
+        again = self._watch.was_sent_here() and self.signum is not None
+        if again or number == self.signum == signal.SIGHUP:  # a shell that ends and the kernel both send one
+            return interruption.ask()
         if self.signum is not None:
             self._restore()
             signal.raise_signal(number)  # for whoever was there before us
@@ -52,12 +71,10 @@ class GracefulStop(L.Callback):
         self.signum = number
         if number == signal.SIGHUP:
             let_go_of_the_terminal()
-        launcher = trainer.strategy.launcher
-        if launcher is not None:
-            launcher.kill(number)  # to the processes that this one started; they set their own flag
-        rank_zero_info(
-            f"{signal.Signals(number).name}: finishing the optimizer step and saving. Once more to stop at once."
-        )
+        self._watch.begin()
+        what = "stopping and saving" if _folder_of(trainer) else "stopping; nothing is saved, as checkpoints are off"
+        rank_zero_info(f"{signal.Signals(number).name}: {what}. Once more to stop at once.")
+        interruption.ask()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -69,10 +86,10 @@ class GracefulStop(L.Callback):
         self._take_down(trainer)
         # Where a validation is due it is begun, and ends before its first batch: the next start makes it then.
         if self._is_to_end(trainer) and not _validates_next(trainer):
-            checkpoint = trainer.checkpoint_callback
-            folder = getattr(checkpoint, "dirpath", None)
+            folder = _folder_of(trainer)
             if folder is not None:
-                trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt", weights_only=False)
+                self.saved = folder / f"step_{trainer.global_step:08d}.ckpt"
+                trainer.save_checkpoint(self.saved, weights_only=False)
             trainer.should_stop = True
             trainer.fit_loop.epoch_loop._skip_next_val = True  # Lightning validates where `should_stop` is set
             self._requeue(trainer)
@@ -81,6 +98,8 @@ class GracefulStop(L.Callback):
         """Whether a signal ends the run, the same on every rank: `signum` is that signal then."""
         mine = torch.tensor(float(self.signum or 0), device=trainer.strategy.root_device)
         self.signum = int(trainer.strategy.reduce(mine, reduce_op="max")) or None  # pyright: ignore
+        if self.signum is not None:
+            interruption.agree_to_stop()
         return self.signum is not None
 
     def _requeue(self, trainer: L.Trainer) -> None:
@@ -92,25 +111,36 @@ class GracefulStop(L.Callback):
     ) -> None:
         # Every rank has as many batches, so all of them ask. Half a validation is none: the next start makes it anew.
         if self._place is not None and self._is_to_end(trainer):
-            self._save_place(trainer, in_validation=True, anew=True)
-            self._requeue(trainer)
-            trainer.training = True
-            call._call_callback_hooks(trainer, "on_train_end")
-            call._call_lightning_module_hook(trainer, "on_train_end")
-            raise _TunerExitException  # the one way out of a loop that Lightning takes for a good end
+            self._give_up(trainer)
+
+    def _give_up(self, trainer: L.Trainer) -> NoReturn:
+        """End the run in the middle of a rollout or a validation, as it was before. Every rank comes here."""
+        self._is_to_end(trainer)
+        self.gave_up, in_validation = True, trainer.validating
+        self.saved = self._save_place(trainer, in_validation=in_validation, anew=in_validation)
+        self._requeue(trainer)
+        trainer.training = True
+        call._call_callback_hooks(trainer, "on_train_end")
+        call._call_lightning_module_hook(trainer, "on_train_end")
+        raise _TunerExitException  # the one way out of a loop that Lightning takes for a good end
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._place is None:
             return
         self._take_down(trainer)
         if self._is_to_end(trainer):
-            self._save_place(trainer, in_validation=False)
+            self.saved = self._save_place(trainer, in_validation=False)
             trainer.should_stop = True
             self._requeue(trainer)
 
     def _take_down(self, trainer: L.Trainer) -> None:
-        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on."""
-        self._place = {"epoch": trainer.current_epoch, "fit_loop": trainer.fit_loop.state_dict()}
+        """Where the loops and the data stand: a rollout that cannot be drawn begins by moving them on. And the random
+        generators, of which a reward function may draw."""
+        self._place = {
+            "epoch": trainer.current_epoch,
+            "fit_loop": trainer.fit_loop.state_dict(),
+            "rng": rng_state(),
+        }
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._place = None
@@ -140,14 +170,16 @@ class GracefulStop(L.Callback):
             The checkpoint; None where none can be saved.
         """
         if self._place is not None and in_validation:
+            rng = self._place["rng"]
             self._take_down(trainer)
-            self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"])}
-        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+            self._place = {**self._place, "fit_loop": _before_validation(self._place["fit_loop"]), "rng": rng}
+        folder = _folder_of(trainer)
         if self._place is None or folder is None or alone:  # saving takes every rank
             return None
-        path = Path(folder) / f"step_{trainer.global_step:08d}.ckpt"
+        path = folder / f"step_{trainer.global_step:08d}.ckpt"
         if anew or not trainer.strategy.broadcast(is_whole(path)):
             self._failed = True
+            set_rng_state(self._place["rng"])
             trainer.save_checkpoint(path, weights_only=False)
         return path
 
@@ -155,8 +187,13 @@ class GracefulStop(L.Callback):
         if self._failed and self._place is not None:
             checkpoint["epoch"] = self._place["epoch"]
             checkpoint["loops"]["fit_loop"] = self._place["fit_loop"]
+        elif _between_step_and_validation(trainer):
+            checkpoint["loops"]["fit_loop"] = _validation_to_begin(checkpoint["loops"]["fit_loop"])
 
     def _restore(self) -> None:
+        interruption.forget()
+        if self._watch is not None:
+            self._watch.end()
         for signum, handler in self._before.items():
             # A terminal that is gone may say so twice, and the run is about to end.
             said = signum == self.signum == signal.SIGHUP
@@ -171,11 +208,50 @@ def signals_of(trainer: L.Trainer) -> list[int]:
     return [signal.SIGINT, signal.SIGTERM, *hangup, *([] if asked is None else [asked])]
 
 
+def _folder_of(trainer: L.Trainer) -> Path | None:
+    """Where checkpoints are written; None where none are."""
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+    return None if folder is None else Path(folder)
+
+
 def _validates_next(trainer: L.Trainer) -> bool:
     """Whether Lightning validates after this optimizer step, whatever has come."""
     epoch_loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = sum(epoch_loop.val_loop.max_batches)
     return fetcher is not None and batches > 0 and epoch_loop._should_check_val_fx(fetcher)
+
+
+def _between_step_and_validation(trainer: L.Trainer) -> bool:
+    """Whether a callback saves at the end of an optimizer step, and a validation is due in the middle of an epoch.
+
+    Lightning takes it for made where such a checkpoint is resumed, unless the checkpoint says that it has begun. (At
+    the end of an epoch it makes it by itself.)
+    """
+    progress, fit_loop = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop
+    ends_batch = trainer.training and progress.current.processed == progress.current.completed + 1
+    if not ends_batch or progress.is_last_batch or fit_loop._should_accumulate():
+        return False
+    if trainer._val_check_time_interval is not None:  # pyright: ignore  # by the clock, which begins anew
+        return False
+    return _validates_next(trainer)
+
+
+def _validation_to_begin(fit_loop: dict[str, Any]) -> dict[str, Any]:
+    """Loops at the end of a batch, as if in the first batch of the validation behind it."""
+    train, validation = "epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"
+    done = {part: {**fit_loop[train][part]} for part in ("total", "current")}
+    for counts in done.values():
+        counts["completed"] += 1
+    begun = {
+        "total": _before_a_batch(fit_loop[validation]["total"]["completed"]),
+        "current": _before_a_batch(0),
+        "is_last_batch": False,
+    }
+    return {
+        **fit_loop,
+        train: {**fit_loop[train], **done},
+        validation: {**fit_loop[validation], **begun},
+    }
 
 
 def _before_validation(fit_loop: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import yaml
 from jsonargparse import set_parsing_settings
 from jsonargparse.typing import Path as ConfigPath
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from rich.console import Console
 
 from lit_rl.algorithms.loop.module import PolicyModule
 from lit_rl.algorithms.optim import optimizers, schedules
@@ -68,8 +69,8 @@ def main(arguments: list[str]) -> int:
     quiet.filter_warnings()
     sys.argv = [sys.argv[0], *arguments]  # Lightning starts the processes of other ranks with it
     cli = command_line(arguments)
-    stops = [c.signum for c in cli.trainer.callbacks if isinstance(c, GracefulStop) and c.signum]  # pyright: ignore
-    return SIGNALLED + stops[0] if stops else 0
+    stops = _stopped(cli.trainer)
+    return SIGNALLED + (stops[0].signum or 0) if stops else 0
 
 
 def command_line(arguments: Sequence[str], *, run: bool = True) -> CommandLine:
@@ -150,8 +151,9 @@ class CommandLine(LightningCLI):
 
     def after_fit(self) -> None:
         """The table that ends a run of `train`: what was measured before and after, and where the time went."""
-        stopped = any(isinstance(each, GracefulStop) and each.signum for each in self.trainer.callbacks)  # pyright: ignore
-        if stopped or self.trainer.fast_dev_run:  # pyright: ignore
+        if stopped := _stopped(self.trainer):
+            return self._say_what_is_saved(stopped[0])
+        if self.trainer.fast_dev_run:  # pyright: ignore
             return
         run, summary = self._run_of(), self.summary
         summary["after"] = train.measure(run)
@@ -162,6 +164,16 @@ class CommandLine(LightningCLI):
         if self.trainer.is_global_zero:
             report.closing_table(summary)
             run_report.write_or_say_what_to_add(RunDir(_folder_of_metrics(self.trainer)))
+
+    def _say_what_is_saved(self, stop: GracefulStop) -> None:
+        step = self.trainer.global_step
+        line = f"Stopped at step {step}. Nothing is saved: the Trainer has no checkpoint callback."
+        if self.trainer.checkpoint_callback is not None:
+            line = f"Stopped before an optimizer step of this start was over (step {step}): nothing new is saved."
+        if stop.saved is not None:
+            line = f"Stopped at step {step}, saved. Go on with the same command and --ckpt_path={stop.saved}"
+        if self.trainer.is_global_zero:
+            Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
     def _run_of(self) -> Run:
         folder, resumed = RunDir(_folder(self.trainer)), self._get(self.config, "ckpt_path")
@@ -297,6 +309,11 @@ class SaveConfig(SaveConfigCallback):
 def _later(class_type: type, *arguments: Any, **keywords: Any) -> Any:
     """A class and its arguments, to be built by a call."""
     return partial(class_type, *arguments, **keywords)
+
+
+def _stopped(trainer: L.Trainer) -> list[GracefulStop]:
+    """The callback that has caught the signal which ended the training."""
+    return [each for each in trainer.callbacks if isinstance(each, GracefulStop) and each.signum]  # pyright: ignore
 
 
 def _folder(trainer: L.Trainer) -> Path:

@@ -105,7 +105,7 @@ def train(run: Run) -> int:
             raise
         summary |= {"steps": run.trainer.global_step, "seconds": earlier + time.time() - started}
         if stop.signum is not None:
-            return _stopped(run, summary, stop.signum)
+            return _stopped(run, summary, stop)
         if not run.dry:
             _save_last_step(run)
             _finish(run, summary, earlier, started)
@@ -240,15 +240,15 @@ def _save(run: Run, summary: dict[str, Any]) -> None:
         run.run_dir.write_summary(summary | ({"not_written": missing} if missing else {}))
 
 
-def _stopped(run: Run, summary: dict[str, Any], signum: int) -> int:
+def _stopped(run: Run, summary: dict[str, Any], stop: GracefulStop) -> int:
     """A signal came while it trained: what is not saved yet is saved, and then it says how to go on."""
-    if not run.dry and run.trainer.global_step:
+    if not run.dry and run.trainer.global_step and not stop.gave_up:  # then it stands in the middle of something
         _save_last_step(run)
     if run.trainer.is_global_zero and not run.dry:
         _save(run, summary | {"status": "stopped"})
         run_report.write_at_the_end(run.run_dir.path)
         Console().print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
-    return SIGNALLED + signum
+    return SIGNALLED + (stop.signum or 0)
 
 
 def _not_generated(run: Run, summary: dict[str, Any]) -> None:
@@ -261,7 +261,17 @@ def _not_generated(run: Run, summary: dict[str, Any]) -> None:
 
 
 def _go_on(run: Run) -> str:
-    return f"Stopped at step {run.trainer.global_step}, saved. Go on with:\n  {run.command} ckpt_path=last"
+    """What is saved, and how to go on from it. With nothing saved the same command begins anew."""
+    step, command = run.trainer.global_step, f"\n  {run.command} ckpt_path=last"
+    newest = max((int(path.stem[len("step_") :]) for path in run.run_dir.checkpoints.glob("step_*.ckpt")), default=None)
+    if newest is not None:
+        saved = f"at step {step}, saved" if newest == step else f"What is saved is step {newest}"
+        return f"Stopped{' ' if newest == step else '. '}{saved}. Go on with:{command}"
+    if run.trainer.checkpoint_callback is None:
+        return f"Stopped at step {step}. Nothing is saved: the run writes no checkpoints. Begin anew with:{command}"
+    if run.ckpt_path is not None:  # of another run
+        command = f"\n  {run.command} ckpt_path={run.ckpt_path}"
+    return f"Stopped before the first optimizer step was over: nothing is saved. Begin anew with:{command}"
 
 
 @contextlib.contextmanager
@@ -274,7 +284,8 @@ def _signals(run: Run) -> Iterator[GracefulStop]:
     def leave(number: int, frame: Any) -> None:
         if number == signal.SIGHUP:
             let_go_of_the_terminal()
-        Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
+        if run.trainer.is_global_zero and not run.dry:
+            Console(stderr=True).print(_go_on(run), soft_wrap=True, markup=False, highlight=False)
         if number == requeue_signal(run.trainer) and run.trainer.is_global_zero:
             requeue()
         raise SystemExit(SIGNALLED + number)

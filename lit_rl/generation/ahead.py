@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,14 +75,24 @@ class Ahead:
         assert request.drawn is not None
         return request.name, request.drawn
 
-    def peek(self) -> list[tuple[Name, Drawn]]:
-        """All completions, waited for and left in their place, up to where the generator failed."""
-        self.wait()
+    def peek(self, patience: float | None = None) -> list[tuple[Name, Drawn]]:
+        """All completions, waited for and left in their place, up to where the generator failed.
+
+        Args:
+            patience: Seconds after which the wait ends; what is not drawn then is left out. None waits for all.
+        """
+        until = None if patience is None else time.monotonic() + patience
+        for request in self._requests:
+            request.wait(None if until is None else max(0.0, until - time.monotonic()))
         return [(request.name, request.drawn) for request in self._requests if request.drawn is not None]
 
     def put(self, name: Name, drawn: Drawn) -> None:
         """Completions that were drawn in another life of the run, behind all others."""
         self._requests.append(_Request(name, drawn))
+
+    def put_first(self, name: Name, drawn: Drawn) -> None:
+        """Completions that were taken and not used, before all others."""
+        self._requests.appendleft(_Request(name, drawn))
 
     def forget(self) -> None:
         """Wait until nothing is in flight, and throw all of it away."""
@@ -113,6 +124,6 @@ class _Request:
             except BaseException as error:  # raised by `take`, where the run can end in order
                 self.error = error
 
-    def wait(self) -> None:
+    def wait(self, seconds: float | None = None) -> None:
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(seconds)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lit_rl.errors import GenerationError, LitRLError
+from lit_rl.interruption import Interrupted
 
 Result = TypeVar("Result")
 
@@ -59,14 +60,15 @@ def together(work: Callable[[], Result]) -> Result:
     Raises:
         LitRLError: of the class of the first rank that failed; this rank's own where it is of that class, else that
             rank's, with its number in front.
+        Interrupted: likewise, where that rank gave its work up.
     """
     if beside_the_training():
         return work()
-    error: LitRLError | None = None
+    error: LitRLError | Interrupted | None = None
     result: Any = None
     try:
         result = work()
-    except LitRLError as failed:
+    except (LitRLError, Interrupted) as failed:
         error = failed
     except Exception as failed:
         if world_size() == 1:

@@ -19,6 +19,7 @@ from small_rollouts import EachBatch, completions, trainer
 
 from lit_rl.algorithms import GRPO, PPO, AdamW, Constant, Evaluation, OnlineDPO
 from lit_rl.algorithms.preflight.sampling import weights_are_copied
+from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.terms.groups import DynamicSampling
 from lit_rl.callbacks import GracefulStop
 from lit_rl.data.datamodule import RolloutDataModule
@@ -402,10 +403,10 @@ def test_what_was_drawn_ahead_does_not_go_over_to_another_number_of_processes():
 def test_the_only_completions_ahead_of_an_earlier_versions_checkpoint_are_taken():
     kept, module = module_of(), module_of()
     kept.source._ahead.put((3, (1, 2)), DrawnAhead(completions([1], 1)))
-    (only,) = kept.source.state()["ahead"]
+    (only,) = kept.source.state(Ranks())["ahead"]
     earlier = {name: value for name, value in only.items() if name != "gap"}
     module.source.load_state({"ahead": earlier}, torch.device("cpu"), lambda row: None, lambda: None)
-    assert module.source.state()["ahead"][0]["rows"] == [1, 2] and module.source._ahead.names == [(3, (1, 2))]
+    assert module.source.state(Ranks())["ahead"][0]["rows"] == [1, 2] and module.source._ahead.names == [(3, (1, 2))]
 
 
 @pytest.mark.all

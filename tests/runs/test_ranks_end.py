@@ -52,7 +52,8 @@ def wait_for(path: Path, pattern: str, children: list, seconds: float = 240.0) -
 def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     process, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 holds the folder. Slurm itself is not here: its variables are."""
+    """While both decode a rollout that would last for minutes. Rank 0 holds the folder. Slurm itself is not here: its
+    variables are."""
     stands_in = tmp_path / "bin" / "scontrol"
     stands_in.parent.mkdir()
     stands_in.write_text(f"#!/bin/sh\necho $* >> {tmp_path / 'asked'}\n")
@@ -71,11 +72,16 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
         slurm.setenv("PATH", f"{stands_in.parent}:{os.environ['PATH']}")
         for name, value in told.items():
             slurm.setenv(f"SLURM_{name}", str(value))
+        slurm.setenv("PYTHONPATH", f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}")
+        slurm.setenv("MET", str(tmp_path))
+        slurm.setenv("SLOW_AT", "4")
+        slow = ["generator._target_=slow_generators.SlowNative", "allow_targets=[slow_generators]"]
         for rank in range(2):
             slurm.setenv("SLURM_PROCID", str(rank))
             slurm.setenv("SLURM_LOCALID", str(rank))
-            children.append(process(*TWO, f"run_dir={folder}", stdout=said[rank]))
-    wait_for(folder, "checkpoints/step_*.ckpt", children)
+            children.append(process(*TWO, *slow, f"run_dir={folder}", stdout=said[rank]))
+    for rank in range(2):
+        wait_for(tmp_path, f"met_{rank}", children)
     assert json.loads((folder / NAME).read_text())["pid"] == children[0].pid
     with pytest.raises(StorageError, match=f"in use by process {children[0].pid}"):
         RunLock(folder)
@@ -90,6 +96,7 @@ def test_slurms_signal_to_one_rank_ends_both_saved_and_one_process_goes_on(
     assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
 
     step = newest(folder)["global_step"]
+    assert step == 4
     last = [word for word in TWO if "devices" not in word and "strategy" not in word]
     again = process(*last, f"trainer.max_steps={step + 3}", f"run_dir={folder}", "ckpt_path=last")
     output, _ = again.communicate(timeout=240)

@@ -1,14 +1,19 @@
-"""A signal ends a run after the optimizer step, or the validation's batch, at hand: nothing is validated for it."""
+"""A signal ends a run within seconds: a rollout, a reward, a validation and the wait for a server are given up, and the
+run that goes on equals one that nothing has interrupted."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from runs_helpers import SMALL, assert_same_run
+from signalling_rewards import say_when_and_send
+from standin_server import hangs, standing_in
 
 RUN = [
     *SMALL,
@@ -19,15 +24,21 @@ RUN = [
     "reward=function",
     f"reward.fn={Path(__file__).parent / 'signalling_rewards.py'}:signals",
 ]
-"""Before the training 2 decodings of 2 batches; then each second optimizer step has a validation of 2 batches."""
+"""Before the training 2 decodings of 2 batches; then each second optimizer step of 3 has a validation of 2 batches."""
+HERE = ["reward.workers=0"]
 WHERE = {
-    "in the rollout before a validation": (6, 2),
-    "in the first batch of a validation": (7, 2),
-    "in its last batch": (8, 2),
-    "in the last rollout of an epoch": (9, 3),
-    "in a later validation": (12, 5),
+    "in the rollout before a validation": (6, 1, []),
+    "in the first batch of a validation": (7, 2, []),
+    "in its last batch": (8, 2, []),
+    "in the last rollout of an epoch": (9, 2, []),
+    "in a later validation": (12, 5, []),
+    "in the first rollout": (5, 0, []),
+    "in the training's own process": (6, 1, HERE),
 }
-"""The call of the reward at which the signal comes, and the optimizer step that is saved."""
+"""The call of the reward at which the signal comes, the optimizer step that is saved, and what else is set. The
+function then goes on for two minutes."""
+AT_ONCE = 60.0
+"""Seconds from the signal to the end of the run, on a busy machine; what is given up would take two minutes."""
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +46,72 @@ def whole(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("whole") / "run"
 
 
-@pytest.mark.parametrize("where", [pytest.param(name, marks=pytest.mark.all) for name in WHERE])
-def test_nothing_is_validated_after_a_signal_and_going_on_equals_the_whole_run(
-    train, whole, where, tmp_path, monkeypatch, capsys
-) -> None:
-    (call, step), run, calls = WHERE[where], tmp_path / "run", tmp_path / "calls"
-    monkeypatch.setenv("CALLS", str(calls))
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path, train, whole) -> None:
+    """No signal comes, until a test says so; the run that nothing interrupts is there."""
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("SIGNALLED", str(os.getpid()))
+    monkeypatch.setenv("SENT", str(tmp_path / "sent"))
     monkeypatch.setenv("SIGNAL_AT", "0")
     if not whole.exists():
         assert train(*RUN, f"run_dir={whole}") == 0
-        calls.unlink()
+        (tmp_path / "calls").unlink()
+
+
+@pytest.mark.parametrize("where", [pytest.param(name, marks=pytest.mark.all) for name in WHERE])
+def test_nothing_is_waited_for_after_a_signal_and_going_on_equals_the_whole_run(
+    train, whole, where, tmp_path, monkeypatch, capsys
+) -> None:
+    (call, step, more), run, calls = WHERE[where], tmp_path / "run", tmp_path / "calls"
     monkeypatch.setenv("SIGNAL_AT", str(call))
-    assert train(*RUN, f"run_dir={run}") == 128 + signal.SIGTERM
+    assert train(*RUN, *more, f"run_dir={run}") == 128 + signal.SIGTERM
+    assert time.time() - float((tmp_path / "sent").read_text()) < AT_ONCE
     assert len(calls.read_text().split()) == call, "no reward is asked for after that one"
-    assert f"Stopped at step {step}, saved" in capsys.readouterr().out
-    assert [path.name for path in (run / "checkpoints").glob("*.ckpt")] == [f"step_{step:08d}.ckpt"]
+    said = capsys.readouterr().out
+    assert (f"Stopped at step {step}, saved" in said) == bool(step)
+    assert [path.name for path in run.glob("checkpoints/*.ckpt")] == [f"step_{step:08d}.ckpt"][: 1 if step else 0]
     assert json.loads((run / "summary.json").read_text())["status"] == "stopped"
     monkeypatch.setenv("SIGNAL_AT", "0")
-    assert train(*RUN, f"run_dir={run}", "ckpt_path=last") == 0
+    assert train(*RUN, *more, f"run_dir={run}", "ckpt_path=last") == 0
     assert_same_run(whole, run)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("kind", ["SlowNative", pytest.param("SlowHF", marks=pytest.mark.exhaustive)])
+def test_a_rollout_of_minutes_is_given_up(train, whole, kind, tmp_path, monkeypatch) -> None:
+    run = tmp_path / "run"
+    slow = [
+        "~generator",
+        f"+generator._target_=slow_generators.{kind}",
+        "allow_targets=[slow_generators]",
+        f"run_dir={run}",
+    ]
+    monkeypatch.setenv("SLOW_AT", "3")
+    assert train(*RUN, *slow) == 128 + signal.SIGTERM
+    assert time.time() - float((tmp_path / "sent").read_text()) < AT_ONCE
+    assert [path.name for path in run.glob("checkpoints/*.ckpt")] == ["step_00000003.ckpt"]
+    monkeypatch.delenv("SLOW_AT")
+    assert train(*RUN, *slow, "ckpt_path=last") == 0
+    if kind == "SlowNative":
+        assert_same_run(whole, run)
+
+
+@pytest.mark.all
+def test_a_server_that_does_not_answer_is_waited_for_no_longer(train, tmp_path, capsys) -> None:
+    """Before the first step: there is nothing to save, and it says so."""
+    with standing_in(hangs(60.0)) as server:
+        waits = ["generator=vllm_server", f"generator.urls=[{server.url}]", "generator.answer_deadline=120"]
+        sends = threading.Thread(target=_send_when_asked, args=(server,))
+        sends.start()
+        code = train(*RUN, *waits, "trainer.limit_val_batches=0", f"run_dir={tmp_path / 'run'}")
+        ended = time.time()
+        sends.join()
+    assert code == 128 + signal.SIGTERM and ended - float((tmp_path / "sent").read_text()) < AT_ONCE
+    assert not list((tmp_path / "run").rglob("*.ckpt")) and "nothing is saved" in capsys.readouterr().out
+
+
+def _send_when_asked(server) -> None:
+    while not server.seen:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    say_when_and_send(os.getpid())

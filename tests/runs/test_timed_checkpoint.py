@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from runs_helpers import SMALL, assert_same_run, interrupted
 from torch.utils.data import DataLoader
 
 from lit_rl.callbacks import TimedCheckpoint, timed_checkpoint
@@ -101,3 +102,18 @@ def test_bad_values_are_refused_by_name(settings):
     (name,) = settings
     with pytest.raises(ConfigError, match=f"callbacks.checkpoint.{name}"):
         TimedCheckpoint(**settings)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("interval, step", [(2, 2), (3, 3)], ids=["in an epoch", "at its end"])
+def test_a_validation_that_was_due_when_it_was_written_is_made_by_the_run_that_goes_on(
+    train, tmp_path, interval: int, step: int
+) -> None:
+    """SIGKILL between the checkpoint and the validation of one step, of 3 steps an epoch."""
+    run = [*SMALL, "trainer.max_steps=5", "data.task.max_operand=3", f"trainer.val_check_interval={interval}"]
+    run += ["callbacks.checkpoint.every_n_train_steps=1", "callbacks.checkpoint.save_top_k=-1"]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    assert train(*run, f"run_dir={whole}") == 0
+    interrupted(whole, again, step)
+    assert train(*run, f"run_dir={again}", "ckpt_path=last") == 0
+    assert_same_run(whole, again)

@@ -21,7 +21,7 @@ from lit_rl.algorithms.preflight.memory import Lengths
 from lit_rl.algorithms.preflight.win_rate import can_be_compared, judge_is_asked
 from lit_rl.algorithms.rollouts.early_rewards import EarlyRewards
 from lit_rl.algorithms.rollouts.episodes import check_spans, sound_rows, warn_of_failures
-from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource
+from lit_rl.algorithms.rollouts.source import RolloutRequest, RolloutSource, given_up_together
 from lit_rl.algorithms.rollouts.stopwatch import Stopwatch
 from lit_rl.environments.source import EpisodeSource
 from lit_rl.episodes import Episode
@@ -29,6 +29,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator, InProcessGenerator, as_generator
 from lit_rl.generation.collect import as_reward_input, response_ids, texts_of
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.interruption import ends_the_run, may_be_given_up
 from lit_rl.models.policy.foresight import refuse_foresight
 from lit_rl.rewards.judges.base import Judge
 from lit_rl.rewards.judges.functions import as_judge
@@ -209,6 +210,11 @@ class GeneratingModule(PolicyModule):
             check_spans(scores, episodes)
         return scores
 
+    def reward_together(self, batch: PromptBatch, completions: Completions) -> Scores:
+        """`reward`, on every rank: where one of them gives it up, all do. A collective."""
+        with given_up_together(self.ranks):
+            return self.reward(batch, completions)
+
     def reward_texts(
         self,
         batch: PromptBatch,
@@ -221,7 +227,7 @@ class GeneratingModule(PolicyModule):
 
         `begun` are calls of the functions that know some of these completions.
         """
-        with self.stopwatch.measure("reward"):
+        with self.stopwatch.measure("reward"), may_be_given_up():
             prompts, answers, columns = as_reward_input(batch, texts, len(texts) // len(batch), episodes)
             return self.reward_functions.score(
                 prompts,
@@ -258,7 +264,8 @@ class GeneratingModule(PolicyModule):
     def evaluate(self, batch: PromptBatch, dataloader_idx: int = 0) -> tuple[Completions, Scores]:
         """Complete and score a batch with the evaluation's own sampling; its noise is never the training's."""
         apart = replace(batch, rollout=-1 - dataloader_idx)
-        with self.source.aside(), self.rollout_context():
+        together = given_up_together(self.ranks)
+        with ends_the_run(), together, self.source.aside(), self.rollout_context():
             completions = self.generate_to_score(
                 apart, self.evaluation.sampling(self.sampling), self.evaluation.group_size
             )

@@ -40,6 +40,7 @@ from lit_rl.algorithms.terms.groups import GroupSelection
 from lit_rl.data.image_prompts import Processor
 from lit_rl.environments.source import EpisodeSource, Interactive
 from lit_rl.errors import ConfigError, GenerationError
+from lit_rl.interruption import ends_the_run
 from lit_rl.models.policy.forward import TokenScores, score
 from lit_rl.ops.kl import k3
 from lit_rl.ops.reductions import StepTotals
@@ -139,7 +140,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if batch.slot == 0:
             self.stopwatch.reset()
             self.source.begin_rollout()
-            with self.rollout_context():
+            with ends_the_run(), self.rollout_context(), self.source.kept_if_given_up():
                 rollout = self.take_rollout(batch)
             self.rest()
             self._begin_rollout(*rollout)
@@ -151,7 +152,7 @@ class OnPolicyModule(GeneratingModule, ABC):
         if not draws_more:
             self._check_failures()
             self._request_ahead(batch.upcoming)
-        scored = Scored(batch, completions, self.reward(batch, completions))
+        scored = Scored(batch, completions, self.reward_together(batch, completions))
         scored, chosen = self.choose(scored)
         scored = self.judged(scored)
         if self.needs_greedy_rewards:
@@ -571,7 +572,7 @@ class OnPolicyModule(GeneratingModule, ABC):
             self.interaction.saved(self.scored.batch.rollout)
 
     def rank_state(self) -> dict[str, Any]:
-        counts = self._records.counts() | self.source.state()
+        counts = self._records.counts() | self.source.state(self.ranks)
         if self.plan is None or self.rollout is None or self._slot == self.plan.slots - 1:
             return counts  # between two rollouts there is nothing half-used
         mine = {"slot": self._slot, "seconds": dict(self.stopwatch.seconds), "parts": dict(self.stopwatch.parts)}

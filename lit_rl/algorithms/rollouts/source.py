@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lit_rl import interruption
 from lit_rl.algorithms.ranks import Ranks
 from lit_rl.algorithms.rollouts import state
 from lit_rl.algorithms.rollouts.episodes import Failures
@@ -37,11 +38,15 @@ from lit_rl.generation.base import EngineLost, Gap, Generator
 from lit_rl.generation.collect import Vocabulary, request
 from lit_rl.generation.native import for_another_policy
 from lit_rl.generation.ranks import beside
+from lit_rl.interruption import Interrupted
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.reference.base import shared_copy
 from lit_rl.ops.step import Highest, Metrics
 from lit_rl.rollout import Completions, PromptBatch, Sampling
 from lit_rl.vision import PromptVision
+
+_PATIENCE = 5.0
+"""Seconds that a run which is asked to stop waits for completions that are drawn ahead."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +92,30 @@ class RolloutSource:
         self._ahead = Ahead()
         self._gap: Gap | None = None
         """What the probe saw of the weights that drew the rollout at hand."""
+        self._taken: tuple[Name, Drawn] | None = None
+        """What was drawn ahead for the rollout at hand."""
 
     def begin_rollout(self) -> None:
         """What is drawn from now on is drawn for another rollout."""
         self.sampled_tokens = 0
         self.failures = Failures()
+        self._taken = None
+
+    @contextmanager
+    def kept_if_given_up(self) -> Iterator[None]:
+        """Where the rollout at hand is given up, what was drawn ahead for it is kept for the run that goes on."""
+        try:
+            yield
+        except Interrupted:
+            if self._taken is not None:
+                self._ahead.put_first(*self._taken)
+            raise
 
     # ------------------------------------------------------------------ now
 
     def draw(self, asked: RolloutRequest, ranks: Ranks) -> Completions:
         """The completions, with groups that are numbered over all ranks."""
-        with self._stopwatch.measure("generate"), self._waited(asked.interaction):
+        with self._stopwatch.measure("generate"), self._waited(asked.interaction), self._given_up():
             completions = self._begin(asked)()
         self._gap = self.generator.gap
         return self._received(completions, asked.batch, ranks)
@@ -114,10 +132,14 @@ class RolloutSource:
 
         They are drawn with a copy of the generator, so that the policy's never holds other weights.
         """
-        with self._stopwatch.measure("generate"):
+        with self._stopwatch.measure("generate"), self._given_up():
             completions = _ask(copy.copy(for_another_policy(self.generator)), asked)()
         self.sampled_tokens += int(completions.lengths.sum())
         return completions
+
+    def _given_up(self) -> AbstractContextManager[None]:
+        """To ask an engine is a collective; who is the policy itself is asked by each rank alone."""
+        return interruption.may_be_given_up(alone=self.generator.exact)
 
     def _begin(self, asked: RolloutRequest) -> Callable[[], Completions]:
         """Give the generator the weights of now. What is returned draws the completions when it is called."""
@@ -186,16 +208,20 @@ class RolloutSource:
 
         Raises:
             GenerationError: the generator of any rank failed, or the completions are too old.
+            Interrupted: any rank was asked to stop while it waited.
         """
         if not self.generator.lag and not self._ahead.pending:
             return None
         found, error = None, None
         with self._stopwatch.measure("generate"):
             try:
-                found = self._ahead.take()
-            except LitRLError as failed:
+                with interruption.may_be_given_up():
+                    found = self._ahead.take()
+            except (LitRLError, Interrupted) as failed:
                 error = failed
-        worst = max(ranks.counts(0 if error is None else 1 if isinstance(error, EngineLost) else 2))
+        worst = max(ranks.counts(_how_bad(error)))
+        if worst == _how_bad(Interrupted()):
+            raise Interrupted
         if worst == 2:
             raise error or _other_rank()
         if error is not None:
@@ -215,7 +241,7 @@ class RolloutSource:
                 f"The completions of rollout {asked.batch.rollout} are {age} optimizer steps old; with "
                 f"generator.lag={self.generator.lag} they may be {oldest}. They are not learned from."
             )
-        self._gap = drawn.gap
+        self._gap, self._taken = drawn.gap, found
         return self._received(drawn.completions, asked.batch, ranks)
 
     # ------------------------------------------------------------------ the generator
@@ -235,11 +261,19 @@ class RolloutSource:
 
     # ------------------------------------------------------------------ checkpoints
 
-    def state(self) -> dict[str, Any]:
-        """The completions drawn ahead; waits until they are."""
+    def state(self, ranks: Ranks) -> dict[str, Any]:
+        """The completions drawn ahead; waits until they are. A run that is asked to stop waits for a few seconds only:
+        what is not there then is drawn anew by the run that goes on, with newer weights.
+
+        Args:
+            ranks: All keep as many: to draw anew is a collective.
+        """
+        if not self.generator.lag and not self._ahead.pending:
+            return {}
+        drawn_ahead = self._ahead.peek(_PATIENCE if interruption.asked() else None)
         kept = [
             {"rollout": rollout, "rows": list(rows), **state.to_plain(drawn)}
-            for (rollout, rows), drawn in self._ahead.peek()
+            for (rollout, rows), drawn in drawn_ahead[: min(ranks.counts(len(drawn_ahead)))]
         ]
         return {"ahead": kept} if kept else {}
 
@@ -265,18 +299,47 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
 
     Raises:
         GenerationError: the generator of this rank, or of another one, failed.
+        Interrupted: see `given_up_together`.
     """
     failure: LitRLError | None = None
-    try:
-        yield
-    except LitRLError as error:
-        failure = error
+    with given_up_together(ranks):
+        try:
+            yield
+        except LitRLError as error:
+            failure = error
     if ranks.world_size > 1 and ranks.any(failure is not None):
         failure = failure or _other_rank()
         if isinstance(failure, GenerationError):
             failure.on_every_rank = True
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def given_up_together(ranks: Ranks) -> Iterator[None]:
+    """Where any rank gives its work up because the run is asked to stop, all ranks do.
+
+    Raises:
+        Interrupted: this rank, or another one, gave it up.
+    """
+    if not interruption.agrees():
+        yield
+        return
+    try:
+        with interruption.agreed():
+            yield
+    except Interrupted:
+        interruption.agree_to_stop()
+    if ranks.any(interruption.asked()):
+        interruption.agree_to_stop()
+        raise Interrupted
+
+
+def _how_bad(error: BaseException | None) -> int:
+    """What ranks tell each other of one that waits for completions: 2 and more end the run."""
+    if isinstance(error, Interrupted):
+        return 3
+    return 0 if error is None else 1 if isinstance(error, EngineLost) else 2
 
 
 def _ask(generator: Generator, asked: RolloutRequest) -> Callable[[], Completions]:

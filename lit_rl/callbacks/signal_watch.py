@@ -1,0 +1,103 @@
+"""A thread that tells the main thread of a signal again, or of one that has come to another rank."""
+
+from __future__ import annotations
+
+import _thread
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lit_rl import interruption
+
+EVERY = 0.5
+"""Seconds between two looks: so long does a signal take to the other ranks."""
+
+AGAIN = 2.0
+"""Seconds after which work that is still not given up is told again: it may have caught what it was told."""
+
+_fits = itertools.count()
+"""Numbers the trainings of this process, the same on every rank: each has a word of its own in the ranks' store."""
+
+
+class SignalWatch:
+    """Sends this process the signal that it has to know of; its handler asks `was_sent_here` which ones these are.
+
+    Any rank may be the one that a signal comes to, and while they decode or score they meet in no collective. So the
+    number of the signal goes through the key-value store by which the ranks have found each other. Only this thread
+    uses the store: a handler must not wait for it.
+
+    Args:
+        came: The signal that this process knows of; None while it knows of none.
+        ranks: How many there are.
+    """
+
+    def __init__(self, came: Callable[[], int | None], ranks: int) -> None:
+        self._came, self._sent, self._over = came, 0, False
+        self._began = False
+        self._store: Any = _get_default_store() if ranks > 1 and dist.is_initialized() else None
+        self._word, self._told = f"lit_rl/signal/{next(_fits)}", False
+        self._ended = False
+        if self._store is not None:
+            self.begin()
+
+    def begin(self) -> None:
+        """Where there is one rank, once a signal has come. Of `_thread`, whose start needs no lock that the main thread
+        might hold while its handler runs."""
+        if not self._began:
+            self._began = True
+            _thread.start_new_thread(self._run, ())
+
+    def end(self) -> None:
+        """Send nothing any more."""
+        self._over = True
+        until = time.monotonic() + 4 * EVERY  # a look at the store may take a moment
+        while self._began and not self._ended and time.monotonic() < until:
+            time.sleep(EVERY / 50)  # no lock: a handler may come in between, and wait here itself
+
+    def was_sent_here(self) -> bool:
+        """Whether the signal that the handler runs for is one that this thread has sent."""
+        sent, self._sent = self._sent, 0
+        return sent > 0
+
+    def _run(self) -> None:
+        try:
+            asked_at = time.monotonic()
+            while not self._over:
+                time.sleep(EVERY)
+                number = self._came()
+                if number is None:
+                    asked_at, number = time.monotonic(), self._heard()
+                    self._send(number)
+                    continue
+                self._tell(number)
+                if interruption.is_working() and time.monotonic() - asked_at > AGAIN:
+                    asked_at = time.monotonic()
+                    self._send(number)
+        except Exception:  # the rank that holds the store is gone: the others end of that
+            pass
+        finally:
+            self._ended = True
+
+    def _heard(self) -> int | None:
+        if self._store is None or not self._store.check([self._word]):
+            return None
+        self._told = True
+        return int(self._store.get(self._word))
+
+    def _tell(self, number: int) -> None:
+        if self._store is not None and not self._told:
+            self._told = True
+            self._store.set(self._word, str(number))
+
+    def _send(self, number: int | None) -> None:
+        if number is not None and not self._over:
+            self._sent = number
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, number)

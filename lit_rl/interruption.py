@@ -1,0 +1,160 @@
+"""Work that is given up where the run is asked to stop: a rollout, its rewards, the wait for a server.
+
+Nothing has been learned from such work yet, so nothing is lost with it: a run that goes on does it anew. Three parties
+meet here, and none of them imports another:
+
+- Who catches signals (`callbacks.graceful_stop`) says what ends the run (`listen`), and that it is to end (`ask`).
+- A hook of the training says that it may be left (`ends_the_run`). Elsewhere nothing is ever given up.
+- Inside of a hook, work says that it may be given up (`may_be_given_up`).
+
+A signal's handler runs in the main thread, between two steps of Python's interpreter, also where that thread sleeps or
+waits for a lock, a socket or another thread. So `ask` raises `Interrupted` right there, out of the work. A decoding
+loop, a reward function that hangs in the main thread and a wait for a server need no look at a flag for it; a single
+call of compiled code first comes back.
+
+Ranks have to leave the work together: one that is gone would let the others wait for it in a collective. So with
+several of them work is given up only where they agree afterwards (`agreed`), and no collective may be inside
+`may_be_given_up`: a rank leaves its work, comes to the place where all agree, and there all raise `Interrupted`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NoReturn
+
+
+class Interrupted(KeyboardInterrupt):
+    """The work at hand is given up: the run is asked to stop.
+
+    A `KeyboardInterrupt`, also for other signals than Ctrl-C: functions that go on after any `Exception` do not go on
+    after this one, and event loops of asyncio let it out.
+    """
+
+
+@dataclass
+class _Run:
+    """What is known of the run in this process."""
+
+    end: Callable[[], NoReturn] | None = None
+    """Ends the run, saved. None: nobody catches signals."""
+    several: bool = False
+    """Whether there are other ranks."""
+    asked: bool = False
+    hooks: int = 0
+    agreed: int = 0
+    works: int = 0
+    """How deep the main thread is in hooks that may be left, in work that ranks agree on, in work that may be given
+    up."""
+
+
+_run = _Run()
+
+
+def listen(end: Callable[[], NoReturn], *, several: bool) -> None:
+    """From now on work is given up where `ask` says so.
+
+    Args:
+        end: Saves and ends the run. Called outside of all work, on every rank.
+        several: Whether the run has several ranks.
+    """
+    global _run
+    _run = _Run(end, several)
+
+
+def forget() -> None:
+    """Nothing is given up any more."""
+    global _run
+    _run = _Run()
+
+
+def ask() -> None:
+    """The run is to stop. For the handler of a signal, in the main thread.
+
+    Raises:
+        Interrupted: the main thread is in work that may be given up.
+    """
+    _run.asked = True
+    if _run.works:
+        raise Interrupted
+
+
+def is_working() -> bool:
+    """Whether the main thread is in work that may be given up."""
+    return _run.works > 0
+
+
+def asked() -> bool:
+    """Whether the run is to stop."""
+    return _run.asked
+
+
+def agree_to_stop() -> None:
+    """Another rank was asked, and this one knows it now."""
+    _run.asked = True
+
+
+def agrees() -> bool:
+    """Whether ranks have to agree after work. The same on every rank."""
+    return _run.several and _run.hooks > 0
+
+
+@contextmanager
+def ends_the_run() -> Iterator[None]:
+    """A hook of the training that may be left, in the main thread: `Interrupted` ends the run, saved."""
+    if _run.end is None or not _in_main_thread():
+        yield
+        return
+    run = _run
+    run.hooks += 1
+    try:
+        yield
+    except Interrupted:
+        run.works = run.agreed = run.hooks = 0  # whatever the signal came in between: from now on nothing is left
+        run.end()
+    finally:
+        run.hooks = max(0, run.hooks - 1)
+
+
+@contextmanager
+def agreed() -> Iterator[None]:
+    """Work after which all ranks agree whether it is given up, or all is one process's."""
+    _run.agreed += 1
+    try:
+        yield
+    finally:
+        _run.agreed = max(0, _run.agreed - 1)
+
+
+@contextmanager
+def may_be_given_up(*, alone: bool = True) -> Iterator[None]:
+    """Work that may be left at any point; in a thread beside the main one it goes on.
+
+    Args:
+        alone: It has no collective. Other work is left only where there is one rank.
+
+    Raises:
+        Interrupted: the run was asked to stop, before or meanwhile.
+    """
+    run = _run
+    if not run.hooks or not _in_main_thread() or (run.several and not (alone and run.agreed)):
+        yield
+        return
+    try:
+        run.works += 1
+        _look(run)
+        yield
+        _look(run)  # what is inside may have caught everything
+    finally:
+        run.works = max(0, run.works - 1)
+
+
+def _look(run: _Run) -> None:
+    if run.asked:
+        raise Interrupted
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
