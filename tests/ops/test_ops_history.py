@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as peer
 
 from lit_rl.ops import linear_logprobs as of_heads
@@ -36,14 +37,15 @@ def history(penalty: float = PENALTY, ends: tuple[int, ...] = tuple(ENDS)) -> Hi
 def processed(logits: Tensor) -> Tensor:
     """Position by position, by the processors of transformers, which see the prompt as well."""
     rows = []
+    penalises: Any = peer.RepetitionPenaltyLogitsProcessor(PENALTY)
     for row, padded in enumerate(history().texts):
         for column in range(T):
             before = padded[: P + column]
             before = before[before >= 0][None]
             once = before.unique()[None]  # autograd would count a token twice that stood there twice
-            scores = peer.RepetitionPenaltyLogitsProcessor(PENALTY)(once, logits[row, column][None])
+            scores = penalises(once, logits[row, column][None])
             begin = int((padded[:P] >= 0).sum())
-            held = peer.MinNewTokensLengthLogitsProcessor(begin, LEAST, ENDS, device="cpu")
+            held: Any = peer.MinNewTokensLengthLogitsProcessor(begin, LEAST, ENDS, device="cpu")
             rows.append(held(before, scores)[0])
     return torch.stack(rows).view(3, T, V)
 
@@ -139,7 +141,7 @@ def test_no_float32_tensor_of_the_size_of_the_logits(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(of_heads, "KEPT", 0)
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal largest
             out = func(*args, **(kwargs or {}))

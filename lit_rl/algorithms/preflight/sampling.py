@@ -42,6 +42,13 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, weighted: bool
             f"{keys}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
             f"the importance ratio would be wrong. Switch it off for training{_weights_would_do(generator)}."
         )
+    if generator.reshaped_by and not accounted_for:
+        names = ", ".join(f"generator.generation_kwargs.{name}" for name in generator.reshaped_by)
+        raise ConfigError(
+            f"{names}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
+            "the importance ratio would be wrong. sampling.repetition_penalty and min_new_tokens are scored exactly. "
+            "Leave it out, or weight the samples (algo/correction=token_truncate, of the methods that have it)."
+        )
     cutting = [name for name in sampling.reshaped if name in _CUTTING]
     if cutting and not accounted_for and not generator.reports_kept_mass:
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in cutting)
