@@ -225,6 +225,9 @@ class Completions:
     they cut nothing, and outside ``response_mask``. None where none of them is in force, or the engine cannot tell."""
     turn: Tensor | None = field(default=None, metadata=PER_RESPONSE_TOKEN)
     """Long ``(b, t)``: index of the turn a token belongs to. None for single-turn responses."""
+    held_back: Tensor | None = field(default=None, metadata=PER_ROW)
+    """Long ``(b, k)``: the tokens that end a turn, which ``Sampling.min_new_tokens`` held back at its begin. None where
+    it held back none."""
     vision: Vision | None = None
     """What the model sees beside tokens. None where no prompt has images."""
     episodes: tuple[Episode, ...] | None = None
@@ -248,6 +251,15 @@ class Completions:
     def lengths(self) -> Tensor:
         """Long ``(b,)``: sampled tokens a row, EOS included."""
         return self.response_mask.sum(1)
+
+    @property
+    def spoken(self) -> Tensor:
+        """Long ``(b, t)``: tokens that were sampled before each one in its turn. Without meaning where none was."""
+        before = self.response_mask.cumsum(1) - self.response_mask.long()
+        if self.turn is None:
+            return before
+        begins = before.new_full(before.shape, before.shape[1]).scatter_reduce(1, self.turn, before, "amin")
+        return before - begins.gather(1, self.turn)
 
     @property
     def read_lengths(self) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -18,7 +18,7 @@ from lit_rl.commands.doctor_report import say, say_versions
 from lit_rl.data.templates import encode_prompt
 from lit_rl.errors import GenerationError, NumericError, in_range
 from lit_rl.generation.base import Generator, as_generator, rollout_mode
-from lit_rl.generation.collect import Vocabulary
+from lit_rl.generation.collect import Vocabulary, with_held_back
 from lit_rl.generation.noise import prompt_key
 from lit_rl.generation.vllm.generator import EngineGenerator
 from lit_rl.generation.vllm.probe import LIMITS
@@ -131,7 +131,7 @@ def _prompts(job: Doctor) -> Prompts:
 
 def _generate(job: Doctor, prompts: Prompts, sampling: Sampling) -> Completions:
     with job.fabric.autocast():
-        return job.generator.generate(prompts, sampling)
+        return with_held_back(job.generator.generate(prompts, sampling), prompts.eos_ids, sampling)
 
 
 def _sync(job: Doctor, policy: nn.Module, version: int) -> Update:
@@ -173,8 +173,9 @@ def _trainers(job: Doctor, policy: nn.Module) -> dict[str, Scope]:
 
 def _scored(job: Doctor, policy: nn.Module, completions: Completions, scope: Scope) -> Tensor:
     """Log-probs `(b, t)` by a fresh forward pass of the policy, as the training scores them."""
-    # The log-probs of greedy completions are those of the softmax at temperature 1.
-    sampling = Sampling() if job.sampling.greedy else job.sampling
+    sampling = job.sampling
+    if sampling.greedy:  # the log-probs are those of the softmax at temperature 1
+        sampling = replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     with rollout_mode(policy), scope():
         return score(policy, completions, sampling, options=job.model.forward_options).logprobs.float()
 

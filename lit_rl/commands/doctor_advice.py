@@ -109,7 +109,7 @@ def scored(sampling: Sampling) -> Sampling:
 
 def unscored(sampling: Sampling) -> list[str]:
     """The settings in force by which a generator draws and the training does not score."""
-    return [name for name in sampling.reshaped if name not in ("top_p", "top_k", "min_p")]
+    return [name for name in sampling.reshaped if name in ("bad_words", "logit_bias", "structured")]
 
 
 def advice(found: Findings) -> Iterator[str]:

@@ -71,6 +71,9 @@ class Generator(ABC):
     top-p or min-p is refused unless samples are weighted: nobody sees whether engine and training cut the same tokens
     off."""
 
+    reshaped_by: tuple[str, ...] = ()
+    """Settings of the engine's own that change what it draws, and that training does not score by."""
+
     converses: bool = False
     """Whether ``generate`` tells ``Prompts.responder`` of each turn, and goes on with what it answers."""
 

@@ -87,8 +87,9 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     if batch.vision is not None:
         asked = replace(asked, vision=tuple(batch.vision(batch.rows)))
         _check_sees(generator, interaction)
+    held_back = partial(with_held_back, eos_ids=vocabulary.eos_ids, sampling=sampling)
     if interaction is None:
-        return partial(generator.generate, replace(asked, on_finished=on_finished), sampling)
+        return lambda: held_back(generator.generate(replace(asked, on_finished=on_finished), sampling))
     agree: Agree = _alone if generator.exact else together  # who is the policy itself is asked by each rank alone
     of_rows = row_keys(keys, group_size).tolist()
     wanted = EpisodeRequest(generator.generate, agree, batch, asked, sampling, of_rows, generator.context)
@@ -97,9 +98,17 @@ def request(  # noqa: PLR0913 (who is asked, for what, and how)
     def draw() -> Completions:
         drawn = interaction.draw(wanted)
         moved = {name: value.to(device) for name, value in vars(drawn).items() if isinstance(value, Tensor)}
-        return replace(drawn, version=version, **moved)
+        return held_back(replace(drawn, version=version, **moved))
 
     return partial(_twice_where_lost, draw, partial(generator.sync, policy, version))
+
+
+def with_held_back(completions: Completions, eos_ids: Sequence[int], sampling: Sampling) -> Completions:
+    """With the tokens that were held back, for who scores them, where `sampling` holds any."""
+    if not sampling.min_new_tokens or not eos_ids:
+        return completions
+    held = torch.tensor(eos_ids, device=completions.response_ids.device)
+    return replace(completions, held_back=held.repeat(len(completions), 1))
 
 
 def _check_sees(generator: Generator, interaction: EpisodeSource | None) -> None:

@@ -14,6 +14,7 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import InProcessGenerator
 from lit_rl.generation.batches import DecodeBatch, Decoded, decode_batches
 from lit_rl.generation.decoding import forward_parameters
+from lit_rl.generation.engine_kwargs import KEY, of_transformers
 from lit_rl.generation.finished import tell_batch
 from lit_rl.generation.transforms import Drawn, EndDetector, TokenSampler
 from lit_rl.generation.turn_by_turn import TurnByTurn
@@ -32,13 +33,27 @@ class HFGenerator(InProcessGenerator):
         static_cache: Hold keys and values in a cache of the longest length from the first token on. On a GPU
             transformers then compiles the decode step to a CUDA graph, anew for other numbers of rows and for longer
             texts than before.
+        generation_kwargs: Further fields of `GenerationConfig`, such as `no_repeat_ngram_size`. With one that changes
+            what is drawn the samples are weighted as those of another engine (`algo/correction`). Its processors read
+            the padding of a batch as text: with `batch_size: 1` there is none.
+
+    Raises:
+        ConfigError: no such field, or one that is set elsewhere; or transformers refuses its value.
     """
 
     sees = True
 
-    def __init__(self, batch_size: int | None = None, static_cache: bool = False) -> None:
+    def __init__(
+        self,
+        batch_size: int | None = None,
+        static_cache: bool = False,
+        generation_kwargs: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(batch_size)
         self.static_cache = static_cache
+        self.generation_kwargs = dict(generation_kwargs or {})
+        self.reshaped_by = _reshaped_by(self.generation_kwargs)
+        self.exact = not self.reshaped_by
 
     def _decode(
         self, policy: nn.Module, prompts: Prompts, sampling: Sampling, device: torch.device
@@ -60,7 +75,7 @@ class HFGenerator(InProcessGenerator):
         ids, mask = batch.repeated()
         names = forward_parameters(policy)
         sampler = TokenSampler.of(batch, prompts, sampling)
-        config = _generation_config(prompts, sampling)
+        config = _generation_config(prompts, sampling, self.generation_kwargs)
         if self.static_cache:
             _refuse_autocast(ids.device)
             config.cache_implementation = "static"
@@ -125,7 +140,21 @@ class _Stop:
         return ~self.alive
 
 
-def _generation_config(prompts: Prompts, sampling: Sampling) -> Any:
+def _reshaped_by(kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Those that change what is drawn, of fields that `GenerationConfig` has and takes."""
+    if not kwargs:
+        return ()
+    from transformers import GenerationConfig
+
+    found = of_transformers(vars(GenerationConfig())).reshaped_by(kwargs)
+    try:
+        GenerationConfig(**kwargs).validate()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{KEY}={kwargs}: transformers refuses it: {error}") from error
+    return found
+
+
+def _generation_config(prompts: Prompts, sampling: Sampling, kwargs: dict[str, Any]) -> Any:
     """Greedy over our processor's choice, so that ``generate`` builds no sampling processor of its own."""
     from transformers import GenerationConfig
 
@@ -139,6 +168,7 @@ def _generation_config(prompts: Prompts, sampling: Sampling) -> Any:
         eos_token_id=list(prompts.eos_ids) or None,
         pad_token_id=prompts.pad_id,
         use_cache=True,
+        **kwargs,
     )
 
 

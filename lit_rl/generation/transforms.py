@@ -19,6 +19,7 @@ from torch import Tensor
 from lit_rl.generation import noise
 from lit_rl.generation.bans import Bans, bad_word_ids
 from lit_rl.generation.batches import DecodeBatch
+from lit_rl.ops.history import penalised
 from lit_rl.ops.transforms import kept_logmass, temperature
 from lit_rl.rollout import Prompts, Sampling
 
@@ -37,7 +38,7 @@ _AT_ONCE = 1 << 21
 
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide the logits of ``seen`` tokens, bool ``(b, v)``, by ``penalty``; multiply negative ones (1909.05858)."""
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    return torch.where(seen, penalised(logits, penalty), logits)
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ bytes of logits cost little memory, and are kept instead, in the type of the pro
 over blocks are float32, whatever the weights are.
 
 Under truncation (see ``lit_rl.ops.logprobs``) a set is cut out of a whole row, so blocks are of tokens alone
-(``lit_rl.ops.linear_rows``).
+(``lit_rl.ops.linear_rows``); and so they are where earlier tokens have a say (``lit_rl.ops.history``).
 """
 
 import math
@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from lit_rl.ops import logprobs as of_logits
 from lit_rl.ops.gradient_total import GradientTotal, SummedWeight
+from lit_rl.ops.history import History
 from lit_rl.ops.linear_rows import GradientSums, exact, of_whole_rows, slices
 from lit_rl.ops.token_stats import TokenStats
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
@@ -90,6 +91,7 @@ def linear_logprobs(
     distribution: Distribution = Distribution(),
     *,
     bias: Float[Tensor, " v"] | None = None,
+    history: History | None = None,
     summed: SummedWeight | None = None,
 ) -> LinearScores:
     """``log softmax_S((hidden weightᵀ + bias) / temperature)`` at ``ids``, without the logits in memory.
@@ -102,15 +104,17 @@ def linear_logprobs(
         weight: Of the head.
         ids: In ``[0, v)``.
         bias: Of the head.
+        history: Of the positions ``(n,)``: what earlier tokens do to the logits. None: nothing.
         distribution: Of what the log-probs are, and what else is asked about it.
     """
     assert ids.shape == hidden.shape[:1]
-    if distribution.truncation.off:
+    if distribution.truncation.off and history is None:
         learned = torch.is_grad_enabled()
         token, total = (summed.token, summed.total) if summed else (None, None)
         logprobs, entropy, *stats = _LinearScores.apply(hidden, weight, bias, token, total, ids, distribution, learned)
         return LinearScores(logprobs, entropy, TokenStats(*stats) if stats else None)
-    return _truncated(hidden, weight, bias, ids, distribution, summed)
+    past = None if history is None else history.over(len(weight))
+    return _by_rows(hidden, weight, bias, ids, distribution, past, summed)
 
 
 # ---------------------------------------------------------------- without truncation: blocks of tokens and vocabulary
@@ -170,8 +174,8 @@ def _blocks(hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
             yield of_tokens, of_vocabulary
 
 
-def _rows(device: torch.device, columns: int, truncation: Truncation) -> int:
-    return max(1, of_logits.block_numbers(device, truncation) // columns)
+def _rows(device: torch.device, columns: int, truncation: Truncation, history: History | None = None) -> int:
+    return max(1, of_logits.block_numbers(device, truncation, history) // columns)
 
 
 def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, columns: slice) -> Tensor:
@@ -310,15 +314,16 @@ def _likeliest(logits: Float[Tensor, "n v"]) -> Int[Tensor, " n"]:
     return best * size + inside
 
 
-# ---------------------------------------------------------------- under truncation: blocks of whole rows
+# ---------------------------------------------------------------- with truncation, a history: blocks of whole rows
 
 
-def _truncated(
+def _by_rows(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     ids: Tensor,
     distribution: Distribution,
+    history: History | None,
     summed: SummedWeight | None,
 ) -> LinearScores:
     def measured(rows: slice, logits: Tensor) -> tuple[Tensor, ...]:
@@ -327,12 +332,13 @@ def _truncated(
             ids[rows][None],
             temperature=distribution.temperature,
             truncation=distribution.truncation,
+            history=None if history is None else history.at((None, rows)),
             entropy=distribution.entropy,
             entropy_gradient=distribution.entropy_gradient,
         )
         return tuple(part[0] for part in found if part is not None)
 
-    size = _rows(hidden.device, weight.shape[0], distribution.truncation)
+    size = _rows(hidden.device, weight.shape[0], distribution.truncation, history)
     learned = 2 if distribution.entropy_gradient else 1
     found = of_whole_rows(hidden, weight, bias, measured, size=size, learned=learned, summed=summed)
     logprobs, *entropies = (column.to(exact(hidden)) for column in found)

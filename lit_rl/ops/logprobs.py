@@ -6,6 +6,8 @@ are upcast a block at a time, and the backward pass computes the softmax anew in
 Under truncation (top-k, top-p, min-p) the distribution is the softmax over a set S: the tokens that truncation keeps of
 these very logits, and the token that is scored. That token was kept when it was drawn; a later policy, or a reference,
 may have moved it out, and would call it impossible. Gradients take S as given: it has none of its own.
+
+What earlier tokens do to the logits (``lit_rl.ops.history``) comes first: all of the above is of what it makes of them.
 """
 
 from collections.abc import Iterator
@@ -17,13 +19,15 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from lit_rl.ops import transforms
+from lit_rl.ops.history import History
 from lit_rl.ops.transforms import NO_TRUNCATION, Truncation
 
 CPU_BLOCK, GPU_BLOCK = 2**22, 2**26
 """Numbers in one float32 block: 16 MiB, three times as fast as 64 MiB on a CPU; 256 MiB, enough rows to fill a GPU."""
 
 _TRUNCATED_SHARE = 4
-"""A block is this much smaller under truncation, which needs a handful of tensors of its size: a sort, its order."""
+"""A block is this much smaller under truncation, which needs a handful of tensors of its size: a sort, its order; and
+so where earlier tokens have a say."""
 
 
 def score_tokens(
@@ -32,6 +36,7 @@ def score_tokens(
     *,
     temperature: float = 1.0,
     truncation: Truncation = NO_TRUNCATION,
+    history: History | None = None,
     entropy: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[Float32[Tensor, "b t"], Float32[Tensor, "b t"] | None]:
@@ -47,10 +52,12 @@ def score_tokens(
         ids: In ``[0, v)``, at padding too.
         temperature: Above 0. Greedy decoding (0) has no log-probabilities to score.
         truncation: What the tokens were drawn with.
+        history: Of the positions ``(b, t)``: what earlier tokens do to the logits. None: nothing.
         entropy: Whether to compute it.
         entropy_gradient: Whether it takes part in the backward pass. Only where it is computed.
     """
-    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy, entropy_gradient))
+    past = None if history is None else history.over(logits.shape[-1])
+    return _Scores.apply(logits, ids, _Terms(temperature, truncation, entropy, entropy_gradient, past))
 
 
 def logprobs_and_entropy(
@@ -70,9 +77,19 @@ class _Terms:
     truncation: Truncation
     entropy: bool = False
     entropy_gradient: bool = False
+    history: History | None = None
 
     def __post_init__(self) -> None:
         assert self.temperature > 0, f"temperature={self.temperature} must be above 0"
+
+    def scaled(self, logits: Tensor, ids: Tensor, block: tuple[slice, slice]) -> Tensor:
+        """A block in float32, divided by the temperature: where a set is cut, in the arithmetic of the engine."""
+        numbers = logits[block].float()
+        if self.history is not None:
+            numbers = self.history.at(block)(numbers, ids[block])
+        if self.truncation.off:
+            return numbers / self.temperature
+        return transforms.temperature(numbers, self.temperature)
 
 
 class _Scores(torch.autograd.Function):
@@ -83,8 +100,8 @@ class _Scores(torch.autograd.Function):
         logprobs = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
         entropy = torch.empty_like(logprobs) if terms.entropy else None
         cut = None if terms.truncation.off else _Cut.empty(logprobs)
-        for block in blocks(logits, terms.truncation):
-            scaled = _scaled(logits[block], terms)
+        for block in blocks(logits, terms.truncation, terms.history):
+            scaled = terms.scaled(logits, ids, block)
             if cut is not None:
                 kept = terms.truncation(scaled)
                 cut.write(block, kept)
@@ -104,9 +121,9 @@ class _Scores(torch.autograd.Function):
         logits, ids, entropy, *cut = ctx.saved_tensors
         terms: _Terms = ctx.terms
         grad_logits = torch.empty_like(logits)
-        for block in blocks(logits, terms.truncation):
+        for block in blocks(logits, terms.truncation, terms.history):
             scale = grads[0][block].unsqueeze(-1) / terms.temperature
-            scaled = _scaled(logits[block], terms)
+            scaled = terms.scaled(logits, ids, block)
             if not terms.truncation.off:
                 scaled = _with_drawn(_Cut(*cut).apply(block, scaled), scaled, ids[block])
             if entropy is None:
@@ -116,7 +133,10 @@ class _Scores(torch.autograd.Function):
                 of_entropy = grads[1][block].unsqueeze(-1) / terms.temperature
                 spread = finite_logprobs(log_softmax).add_(entropy[block].unsqueeze(-1)).mul_(of_entropy).add_(scale)
                 grad = log_softmax.exp_().mul_(spread.neg_())
-            grad_logits[block] = grad.scatter_add_(-1, ids[block].unsqueeze(-1), scale)
+            grad = grad.scatter_add_(-1, ids[block].unsqueeze(-1), scale)
+            if terms.history is not None:
+                grad = terms.history.at(block).slope_into(grad, logits[block])
+            grad_logits[block] = grad
         return grad_logits, None, None
 
 
@@ -145,13 +165,6 @@ class _Cut(NamedTuple):
         return transforms.ban(scaled, (scaled < lowest) | ((scaled == lowest) & early))
 
 
-def _scaled(logits: Tensor, terms: _Terms) -> Tensor:
-    """A block in float32, divided by the temperature: where a set is cut, in the arithmetic of the engine."""
-    if terms.truncation.off:
-        return logits.float() / terms.temperature
-    return transforms.temperature(logits.float(), terms.temperature)
-
-
 def _with_drawn(kept: Tensor, scaled: Tensor, ids: Tensor) -> Tensor:
     drawn = ids.unsqueeze(-1)
     return kept.scatter_(-1, drawn, scaled.gather(-1, drawn))
@@ -162,10 +175,10 @@ def finite_logprobs(log_softmax: Tensor) -> Tensor:
     return log_softmax.clamp(min=-1000.0)
 
 
-def blocks(logits: Tensor, truncation: Truncation) -> Iterator[tuple[slice, slice]]:
+def blocks(logits: Tensor, truncation: Truncation, history: History | None = None) -> Iterator[tuple[slice, slice]]:
     """Slices of the first two dimensions: logits are often a view of a longer tensor, which flattening would copy."""
     b, t, v = logits.shape
-    numbers = block_numbers(logits.device, truncation)
+    numbers = block_numbers(logits.device, truncation, history)
     rows = max(1, numbers // max(1, t * v))
     columns = max(1, numbers // max(1, v))
     for row in range(0, b, rows):
@@ -173,7 +186,7 @@ def blocks(logits: Tensor, truncation: Truncation) -> Iterator[tuple[slice, slic
             yield slice(row, row + rows), slice(column, column + columns)
 
 
-def block_numbers(device: torch.device, truncation: Truncation) -> int:
+def block_numbers(device: torch.device, truncation: Truncation, history: History | None = None) -> int:
     """How many float32 numbers a block has at most."""
     numbers = CPU_BLOCK if device.type == "cpu" else GPU_BLOCK
-    return numbers if truncation.off else numbers // _TRUNCATED_SHARE
+    return numbers if truncation.off and history is None else numbers // _TRUNCATED_SHARE

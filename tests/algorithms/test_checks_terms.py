@@ -146,8 +146,8 @@ def test_truncated_sampling_needs_an_engine_that_says_what_it_cut(setting):
         GRPO("tiny", len, sampling=Sampling(**setting), generator=Blind())
 
 
-@pytest.mark.parametrize("setting", [{"repetition_penalty": 1.1}, {"min_new_tokens": 2}], ids=lambda s: next(iter(s)))
-def test_a_distribution_that_depends_on_the_past_is_refused_whatever_the_engine(setting):
+@pytest.mark.parametrize("setting", [{"bad_words": ["no"]}, {"logit_bias": {5: 1.0}}], ids=lambda s: next(iter(s)))
+def test_a_distribution_that_training_does_not_score_by_is_refused_whatever_the_engine(setting):
     for algorithm in (GRPO, RLOO, Reinforce):
         with pytest.raises(ConfigError, match=rf"sampling\.{next(iter(setting))}.*importance ratio"):
             algorithm("tiny", len, sampling=Sampling(**setting))

@@ -245,7 +245,7 @@ class NoMass(CopiedPolicyGenerator):
     reports_kept_mass = False
 
 
-RESHAPED = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_new_tokens": 2}
+RESHAPED = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "bad_words": ["no"], "logit_bias": {5: 1.0}}
 
 
 @pytest.mark.parametrize("setting", RESHAPED)
@@ -257,11 +257,11 @@ def test_what_reshapes_the_distribution_is_allowed_where_samples_are_weighted(se
 
 
 def test_weights_are_the_ratio_to_what_was_drawn_from(tmp_path):
-    """With the policy's own weights in the engine a repetition penalty is all that differs: by hand, token by token."""
-    sampling = Sampling(max_new_tokens=6, repetition_penalty=1.5)
+    """With the policy's own weights in the engine a bias on digits is all that differs: by hand, token by token."""
+    sampling = Sampling(max_new_tokens=6, logit_bias=dict.fromkeys(range(15, 25), 2.0))
     settings = {"sampling": sampling, "generator": CopiedPolicyGenerator(), "minibatches": 2, "group_size": 4}
     module, _, rollout = fitted(tmp_path, GRPO, settings, steps=2)
     mask = rollout.loss_mask
     ratio = (rollout.old_logprobs - rollout.completions.sampler_logprobs).exp().clamp(max=3.0)
     torch.testing.assert_close(rollout.weights[mask], ratio[mask])
-    assert float((ratio[mask] - 1).abs().max()) > 0.05  # the penalty was in force, and no weight is 1 by chance
+    assert float((ratio[mask] - 1).abs().max()) > 0.05  # the bias was in force, and no weight is 1 by chance

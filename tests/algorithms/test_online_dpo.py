@@ -226,7 +226,7 @@ def test_beta_by_epoch() -> None:
         ({"preference": preference.aot}, "algo.preference.aot"),
         ({"preference": {}}, "algo.preference"),
         ({"sampling": Sampling(temperature=0.0)}, "sampling.temperature=0"),
-        ({"sampling": Sampling(repetition_penalty=1.2)}, "repetition_penalty"),
+        ({"sampling": Sampling(bad_words=("no",))}, "bad_words"),
     ],
 )
 def test_bad_settings_are_refused_with_their_key(settings: dict[str, Any], words: str) -> None:

@@ -84,8 +84,6 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("lora-and-adapter", ["model.lora.r=4", "model.adapter=x"], 2, ["model.lora", "model.adapter", "one of them"]),
     ("quantised", ["model.quantization=nf4"], 2, ["model.quantization=nf4", "model.lora"]),
     # truncated sampling and the importance ratio
-    ("penalty", ["sampling.repetition_penalty=1.2"], 2, ["sampling.repetition_penalty=1.2", "importance ratio"]),
-    ("min_new_tokens", ["sampling.min_new_tokens=2"], 2, ["sampling.min_new_tokens=2", "importance ratio"]),
     ("bad-words", ["sampling.bad_words=[no]"], 2, ["sampling.bad_words=('no',)", "importance ratio"]),
     ("logit-bias", ["sampling.logit_bias={5: -1}"], 2, ["sampling.logit_bias={5: -1.0}", "importance ratio"]),
     ("logit-bias-key", ["sampling.logit_bias.five=-1"], 2, ["sampling.logit_bias has the key 'five'", "token id"]),

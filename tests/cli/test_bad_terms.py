@@ -23,8 +23,7 @@ def good(completions, lengths, answer): return [-n for n in lengths]
 
 ROWS: list[tuple[str, list[str], list[str]]] = [
     # the distribution that is sampled and the one that is learned
-    ("repetition", ["sampling.repetition_penalty=1.2"], ["sampling.repetition_penalty=1.2", "importance ratio"]),
-    ("min-tokens", ["sampling.min_new_tokens=3"], ["sampling.min_new_tokens=3", "importance ratio"]),
+    ("bias", ["sampling.logit_bias={5: -1}"], ["sampling.logit_bias={5: -1.0}", "importance ratio"]),
     # groups
     ("group-1", ["algo=dapo", "algo.group_size=1"], ["algo.group_size=1", "2 or more", "algo=reinforce_pp"]),
     ("keep-over-group", ["algo=gfpo", "algo.group_size=3"], ["algo.groups.keep=4", "algo.group_size=3"]),

@@ -69,11 +69,11 @@ def test_memory_is_that_of_the_planned_rollout(command: Command):
 
 
 def test_settings_that_training_does_not_score_by_are_named(command: Command):
-    outcome = command(*CPU, "sampling.repetition_penalty=1.5")
+    outcome = command(*CPU, "sampling.logit_bias={20: 3.0}")
     assert outcome.code == 0, outcome.err
     ours, _, after = numbers(outcome, "mean |difference|, nats")
     assert ours > 1e-2 > 1e-5 > after
-    assert "sampling.repetition_penalty" in outcome.out
+    assert "sampling.logit_bias" in outcome.out
     assert command(*CPU, "sampling.temperature=0").code == 0
 
 

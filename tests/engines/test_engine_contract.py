@@ -18,7 +18,9 @@ from engine_fixtures import Case
 from lit_rl.constraints import Structured
 from lit_rl.errors import ConfigError, GenerationError, NumericError
 from lit_rl.generation.base import Generator
+from lit_rl.generation.collect import with_held_back
 from lit_rl.generation.native import NativeGenerator
+from lit_rl.models.policy.forward import score
 from lit_rl.rollout import Prompts, Sampling
 
 SAMPLED = Sampling(max_new_tokens=12)
@@ -87,6 +89,29 @@ def test_logprobs_are_those_of_the_distribution_drawn_from(tied: Case, name: str
     out = tied.generator.generate(prompts, dataclasses.replace(sampling, max_new_tokens=10))
     for prompt, response, logprobs in rows(out, prompts):
         torch.testing.assert_close(logprobs, drawn_from(processors, policy, prompt, response), atol=1e-4, rtol=0)
+
+
+def test_training_scores_by_what_the_engine_held_back_and_penalised(tied: Case) -> None:
+    many = (*tied.model.eos_ids, *range(40, 60))
+    policy, prompts = tied.fresh(), ask(tied.model, group_size=2, eos_ids=many)
+    sampling = Sampling(max_new_tokens=10, min_new_tokens=4, repetition_penalty=1.5, temperature=1.2)
+    out = with_held_back(tied.generator.generate(prompts, sampling), many, sampling)
+    scored, mask = score(policy, out, sampling).logprobs.detach(), out.response_mask
+    torch.testing.assert_close(out.sampler_logprobs[mask], scored[mask], atol=1e-4, rtol=0)
+    plain = score(policy, out, Sampling(temperature=1.2)).logprobs.detach()
+    assert float((plain - scored)[mask].abs().max()) > 0.01
+
+
+def test_a_setting_of_the_engines_own_is_in_its_log_probs(tied: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tied.generator, "generation_kwargs", {"presence_penalty": 1.5})
+    policy, prompts = tied.fresh(), ask(tied.model, group_size=2)
+    out = tied.generator.generate(prompts, Sampling(max_new_tokens=10))
+    for prompt, response, logprobs in rows(out, prompts):
+        logits = logits_of(policy, prompt, response).clone()
+        for place in range(1, len(response)):
+            logits[place, list(set(response[:place]))] -= 1.5
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+        torch.testing.assert_close(logprobs, wanted, atol=1e-4, rtol=0)
 
 
 def test_keys_make_the_samples(tied: Case) -> None:

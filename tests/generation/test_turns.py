@@ -18,11 +18,12 @@ from turn_cases import Scripted, assert_rows_are_what_was_told, reply, rows_of
 from lit_rl.environments.interaction import Interaction
 from lit_rl.environments.opened import OpenedPrompt
 from lit_rl.errors import ConfigError, GenerationError
-from lit_rl.generation.collect import Vocabulary, request
+from lit_rl.generation.collect import Vocabulary, request, with_held_back
 from lit_rl.generation.continuous import HFContinuousGenerator
 from lit_rl.generation.hf import HFGenerator
 from lit_rl.generation.native import NativeGenerator
 from lit_rl.models.policy.forward import score
+from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.rollout import Completions, PromptBatch, Prompts, Sampling
 from lit_rl.turns import Heard, Responder, Said
 
@@ -113,6 +114,23 @@ def test_log_probs_are_those_of_the_whole_text(engine: Any, policy: nn.Module) -
         logits = all_logits(policy, prompts.token_ids[row // 3], ids).log_softmax(-1)
         expected = logits.gather(1, torch.tensor(ids)[:, None])[:, 0] * torch.tensor(sampled)
         torch.testing.assert_close(out.sampler_logprobs[row, : len(ids)], expected, atol=1e-4, rtol=0)
+
+
+HISTORY = Sampling(max_new_tokens=6, temperature=0.8, min_new_tokens=3, repetition_penalty=1.6, top_p=0.95)
+
+
+@pytest.mark.parametrize("options", [ForwardOptions(), ForwardOptions(False, False, False)], ids=["fast", "plain"])
+def test_training_scores_by_what_each_turn_held_back_and_what_stood_before_it(
+    policy: nn.Module, options: ForwardOptions
+) -> None:
+    out, prompts = talk(NativeGenerator(), policy, HISTORY)
+    asked = with_held_back(out, prompts.eos_ids, HISTORY)
+    scored, mask = score(policy, asked, HISTORY, options=options).logprobs, out.response_mask
+    torch.testing.assert_close(out.sampler_logprobs[mask], scored[mask], atol=2e-4, rtol=0)
+    for name, off in {"min_new_tokens": 0, "repetition_penalty": 1.0}.items():
+        other = score(policy, asked, dataclasses.replace(HISTORY, **{name: off}), options=options).logprobs.detach()
+        assert float((other - out.sampler_logprobs)[mask].abs().max()) > 0.01, name
+    assert out.turn is not None and int(out.turn.max()) > 1
 
 
 def test_neither_batch_nor_order_of_answers_changes_a_sample(engine: Any, policy: nn.Module) -> None:

@@ -56,6 +56,12 @@ def _whole_distribution(sampling: Sampling) -> None:
             "sampling.top_k, top_p or min_p cut the distribution, and what a rollout function returns does not say how "
             "much of it they left: set top_k=0, top_p=1 and min_p=0 with env=rollout_func."
         )
+    if sampling.repetition_penalty != 1 or sampling.min_new_tokens:
+        raise ConfigError(
+            "sampling.repetition_penalty and min_new_tokens go by the tokens before each one, and what a rollout "
+            "function returns does not say what stood before a token when it was drawn: set repetition_penalty=1 and "
+            "min_new_tokens=0 with env=rollout_func."
+        )
 
 
 def journal_of(env: Interactive, folder: str, rank: int) -> Journal | None:

@@ -9,8 +9,11 @@ from lit_rl.errors import ConfigError
 from lit_rl.generation.base import Generator
 from lit_rl.rollout import Sampling
 
-_UNSCORED = ("repetition_penalty", "min_new_tokens", "bad_words", "logit_bias", "structured")
+_UNSCORED = ("bad_words", "logit_bias", "structured")
 """Settings of `Sampling` that change what is drawn and that training's log-probs know nothing of."""
+
+_CUTTING = ("top_p", "top_k", "min_p")
+"""Settings that rule out tokens by their probability: engine and training may not rule out the same ones."""
 
 
 def sampling_teaches(sampling: Sampling, generator: Generator, *, weighted: bool) -> None:
@@ -37,11 +40,18 @@ def sampling_teaches(sampling: Sampling, generator: Generator, *, weighted: bool
         keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in unscored)
         raise ConfigError(
             f"{keys}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
-            "the importance ratio would be wrong. Switch it off for training "
-            f"(a reward against repetition: reward=repetition){_weights_would_do(generator)}."
+            f"the importance ratio would be wrong. Switch it off for training{_weights_would_do(generator)}."
         )
-    if sampling.reshaped and not accounted_for and not generator.reports_kept_mass:
-        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in sampling.reshaped)
+    if generator.reshaped_by and not accounted_for:
+        names = ", ".join(f"generator.generation_kwargs.{name}" for name in generator.reshaped_by)
+        raise ConfigError(
+            f"{names}: tokens would be drawn from a distribution that the log-probs of training are not taken under: "
+            "the importance ratio would be wrong. sampling.repetition_penalty and min_new_tokens are scored exactly. "
+            "Leave it out, or weight the samples (algo/correction=token_truncate, of the methods that have it)."
+        )
+    cutting = [name for name in sampling.reshaped if name in _CUTTING]
+    if cutting and not accounted_for and not generator.reports_kept_mass:
+        keys = ", ".join(f"sampling.{name}={getattr(sampling, name)}" for name in cutting)
         raise ConfigError(
             f"{keys}: {type(generator).__name__} does not report how much probability it cut off, so its log-probs "
             "cannot be compared with the training's. Switch it off for training, or take generator=native"

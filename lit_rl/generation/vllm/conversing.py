@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,11 +30,20 @@ class Conversing(Work):
         sampling: How to draw; ``max_new_tokens`` are those of a turn.
         version: Of the engine's weights.
         never: Tokens that no response may have.
+        kwargs: Further fields of every request, by vLLM's names.
     """
 
-    def __init__(self, prompts: Prompts, sampling: Sampling, version: int, never: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        prompts: Prompts,
+        sampling: Sampling,
+        version: int,
+        never: Sequence[int] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.at_once = len(prompts) * prompts.group_size
         self._prompts, self._sampling, self._version, self._never = prompts, sampling, version, never
+        self._kwargs = kwargs
         self._responses = Responses(prompts, sampling, self.at_once, torch.device("cpu"))
         self._requests = [(row, self._request(row)) for row in range(self.at_once)]
         self._open = self.at_once
@@ -80,7 +89,7 @@ class Conversing(Work):
     def _request(self, row: int) -> Request:
         """The next turn of a row: all of its text so far, and what it may say now."""
         turn, text, room = self._responses.turn(row), self._responses.text(row), self._responses.room(row)
-        return turn_request(self._prompts, self._sampling, row, turn, text, room)
+        return turn_request(self._prompts, self._sampling, row, turn, text, room, self._kwargs)
 
 
 def _refuse_images(heard: Heard) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import math
 import time
 from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,6 +16,7 @@ from torch import nn
 from lit_rl.errors import ConfigError, GenerationError, LitRLError, in_range, one_of
 from lit_rl.generation import ranks
 from lit_rl.generation.base import Gap, Generator, check_request, context_length
+from lit_rl.generation.engine_kwargs import VLLM
 from lit_rl.generation.finished import tell_group
 from lit_rl.generation.ranks import together
 from lit_rl.generation.vllm.conversing import Conversing
@@ -31,6 +35,15 @@ from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.trunk import base_of
 from lit_rl.models.policy.vision_parts import placeholder_ids
 from lit_rl.rollout import Completions, Prompts, Sampling
+
+
+def _of_installed(kwargs: Mapping[str, Any]) -> Sequence[str]:
+    """What the vLLM of this environment takes, where it is asked for something that the list of ours does not have."""
+    if VLLM.knows(kwargs) or importlib.util.find_spec("vllm") is None:
+        return ()
+    from vllm import SamplingParams  # pyright: ignore
+
+    return [name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_")]
 
 
 class EngineGenerator(Generator):
@@ -55,6 +68,7 @@ class EngineGenerator(Generator):
         probe_mean_limit: Largest mean difference of the probe, in nats. None goes by the type.
         probe_max_limit: Largest difference of one token, in nats. None goes by the type.
         heartbeat: Seconds between two lines that say how many completions are done. None prints none.
+        generation_kwargs: Further fields of vLLM's `SamplingParams`, such as `presence_penalty`.
     """
 
     reports_kept_mass = False
@@ -79,6 +93,7 @@ class EngineGenerator(Generator):
         probe_mean_limit: float | None = None,
         probe_max_limit: float | None = None,
         heartbeat: float | None = 30.0,
+        generation_kwargs: dict[str, Any] | None = None,
     ) -> None:
         one_of("generator.push", push, PUSHES)
         one_of("generator.probe", probe, ("every_sync", "off"))
@@ -100,6 +115,8 @@ class EngineGenerator(Generator):
             enforce_eager=enforce_eager,
         )
         self.push, self.probe, self.heartbeat = push, probe, heartbeat
+        self.generation_kwargs = dict(generation_kwargs or {})
+        self.reshaped_by = VLLM.reshaped_by(self.generation_kwargs, also=_of_installed(self.generation_kwargs))
         self._limits = {"mean_limit": probe_mean_limit, "max_limit": probe_max_limit}
         self._model: LanguageModel | None = None
         self._forget()
@@ -286,12 +303,13 @@ class EngineGenerator(Generator):
             )
         if prompts.responder is not None:
             check_temperature(sampling)
-            return Conversing(prompts, sampling, self._version, self._never)
+            return Conversing(prompts, sampling, self._version, self._never, self.generation_kwargs)
 
         def tell(number: int, answers: list[Answer]) -> None:
             tell_group(prompts.on_finished, number, [answer.token_ids for answer in answers], prompts.group_size)
 
-        return Completing(requests_of(prompts, sampling), None if prompts.on_finished is None else tell)
+        requests = requests_of(prompts, sampling, self.generation_kwargs)
+        return Completing(requests, None if prompts.on_finished is None else tell)
 
     def _run(self, work: Work) -> None:
         """Let the engine do it. A collective."""

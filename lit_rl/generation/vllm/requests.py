@@ -7,7 +7,7 @@ that no default of the engine, of the server or of the model's generation config
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,22 +76,35 @@ class Answer:
     """Log-softmax of each prompt token but the first, at temperature 1. None where the request did not ask."""
 
 
-def requests_of(prompts: Prompts, sampling: Sampling) -> list[Request]:
+def requests_of(prompts: Prompts, sampling: Sampling, kwargs: Mapping[str, Any] | None = None) -> list[Request]:
     """One request a prompt, for `prompts.group_size` completions each, seeded with the prompt's noise key.
+
+    Args:
+        prompts: What is asked for.
+        sampling: How to draw.
+        kwargs: Further fields, by vLLM's names.
 
     Raises:
         ConfigError: a temperature that vLLM does not take as it is.
         GenerationError: a prompt has pixels, and nobody said of which images.
     """
     check_temperature(sampling)
-    fields = _fields(sampling, prompts)
+    fields = _fields(sampling, prompts) | dict(kwargs or {})
     return [
         Request(list(ids), fields | {"seed": _seed(key)}, _pictured(prompts, number))
         for number, (ids, key) in enumerate(zip(prompts.token_ids, prompts.keys, strict=True))
     ]
 
 
-def turn_request(prompts: Prompts, sampling: Sampling, row: int, turn: int, text: Sequence[int], room: int) -> Request:
+def turn_request(
+    prompts: Prompts,
+    sampling: Sampling,
+    row: int,
+    turn: int,
+    text: Sequence[int],
+    room: int,
+    kwargs: Mapping[str, Any] | None = None,
+) -> Request:
     """One turn of one row.
 
     Args:
@@ -101,6 +114,7 @@ def turn_request(prompts: Prompts, sampling: Sampling, row: int, turn: int, text
         turn: 0, 1, 2, ... in the row. The first is what `requests_of` would have drawn.
         text: What stands in the row already.
         room: Tokens that it may say.
+        kwargs: Further fields, by vLLM's names.
     """
     number, sample = divmod(row, prompts.group_size)
     changed = {
@@ -112,7 +126,8 @@ def turn_request(prompts: Prompts, sampling: Sampling, row: int, turn: int, text
     pictured = _pictured(prompts, number)
     if pictured is not None:
         pictured = replace(pictured, token_ids=[*pictured.token_ids, *text])
-    return Request([*prompts.token_ids[number], *text], _fields(sampling, prompts) | changed, pictured)
+    fields = _fields(sampling, prompts) | dict(kwargs or {}) | changed
+    return Request([*prompts.token_ids[number], *text], fields, pictured)
 
 
 def _pictured(prompts: Prompts, number: int) -> Pictured | None:

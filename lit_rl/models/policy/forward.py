@@ -6,6 +6,7 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,6 +18,7 @@ from lit_rl.models.policy.positions import trunk_inputs
 from lit_rl.models.policy.rows_by_length import by_length
 from lit_rl.models.policy.shared_prefix import run_shared, shared_prompts
 from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.history import History
 from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.rollout import Completions, Sampling, select, trim
 
@@ -48,8 +50,8 @@ def score(
     """Score the response tokens under the distribution that ``sampling`` draws from, given this model's logits.
 
     That is ``softmax(logits / temperature)`` over the tokens that top-k, top-p and min-p keep of *these* logits, and
-    the token itself (``lit_rl.ops.logprobs``). With the weights that drew the tokens it equals ``sampler_logprobs``.
-    What depends on earlier tokens (repetition penalty, ``min_new_tokens``) has no part in it.
+    the token itself (``lit_rl.ops.logprobs``), after what repetition penalty and ``min_new_tokens`` make of the logits
+    (``lit_rl.ops.history``). With the weights that drew the tokens it equals ``sampler_logprobs``.
 
     Args:
         model: A causal language model; under PEFT with the adapter that is active.
@@ -69,52 +71,79 @@ def score(
         if "output_router_logits" not in inspect.signature(base_of(model).forward).parameters:
             raise no_router(model)
         with fused_accumulation(model, options):
-            scores, output = _one_call(model, completions, distribution, options, output_router_logits=True)
+            scores, output = _one_call(model, completions, sampling, distribution, options, output_router_logits=True)
         if not isinstance(output.aux_loss, Tensor):
             raise no_router(model)
         return _token_scores(scores, output.aux_loss)
-    return _token_scores(_run(model, completions, distribution, options))
+    return _token_scores(_run(model, completions, sampling, distribution, options))
 
 
 def response_logprobs(
     model: nn.Module, completions: Completions, sampling: Sampling, options: ForwardOptions = DEFAULT
 ) -> Tensor:
     """Float32 ``(b, t)``: the log-probs of `score` alone."""
-    return _run(model, completions, _distribution(sampling), options).logprobs
+    return _run(model, completions, sampling, _distribution(sampling), options).logprobs
 
 
 def _run(
-    model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions
+    model: nn.Module, completions: Completions, sampling: Sampling, distribution: Distribution, options: ForwardOptions
 ) -> TargetScores:
     with fused_accumulation(model, options):
         prompts = shared_prompts(model, completions) if options.shared_prompts else None
         if prompts is not None:
-            return run_shared(model, completions, prompts, distribution, options)
-        return _run_by_length(model, completions, distribution, options)
+            return run_shared(model, completions, prompts, distribution, options, _history(completions, sampling))
+        return _run_by_length(model, completions, sampling, distribution, options)
 
 
 def _run_by_length(
-    model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions
+    model: nn.Module, completions: Completions, sampling: Sampling, distribution: Distribution, options: ForwardOptions
 ) -> TargetScores:
+    def called(part: Completions) -> TargetScores:
+        return _one_call(model, part, sampling, distribution, options)[0]
+
     if not options.rows_by_length or isinstance(model, FSDPModule):
-        return _one_call(model, completions, distribution, options)[0]
+        return called(completions)
     calls = by_length(completions.attention_mask.sum(1))
     if len(calls) == 1:
-        return _one_call(model, completions, distribution, options)[0]
-    parts = [_one_call(model, trim(select(completions, call.rows)), distribution, options)[0] for call in calls]
+        return called(completions)
+    parts = [called(trim(select(completions, call.rows))) for call in calls]
     return TargetScores.of_calls(parts, calls, completions.response_ids.shape[1])
 
 
 def _one_call(
-    model: nn.Module, completions: Completions, distribution: Distribution, options: ForwardOptions, **extra: Any
+    model: nn.Module,
+    completions: Completions,
+    sampling: Sampling,
+    distribution: Distribution,
+    options: ForwardOptions,
+    **extra: Any,
 ) -> tuple[TargetScores, Any]:
-    targets = Targets(completions.response_ids, completions.response_mask, first=-_kept(completions))
+    ids, wanted, history = completions.response_ids, completions.response_mask, _history(completions, sampling)
+    targets = Targets(ids, wanted, first=-_kept(completions), history=history)
     inputs = {**trunk_inputs(model, completions), "logits_to_keep": _kept(completions), "use_cache": False}
     return run(model, targets, distribution, fused=options.fused_head, **inputs, **extra)
 
 
 def _distribution(sampling: Sampling, **wanted: bool) -> Distribution:
     return Distribution(float(sampling.temperature), sampling.truncation, **wanted)
+
+
+def _history(completions: Completions, sampling: Sampling) -> History | None:
+    """What earlier tokens do to the logits of each response token; None where nothing."""
+    holds = sampling.min_new_tokens > 0 and completions.held_back is not None
+    if sampling.repetition_penalty == 1 and not holds:
+        return None
+    ids, p = completions.response_ids, completions.prompt_ids.shape[1]
+    rows, columns = (torch.arange(size, device=ids.device) for size in ids.shape)
+    ends = completions.held_back[0] if holds and completions.held_back is not None else ids.new_empty(0)
+    return History(
+        early=completions.spoken < sampling.min_new_tokens,
+        row=rows[:, None].expand(ids.shape),
+        place=(p + columns).expand(ids.shape),
+        texts=torch.cat([completions.prompt_ids, ids], 1).masked_fill(~completions.attention_mask, -1),
+        ends=ends,
+        penalty=float(sampling.repetition_penalty),
+    )
 
 
 def _token_scores(found: TargetScores, aux_loss: Tensor | None = None) -> TokenScores:

@@ -23,6 +23,7 @@ from lit_rl.models.policy.modes import evaluation_mode
 from lit_rl.models.policy.partitions import has_partitions
 from lit_rl.models.policy.rows_by_length import Call, together
 from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.history import History
 from lit_rl.ops.linear_logprobs import Distribution, linear_logprobs
 from lit_rl.ops.logprobs import score_tokens
 from lit_rl.ops.token_stats import TokenStats, token_stats
@@ -40,6 +41,8 @@ class Targets:
     """The column of the head's input that predicts the first column of ``ids``; negative counts from the end."""
     rows: Tensor | None = None
     """Long ``(b,)``: the row of the pass that predicts each row of ``ids``. None: its own."""
+    history: History | None = None
+    """Of the ``(b, t)``: what earlier tokens do to their logits. None: nothing."""
 
     def columns_of(self, passed: Tensor) -> Tensor:
         """The ``(b, t, ...)`` that predict the tokens, of the ``(rows, columns, ...)`` that a pass computed."""
@@ -169,8 +172,10 @@ def _of_hidden(hidden: Tensor, head: nn.Linear, targets: Targets, distribution: 
     rows, weight, bias = factors(hidden.flatten(0, 1).index_select(0, at), head)
     summed = summed_weight(head.weight)
     weight = weight.detach() if summed else weight
+    past = targets.history and targets.history.mapped(lambda field: field.flatten()[at])
+    asked: dict[str, Any] = {"bias": bias, "history": past, "summed": summed}
     with torch.autocast(hidden.device.type, enabled=False):
-        found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, bias=bias, summed=summed)
+        found = linear_logprobs(rows, weight, targets.ids.flatten()[at], distribution, **asked)
 
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(targets.ids.numel()).index_copy(0, at, values).view(targets.ids.shape)
@@ -192,6 +197,7 @@ def _of_logits(logits: Tensor, targets: Targets, distribution: Distribution) -> 
         targets.ids,
         temperature=distribution.temperature,
         truncation=distribution.truncation,
+        history=targets.history,
         entropy=distribution.entropy,
         entropy_gradient=distribution.entropy_gradient,
     )

@@ -41,6 +41,7 @@ from lit_rl.models.policy.options import ForwardOptions
 from lit_rl.models.policy.positions import position_ids
 from lit_rl.models.policy.rows_by_length import Call, by_length
 from lit_rl.models.policy.trunk import base_of
+from lit_rl.ops.history import History
 from lit_rl.ops.linear_logprobs import Distribution
 from lit_rl.rollout import Completions
 from lit_rl.vision import Vision
@@ -116,6 +117,7 @@ def run_shared(
     prompts: PromptGroups,
     distribution: Distribution,
     options: ForwardOptions,
+    history: History | None = None,
 ) -> TargetScores:
     """What the policy says of the response tokens: the prompts run once, then the responses behind them.
 
@@ -126,6 +128,7 @@ def run_shared(
         distribution: Of what the log-probs are.
         options: Whether the head is fused, whether responses of like length run together, and whether they attend to
             a prompt's keys where they lie, if this model can.
+        history: Of the response tokens ``(b, t)``: what earlier tokens do to their logits. None: nothing.
     """
     from lit_rl.models.policy.shared_attention import FoldedCache, can_fold
 
@@ -133,7 +136,7 @@ def run_shared(
         model, completions.attention_mask[prompts.rows], completions.prompt_ids.shape[1], len(prompts.of_row)
     )
     cache = FoldedCache if folds and _proven(model) else None
-    return _run_behind(model, completions, prompts, distribution, options, cache)
+    return _run_behind(model, completions, prompts, distribution, options, cache, history)
 
 
 def _run_behind(
@@ -143,6 +146,7 @@ def _run_behind(
     distribution: Distribution,
     options: ForwardOptions,
     cache: type[FoldedCache] | None,
+    history: History | None = None,
 ) -> TargetScores:
     """What `run_shared` returns, of responses that run with this cache; None: with their prompts' keys repeated."""
     from transformers.cache_utils import DynamicCache
@@ -154,7 +158,7 @@ def _run_behind(
     past = DynamicCache(config=base_of(model).config)
     first, _ = run(
         model,
-        Targets(ids[:, :1], wanted[:, :1], first=-1, rows=prompts.of_row),
+        Targets(ids[:, :1], wanted[:, :1], -1, prompts.of_row, history and history.at((slice(None), slice(0, 1)))),
         distribution,
         fused=options.fused_head,
         input_ids=completions.prompt_ids[prompts.rows],
@@ -169,10 +173,11 @@ def _run_behind(
     def behind(call: Call) -> TargetScores:
         """Of the response tokens of some rows, but for the first."""
         rows, t = call.rows, call.width
+        earlier = history and history.mapped(lambda field: field[rows, 1:t])
         with _past(model, past, prompts.of_row[rows], mask[rows, : p + t - 1], cache) as inputs:
             found, _ = run(
                 model,
-                Targets(ids[rows, 1:t], wanted[rows, 1:t]),
+                Targets(ids[rows, 1:t], wanted[rows, 1:t], history=earlier),
                 distribution,
                 fused=options.fused_head,
                 input_ids=ids[rows, : t - 1],

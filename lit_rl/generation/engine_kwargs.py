@@ -1,0 +1,166 @@
+"""Settings that an engine takes and `Sampling` has no key for: which may be given, and which change what is drawn.
+
+A setting is one of four. What `Sampling` has a key for is set there, where the scoring of training reads it. What the
+generator needs for itself is not to be set. What changes the distribution is in the log-probs that the engine reports,
+and not in those of training: it is weighed for, or kept out of training. What is left is free. A name that only the
+engine knows is taken for one that changes the distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lit_rl.errors import ConfigError, did_you_mean
+
+KEY = "generator.generation_kwargs"
+
+
+@dataclass(frozen=True)
+class EngineNames:
+    """The names that an engine takes."""
+
+    engine: str
+    """What it is called in messages."""
+    keys: Mapping[str, str]
+    """What has a key of its own: the name, and the key."""
+    own: frozenset[str]
+    """What the generator sets, or what would have no effect on how it draws."""
+    free: frozenset[str]
+    """What changes nothing of the distribution."""
+    reshaping: frozenset[str]
+    """What does."""
+
+    def knows(self, names: Iterable[str]) -> bool:
+        """Whether all of these are known here."""
+        return set(names) <= {*self.keys, *self.own, *self.free, *self.reshaping}
+
+    def reshaped_by(self, given: Mapping[str, Any], also: Iterable[str] = ()) -> tuple[str, ...]:
+        """The names of those given that change the distribution.
+
+        Args:
+            given: Settings by the engine's names.
+            also: Names that the engine's class has beside those that are known here.
+
+        Raises:
+            ConfigError: the engine knows no such setting, or it is set elsewhere, or not to be set.
+        """
+        known = {*self.free, *self.reshaping, *(set(also) - self.own - self.keys.keys())}
+        for name in given:
+            came = f"{KEY}.{name}={given[name]!r}"
+            if name in self.keys:
+                raise ConfigError(
+                    f"{came} has a key of its own, which training reads as well: set {self.keys[name]} instead."
+                )
+            if name in self.own:
+                raise ConfigError(
+                    f"{came}: lit_rl sets it for {self.engine}, or draws in its place: it would have no effect. Leave "
+                    f"it out; {self.engine} takes {', '.join(sorted(known))}."
+                )
+            if name not in known:
+                near = did_you_mean(name, [*known, *self.keys])
+                raise ConfigError(
+                    f"{came}: {self.engine} has no such setting.{near} It takes {', '.join(sorted(known))}."
+                )
+        return tuple(name for name in given if name not in self.free)
+
+
+_SHARED_KEYS = {
+    name: f"sampling.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "bad_words")
+}
+
+VLLM = EngineNames(
+    engine="vLLM's SamplingParams",
+    keys=_SHARED_KEYS
+    | {
+        "n": "algo.group_size",
+        "max_tokens": "sampling.max_new_tokens",
+        "min_tokens": "sampling.min_new_tokens",
+        "stop": "sampling.stop",
+        "logit_bias": "sampling.logit_bias",
+        "structured_outputs": "sampling.structured",
+        "seed": "seed",
+    },
+    own=frozenset(
+        {
+            "stop_token_ids",
+            "ignore_eos",
+            "logprobs",
+            "prompt_logprobs",
+            "prompt_logprob_token_ids",
+            "output_kind",
+            "prompt_logprob_start",
+            "logprob_token_ids",
+            "flat_logprobs",
+            "include_stop_str_in_output",
+            "skip_clone",
+            "stream_interval",
+            "output_text_buffer_length",
+            "routed_experts_prompt_start",
+            "trace_decode_token_ids",
+            "repetition_detection",
+        }
+    ),
+    free=frozenset(
+        {
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "skip_reading_prefix_cache",
+        }
+    ),
+    reshaping=frozenset(
+        {
+            "presence_penalty",
+            "frequency_penalty",
+            "allowed_token_ids",
+            "thinking_token_budget",
+            "watermarking",
+            "extra_args",
+        }
+    ),
+)
+"""Of vLLM 0.32. A server takes the same names in the body of a request."""
+
+_HF_RESHAPING = frozenset(
+    {
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "encoder_repetition_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "sequence_bias",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "watermarking_config",
+    }
+)
+_HF_FREE = frozenset(
+    {
+        "prefill_chunk_size",
+        "cache_config",
+        "compile_config",
+        "disable_compile",
+    }
+)
+
+
+def of_transformers(names: Iterable[str]) -> EngineNames:
+    """The names of `GenerationConfig`, which is given: all but a few are about how a token is chosen, and lit_rl does
+    that itself."""
+    keys = _SHARED_KEYS | {
+        "max_new_tokens": "sampling.max_new_tokens",
+        "max_length": "sampling.max_new_tokens",
+        "min_new_tokens": "sampling.min_new_tokens",
+        "min_length": "sampling.min_new_tokens",
+        "stop_strings": "sampling.stop",
+        "bad_words_ids": "sampling.bad_words",
+        "do_sample": "sampling.temperature",
+        "num_return_sequences": "algo.group_size",
+        "cache_implementation": "generator.static_cache",
+    }
+    own = frozenset(name for name in names if not name.startswith("_")) - _HF_FREE - _HF_RESHAPING - keys.keys()
+    return EngineNames("transformers' GenerationConfig", keys, own, _HF_FREE, _HF_RESHAPING)
