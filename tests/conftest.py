@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import quick_configs
 import torch
-import yaml
-from hydra._internal import defaults_list
-from hydra._internal.config_repository import CachingConfigRepository
-from hydra._internal.hydra import Hydra
 from hypothesis import settings
 
 import lit_rl
@@ -68,34 +62,11 @@ def tiny_dir() -> Path:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def commands_are_composed_once() -> Iterator[None]:
-    """Hydra composes each command twice, first to ask for `hydra.mode`, which nobody sets here: half of a refusal.
-
-    And it copies the places of its files each time, as another composition by the same loader might add to them: a
-    fifth of the rest. Here no loader composes twice. Of what then remains, a third is a table for choices that name
-    other choices (`${...}` in a list of defaults), made at every file, and files that are parsed at every composition.
-    """
-    table, parse, parsed = defaults_list._create_interpolation_map, yaml.load, dict[str, Any]()
-
-    def uncopied(self: CachingConfigRepository, delegate: Any) -> None:
-        self.delegate, self.cache = delegate, {}
-
-    def where_one_is_named(overrides: Any, defaults: Any, self_added: bool) -> Any:
-        named = any(not each.is_self() and each.is_interpolation() for each in defaults)
-        return table(overrides, defaults, self_added) if named else None
-
-    def once(stream: Any, Loader: Any) -> Any:
-        text = stream if isinstance(stream, str) else stream.read()
-        if text not in parsed:
-            parsed[text] = parse(text, Loader=Loader)
-        return copy.deepcopy(parsed[text])
-
+def configs_are_composed_quickly() -> Iterator[pytest.MonkeyPatch]:
+    """See `quick_configs`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hydra, "get_mode", lambda *args, **keywords: None)
-        patch.setattr(CachingConfigRepository, "__init__", uncopied)
-        patch.setattr(defaults_list, "_create_interpolation_map", where_one_is_named)
-        patch.setattr("omegaconf.omegaconf.yaml", SimpleNamespace(**{**vars(yaml), "load": once}))
-        yield
+        quick_configs.install(patch)
+        yield patch
 
 
 @pytest.fixture(scope="session", autouse=True)

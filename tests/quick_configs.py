@@ -1,0 +1,136 @@
+"""Hydra composes in a fraction of its time, to the same configs: the suite composes thousands, of the same files."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hydra import version
+from hydra._internal import defaults_list
+from hydra._internal.config_repository import CachingConfigRepository
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.hydra import Hydra
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, StringNode
+from omegaconf.base import Box, Metadata, Node
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Until `patch` is undone.
+
+    A command composes twice, first to ask for `hydra.mode`, which nobody sets here: half of a refusal. A loader copies
+    the places of its files each time, as another composition might add to them; here no loader composes twice. A table
+    for choices that name other choices (`${...}` in a list of defaults) is made at every file. The rest is files that
+    are read and parsed at every composition, and nodes that are copied and told of their parents, one by one, again
+    and again.
+    """
+    patch.setattr(Hydra, "get_mode", lambda *args, **keywords: None)
+    patch.setattr(CachingConfigRepository, "__init__", _uncopied)
+    patch.setattr(defaults_list, "_create_interpolation_map", _where_one_is_named)
+    patch.setattr("omegaconf.omegaconf.yaml", SimpleNamespace(**{**vars(yaml), "load": _parsed_once}))
+    patch.setattr(version, "_get_version", functools.cache(version._get_version))
+    _read_once(patch)
+    patch.setattr(Box, "_re_parent", _next_of_kin)
+    patch.setattr(Metadata, "__deepcopy__", _copied_facts, raising=False)
+    for kind in (AnyNode, BooleanNode, FloatNode, IntegerNode, StringNode):
+        patch.setattr(kind, "__deepcopy__", _copied_value)
+    for kind in (DictConfig, ListConfig):
+        patch.setattr(kind, "__deepcopy__", _copied_container)
+
+
+def _uncopied(self: CachingConfigRepository, delegate: Any) -> None:
+    self.delegate, self.cache = delegate, {}
+
+
+_table = defaults_list._create_interpolation_map
+
+
+def _where_one_is_named(overrides: Any, defaults: Any, self_added: bool) -> Any:
+    named = any(not each.is_self() and each.is_interpolation() for each in defaults)
+    return _table(overrides, defaults, self_added) if named else None
+
+
+_parsed: dict[str, Any] = {}
+
+
+def _parsed_once(stream: Any, Loader: Any) -> Any:
+    text = stream if isinstance(stream, str) else stream.read()
+    if text not in _parsed:
+        _parsed[text] = yaml.load(text, Loader=Loader)
+    return copy.deepcopy(_parsed[text])
+
+
+def _read_once(patch: pytest.MonkeyPatch) -> None:
+    """The files of packages, which no test changes."""
+    source = ImportlibResourcesConfigSource
+    results = functools.cache(lambda path, provider, name: load(source(provider, f"pkg://{path}"), name))
+    load, is_config, is_group = source.load_config, source.is_config, source.is_group
+    configs = functools.cache(lambda path, provider, name: is_config(source(provider, f"pkg://{path}"), name))
+    groups = functools.cache(lambda path, provider, name: is_group(source(provider, f"pkg://{path}"), name))
+
+    def own(self: Any, config_path: str) -> ConfigResult:
+        result = copy.copy(results(self.path, self.provider, config_path))
+        result.config = copy.deepcopy(result.config)
+        result.header = dict(result.header)
+        return result
+
+    patch.setattr(source, "load_config", own)
+    patch.setattr(source, "is_config", lambda self, config_path: configs(self.path, self.provider, config_path))
+    patch.setattr(source, "is_group", lambda self, config_path: groups(self.path, self.provider, config_path))
+
+
+def _next_of_kin(self: Box) -> None:
+    """After a merge: what lies deeper was told by its own merge, or has stood in its parent all along."""
+    content = self.__dict__["_content"]
+    if isinstance(content, Node):
+        content._set_parent(self)
+    elif isinstance(content, dict | list):
+        for each in content.values() if isinstance(content, dict) else content:
+            if each is not None:
+                each._set_parent(self)
+
+
+def _copied_facts(self: Metadata, memo: dict[int, Any]) -> Metadata:
+    twin = object.__new__(type(self))
+    twin.__dict__.update(self.__dict__)
+    twin.flags = dict(self.flags) if self.flags is not None else None
+    cache = self.resolver_cache
+    twin.resolver_cache = copy.deepcopy(cache, memo) if cache else defaultdict(dict)
+    return twin
+
+
+def _copied_value(self: Any, memo: dict[int, Any]) -> Any:
+    twin = object.__new__(type(self))
+    twin.__dict__["_flags_cache"] = None
+    self._deepcopy_impl(twin, memo)
+    return twin
+
+
+def _copied_container(self: Any, memo: dict[int, Any]) -> Any:
+    """Parents are kept, and not copied."""
+    twin = object.__new__(type(self))
+    inside, content = twin.__dict__, self.__dict__["_content"]
+    inside["_metadata"] = copy.deepcopy(self.__dict__["_metadata"], memo)
+    inside["_flags_cache"] = copy.copy(self.__dict__["_flags_cache"])
+    inside["_parent"] = self.__dict__["_parent"]
+    if isinstance(content, dict):
+        content = {key: _child(value, twin, memo) for key, value in content.items()}
+    elif isinstance(content, list):
+        content = [_child(value, twin, memo) for value in content]
+    inside["_content"] = content
+    return twin
+
+
+def _child(node: Any, parent: Any, memo: dict[int, Any]) -> Any:
+    kept, node.__dict__["_parent"] = node.__dict__["_parent"], None
+    try:
+        twin = copy.deepcopy(node, memo)
+    finally:
+        node.__dict__["_parent"] = kept
+    twin.__dict__["_parent"] = parent
+    return twin
