@@ -37,6 +37,7 @@ from lit_rl.cli import (
     reporting,
     schemas,
     serving,
+    sweeping,
     transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
@@ -110,12 +111,15 @@ def _main() -> int:
             return _job_elsewhere(config, entry)
         with _one_job():
             # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
-            codes.append(reported(lambda: run(config)))
+            codes.append(reported(lambda: _noted(config)))
 
     if note and _is_main():  # before Hydra composes, which may refuse a key that the group lacks
         sys.stdout.write(f"{note}\n")
         sys.stdout.flush()
-    job()
+    try:
+        job()
+    finally:  # a launcher brings the error of a job
+        sweeping.ended()
     return max(codes, default=0)
 
 
@@ -133,8 +137,15 @@ def _job_elsewhere(config: DictConfig, entry: str) -> None:
 
     sys.argv, __main__.__spec__ = [entry], None
     with _one_job():
-        if code := run(config):
+        if code := _noted(config):
             raise BackendError(f"The job {HydraConfig.get().job.num} of the sweep ended with the exit code {code}.")
+
+
+def _noted(config: DictConfig) -> int:
+    """One job, and where it is a training of a sweep a line about it for the sweep's table."""
+    if not _is_sweep() or config.task != "fit" or _writes_nothing(config) or not _is_main():
+        return run(config)
+    return sweeping.noted(run, config, _resolve_run_dir(config))
 
 
 def run(config: DictConfig) -> int:

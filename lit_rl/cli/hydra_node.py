@@ -11,9 +11,11 @@ from typing import Any
 
 from hydra._internal import hydra as internals
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_rl.cli import sweeping
 from lit_rl.cli.build import ALLOWED, check_target, targets
 from lit_rl.errors import ConfigError
 
@@ -32,6 +34,8 @@ class CheckedLoader(ConfigLoaderImpl):
     def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **named: Any) -> DictConfig:
         config = super().load_configuration(config_name, overrides, *rest, **named)
         check(config, overrides)
+        if RunMode.MULTIRUN in (*rest, *named.values()):
+            sweeping.began(config)
         return config
 
 
