@@ -1,5 +1,5 @@
 """Write the tables of docs/configuration.md from the YAML files of `conf/` and the docstrings of the classes, and
-lit_rl/cli/schema_keys.yaml, the list of what each schema has.
+lit_rl/cli/schema_keys.yaml, what each schema has.
 
     python scripts/config_reference.py
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from lit_rl.cli import key_names, schemas
+from lit_rl.cli import key_names, schemas, stored_schemas
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
@@ -258,14 +258,16 @@ def document() -> str:
 def schema_keys() -> str:
     """lit_rl/cli/schema_keys.yaml as it should be."""
     lines = [
-        "# The keys of every schema. `python scripts/config_reference.py` writes this file: do not edit by hand.\n"
+        "# The keys of every schema, each with its type and default. `python scripts/config_reference.py` writes this",
+        f"# file: do not edit by hand.\n_versions_: {in_a_line(stored_schemas.versions())}",
     ]
-    for name, path in sorted({**schemas.TARGETS, **schemas.functions()}.items()):
-        taken = schemas.parameters(schemas._load(path))
-        if name in schemas.functions():
-            taken = [(parameter, hint) for parameter, hint in taken if parameter.kind is parameter.KEYWORD_ONLY]
-        lines.append(f"{name}: [{', '.join(sorted(parameter.name for parameter, _ in taken))}]\n")
-    return "".join(lines)
+    lines += [f"{name}: {in_a_line(stored_schemas.stored(node))}" for name, node in sorted(schemas.every().items())]
+    return "\n".join(lines) + "\n"
+
+
+def in_a_line(value: Any) -> str:
+    """As YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False).strip()
 
 
 if __name__ == "__main__":

@@ -74,19 +74,19 @@ def _hydra(command: str | None, rest: list[str]) -> int:
     rest, read = translated(rest)
     if read and _is_first_process():
         sys.stderr.write(f"Read as {' '.join(read)}\n")
-    _say_what_loads(command or "train")
     if command and HYDRA[command] != "fit":
         # argparse takes overrides in one row only, before the options or after them
         first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
         rest.insert(first, f"task={HYDRA[command]}")
         if command == "serve":
+            _say_what_loads(command)
             from lit_rl.cli.serving import generator_of
 
             rest[first + 1 : first + 1] = generator_of(rest)
-    from lit_rl.cli import hydra_app
+    from lit_rl.cli import hydra_start
 
     sys.argv = [sys.argv[0], *rest]
-    return hydra_app.main()
+    return hydra_start.main()
 
 
 def _say_what_loads(command: str) -> None:

@@ -1,4 +1,4 @@
-"""`train.py` and `lit-rl train`: Hydra composes, this module resolves and builds, a command runs."""
+"""`train.py` and `lit-rl train`: of a composed config this module resolves and builds, and a command runs."""
 
 from __future__ import annotations
 
@@ -7,43 +7,45 @@ import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import hydra
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.algorithms.preflight.precision import settings_can_be_trained
 from lit_rl.callbacks.checkpoint_files import verify
 from lit_rl.callbacks.slurm import is_requeued
 from lit_rl.cli import (
     chats,
-    choices,
-    config_files,
     data_choice,
     doctoring,
+    early,
     ends,
     exporting,
-    hydra_node,
-    own_keys,
     quiet,
     replays,
     reporting,
-    schemas,
     serving,
     transcribing,
 )
 from lit_rl.cli.build import build, check_answered, check_judged, plain
-from lit_rl.cli.messages import described, reported
+from lit_rl.cli.messages import described
 from lit_rl.cli.micro_batches import cut_by
 from lit_rl.cli.other_processes import has_lost_another
 from lit_rl.cli.precision import for_trainer, settle
 from lit_rl.cli.trainers import trainer_of
+from lit_rl.cli.whereabouts import (
+    COMPUTE_NOTHING,
+    TOLD_CHECKPOINT,
+    TOLD_FOLDER,
+    folder_of,
+    is_main,
+    is_sweep,
+    writes_nothing,
+)
 from lit_rl.commands import best_of_n, env_check, evaluate, plan, reward_test, run_report, train
 from lit_rl.commands.carried_files import carry, say_finished, take_over
 from lit_rl.commands.other_ranks import OtherRankFailed, end_those_started, wait_for_those_started
@@ -53,7 +55,7 @@ from lit_rl.commands.run_dir import RunDir, Start, redact
 from lit_rl.commands.run_lock import RunLock
 from lit_rl.commands.train import Run
 from lit_rl.data.offline.example_module import ExampleDataModule
-from lit_rl.errors import BackendError, ConfigError, StorageError, did_you_mean, seed_in_range
+from lit_rl.errors import ConfigError, StorageError
 
 TASKS = {
     "fit": train.train,
@@ -78,81 +80,25 @@ _WITHOUT_A_RUN = {
 """Tasks that need no Trainer and no folder: of rank 0, which builds what it needs."""
 _TOGETHER = ("fit", "eval", "validate", "test", "predict", "best_of_n")
 """Tasks that take all processes of a run."""
-_COMPUTE_NOTHING = ("reward_test", "env_check")
-"""Tasks whose policy is never asked."""
-_RUN_DIR, _CKPT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
-_RANKS = (
-    "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
-)  # fmt: skip
-_LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", _RUN_DIR, _CKPT)
-
-
-def main() -> int:
-    """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
-    with config_files.bounded():
-        return _main()
-
-
-def _main() -> int:
-    schemas.register()
-    hydra_node.install()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
-    codes: list[int] = []
-    sys.argv, note = data_choice.chosen_before(sys.argv)
-    here, entry = os.getpid(), str(Path(sys.argv[0]).absolute())
-
-    @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
-    def job(config: DictConfig) -> None:
-        # A launcher of Hydra's (joblib, submitit) runs jobs in other processes, and hears of errors only.
-        if os.getpid() != here:
-            return _job_elsewhere(config, entry)
-        with _one_job():
-            # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
-            codes.append(reported(lambda: run(config)))
-
-    if note and _is_main():  # before Hydra composes, which may refuse a key that the group lacks
-        sys.stdout.write(f"{note}\n")
-        sys.stdout.flush()
-    job()
-    return max(codes, default=0)
-
-
-def _job_elsewhere(config: DictConfig, entry: str) -> None:
-    """One job of a sweep, in a process that a launcher of Hydra's has started.
-
-    Args:
-        config: Of the job.
-        entry: The program that the user started, which is what Lightning starts for other ranks.
-
-    Raises:
-        LitRLError: as the job did; the launcher brings it to the process that the user started.
-    """
-    import __main__
-
-    sys.argv, __main__.__spec__ = [entry], None
-    with _one_job():
-        if code := run(config):
-            raise BackendError(f"The job {HydraConfig.get().job.num} of the sweep ended with the exit code {code}.")
 
 
 def run(config: DictConfig) -> int:
     """One job."""
     quiet.filter_warnings()
-    _check(config)
     if config.task == "replay":
-        return replays.run(config) if _is_main() else 0
+        return replays.run(config) if is_main() else 0
     if config.task in _WITHOUT_A_RUN:
-        return _WITHOUT_A_RUN[config.task](config) if _is_main() else 0
+        return _WITHOUT_A_RUN[config.task](config) if is_main() else 0
     with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
     config, note = with_groups(config)
-    if note and _is_main():
+    if note and is_main():
         sys.stdout.write(f"{note}\n")
-    if not _is_main() and _RUN_DIR in os.environ:
-        return _run_as_told(config, RunDir(Path(os.environ[_RUN_DIR])), os.environ[_CKPT] or None)
+    if not is_main() and TOLD_FOLDER in os.environ:
+        return _run_as_told(config, RunDir(Path(os.environ[TOLD_FOLDER])), os.environ[TOLD_CHECKPOINT] or None)
     if (meeting := _meeting(config)) is None:
         return _run_as_main(config, None)
     try:
-        if _is_main():
+        if is_main():
             return _run_as_main(config, meeting)
         return 0 if (start := take_over(meeting)) is None else _run_as_told(config, *start, meeting)
     except Exception as error:
@@ -163,14 +109,14 @@ def run(config: DictConfig) -> int:
 def _run_as_told(config: DictConfig, run_dir: RunDir, ckpt_path: str | None, meeting: Rendezvous | None = None) -> int:
     """In a process that is not rank 0, and knows of it how the run begins."""
     config.ckpt_path = ckpt_path
-    os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path), ckpt_path or ""
+    os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path), ckpt_path or ""
     return _run(config, run_dir, "resumed", None, run_dir.missing(), meeting)
 
 
 def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
     """In rank 0, which decides how the run begins."""
-    run_dir = RunDir(_resolve_run_dir(config))
-    writes = _is_main() and not _writes_nothing(config)
+    run_dir = RunDir(folder_of(config))
+    writes = is_main() and not writes_nothing(config)
     # What a run that still goes on there has saved so far decides nothing.
     lock = RunLock(run_dir.path) if writes and config.task == "fit" and run_dir.holds_a_run else None
     with contextlib.closing(lock) if lock is not None else contextlib.nullcontext():
@@ -189,10 +135,10 @@ def _run_as_main(config: DictConfig, meeting: Rendezvous | None) -> int:
         if config.task != "fit" and config.run_dir:
             run_dir = RunDir(run_dir.path / f"{config.task}_{datetime.now():%Y-%m-%d_%H%M%S}")
         missing = run_dir.missing()
-        if writes and not config.run_dir and not _is_sweep():
+        if writes and not config.run_dir and not is_sweep():
             run_dir, missing = _reserved(run_dir.path)
         # Processes that Lightning starts for other ranks are told, so that all agree.
-        os.environ[_RUN_DIR], os.environ[_CKPT] = str(run_dir.path.absolute()), config.ckpt_path or ""
+        os.environ[TOLD_FOLDER], os.environ[TOLD_CHECKPOINT] = str(run_dir.path.absolute()), config.ckpt_path or ""
         if meeting is not None:
             carry(meeting, run_dir, config.ckpt_path, newest=newest)
         return _run(config, run_dir, start, lock, missing, meeting)
@@ -239,7 +185,7 @@ def _run(
                         raise OtherRankFailed(first) from error
                 raise
     except Exception:
-        if _is_main():
+        if is_main():
             run_dir.withdraw(missing, kept_for)
         raise
 
@@ -253,16 +199,12 @@ def _start(config: DictConfig, run_dir: RunDir) -> Start:
 
 
 def _say_that_it_goes_on(config: DictConfig, run_dir: RunDir) -> None:
-    if _is_main():
+    if is_main():
         sys.stdout.write(
             f"{run_dir.path} holds a run that finished after {run_dir.steps} steps, and trainer.max_steps or "
             "max_epochs ends this one later: it goes on. A schedule of the learning rate goes on as one of the new "
             "length, so the weights are not those of a run that had this end from its start.\n"
         )
-
-
-def _is_sweep() -> bool:
-    return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
@@ -274,39 +216,8 @@ def _go_on_in_slurm(config: DictConfig, run_dir: RunDir) -> None:
         )
     if config.ckpt_path is None or run_dir.last_checkpoint() is not None:
         config.ckpt_path = "last"
-        if _is_main():
+        if is_main():
             sys.stdout.write(f"Slurm has started this job again: as ckpt_path=last, in {run_dir.path}.\n")
-
-
-def _writes_nothing(config: DictConfig) -> bool:
-    return bool(config.trainer.get("fast_dev_run")) or config.task in (*_COMPUTE_NOTHING, "plan")
-
-
-def _check(config: DictConfig) -> None:
-    """What no command takes."""
-    typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
-    own_keys.check_read(HydraConfig.get().runtime.choices, config)
-    if config.allow_targets and not typed:
-        raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
-    if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
-        raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
-    if config.trust_run and config.task not in ("replay", "chat"):
-        raise ConfigError("trust_run is a key of lit-rl replay and lit-rl chat: no other command reads a run's config.")
-    if config.task == "replay":
-        return
-    if config.replay.losses or config.replay.rollout:
-        raise ConfigError("replay.* are keys of lit-rl replay (task=replay): no other command reads them.")
-    allowed = (*TASKS, *_WITHOUT_A_RUN, "replay")
-    if config.task not in allowed:
-        raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
-    choices.check(config)
-    if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
-        seed_in_range("seed", config.seed)
-
-
-def _is_main() -> bool:
-    """Whether this process is rank 0, by what launchers set. (Before a strategy is there to ask.)"""
-    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
 def _is_inside(path: str | None, folder: Path) -> bool:
@@ -322,7 +233,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
         start: How it begins there.
         lock: Of the folder, where it is held already.
     """
-    tree, dry = plain(config), _writes_nothing(config)
+    tree, dry = plain(config), writes_nothing(config)
     data_choice.check_pair(config)
     if tree["task"] == "plan":
         tree |= {"callbacks": {}}
@@ -338,7 +249,7 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     trainer = trainer_of(tree, run_dir, dry)
     if choice := settle(asked, given, trainer, module):
         settings["precision"] = choice.precision
-        if trainer.is_global_zero and tree["task"] not in _COMPUTE_NOTHING:
+        if trainer.is_global_zero and tree["task"] not in COMPUTE_NOTHING:
             choice.say()
     if tree["task"] in ("fit", "plan"):
         settings_can_be_trained(module.model, str(trainer.precision), trainer.strategy)
@@ -361,33 +272,6 @@ def assemble(config: DictConfig, run_dir: RunDir, start: Start, lock: RunLock | 
     return Run(module, data, trainer, run_dir, config.ckpt_path, *what, options, lock)
 
 
-def _resolve_run_dir(config: DictConfig) -> Path:
-    """The run's folder: the user's, or one named by time, algorithm and model."""
-    hydra_config = HydraConfig.get()
-    if _is_sweep():
-        base = Path(config.run_dir) if config.run_dir else Path(hydra_config.sweep.dir)
-        path = base / str(hydra_config.sweep.subdir)
-    elif config.run_dir:
-        path = Path(str(config.run_dir)).expanduser()
-        try:
-            path.lstat()
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError) as error:  # too long, below a file, a NUL in it
-            if not isinstance(error, NotADirectoryError):  # said where it is opened
-                name = repr(str(path)) if len(str(path)) < 300 else f"{str(path)[:200]!r}..."
-                raise StorageError(f"run_dir={name} cannot be a folder's name: {_reason(error)}.") from error
-    else:
-        stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
-        what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
-        path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
-    return path
-
-
-def _reason(error: OSError | ValueError) -> str:
-    return str(getattr(error, "strerror", None) or error)
-
-
 def _reserved(path: Path) -> tuple[RunDir, list[Path]]:
     """The folder, made: with a number behind its name where another run began in the same second. And what was made."""
     missing = [parent for parent in path.parents if not parent.exists()]
@@ -399,19 +283,11 @@ def _reserved(path: Path) -> tuple[RunDir, list[Path]]:
     raise AssertionError("a counter does not end")
 
 
-def _label(config: DictConfig) -> str:
-    from lit_rl.models import LanguageModel
-
-    name = OmegaConf.select(config, "model.name", throw_on_missing=False)
-    return LanguageModel(name).label if name else "model"
-
-
 def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
     if config.ckpt_path is None:
         return None
     if config.ckpt_path != "last":
-        if not Path(config.ckpt_path).exists():
-            raise ConfigError(f"ckpt_path={config.ckpt_path} does not exist. Allowed is a checkpoint, or `last`.")
+        early.check_checkpoint(config.ckpt_path)
         verify(Path(config.ckpt_path))
         return str(config.ckpt_path)
     last, damaged = run_dir.newest_checkpoint()
@@ -427,7 +303,7 @@ def _checkpoint(config: DictConfig, run_dir: RunDir) -> str | None:
             f"ckpt_path=last: there is no whole checkpoint in {run_dir.checkpoints}. Set run_dir to the run that is "
             "meant, or ckpt_path to a file."
         )
-    if _is_main():
+    if is_main():
         if last is None:
             sys.stdout.write(f"No checkpoint in {run_dir.checkpoints}: starting anew.\n")
         elif damaged:
@@ -443,31 +319,3 @@ def _command(run_dir: RunDir) -> str:
     ours = ("ckpt_path=", "run_dir=", "hydra.mode=")
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith(ours)]
     return shlex.join([*_entry(), *overrides, f"run_dir={run_dir.path}"])
-
-
-@contextlib.contextmanager
-def _one_job() -> Iterator[None]:
-    """Make Lightning's relaunch of `sys.argv` mean this job, and leave nothing behind for the sweep's next one.
-
-    In a sweep `sys.argv` holds the whole sweep: a process started for rank 1 would run all of it.
-    """
-    config, argv = HydraConfig.get(), list(sys.argv)
-    before = {name: os.environ.get(name) for name in _LAUNCH}
-    if _is_sweep():
-        sys.argv = [argv[0], *config.overrides.task, "hydra.mode=RUN"]
-        inner: Any = HydraConfig.instance().cfg
-        with flag_override(inner.hydra, ["readonly", "struct"], [False, False]):
-            inner.hydra.run.dir = "."
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()

@@ -11,10 +11,12 @@ from typing import Any
 
 from hydra._internal import hydra as internals
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lit_rl.cli.build import ALLOWED, check_target, targets
+from lit_rl.cli import sweeping
+from lit_rl.cli.targets import ALLOWED, check_target, targets
 from lit_rl.errors import ConfigError
 
 _PLUGINS = ("hydra._internal.core_plugins.", "hydra_plugins.")
@@ -32,6 +34,9 @@ class CheckedLoader(ConfigLoaderImpl):
     def load_configuration(self, config_name: str | None, overrides: list[str], *rest: Any, **named: Any) -> DictConfig:
         config = super().load_configuration(config_name, overrides, *rest, **named)
         check(config, overrides)
+        # To find out whether it is a sweep at all, Hydra composes as for one and takes any override.
+        if RunMode.MULTIRUN in (*rest, *named.values()) and named.get("validate_sweep_overrides", True):
+            sweeping.began(config)
         return config
 
 

@@ -1,6 +1,6 @@
 """The keys of a group, known from YAML files alone: a mistyped one is refused before torch is loaded.
 
-What a schema has comes from a constructor's signature. `schema_keys.yaml` lists it, so that no constructor is imported:
+What a schema has comes from a constructor's signature. `schema_keys.yaml` holds it, so that no constructor is imported:
 `scripts/config_reference.py` writes it.
 """
 
@@ -63,11 +63,12 @@ def _of_default(folder: Path, group: str, file: str, choice: Any, place: str) ->
     if place not in ("", _HERE):
         return {place.partition(".")[0]}
     if file.startswith("/schemas/"):
-        return {*_schema_keys()[file.removeprefix("/schemas/")], "_target_", "_partial_"}
+        return {*schema_keys()[file.removeprefix("/schemas/")], "_target_", "_partial_"}
     file = file if choice is None else f"{file}/{choice}"
     return _of_file((conf_folder() / file[1:] if file.startswith("/") else folder / file).with_suffix(".yaml"), group)
 
 
 @functools.cache
-def _schema_keys() -> dict[str, list[str]]:
+def schema_keys() -> dict[str, dict[str, Any]]:
+    """Each schema by its name, as `lit_rl.cli.stored_schemas` writes it; and `_versions_`."""
     return yaml.load(SCHEMA_KEYS.read_text(encoding="utf-8"), _LOADER)

@@ -1,4 +1,4 @@
-"""`lit-rl report`: of which run."""
+"""`lit-rl report`: of which run, or sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lit_rl.cli import own_keys
+from lit_rl.commands import sweep_report
 from lit_rl.commands.run_report import report
+from lit_rl.commands.sweep import JOBS
 from lit_rl.errors import ConfigError
 
 KEYS = ("run_dir",)
@@ -19,4 +21,5 @@ def run(config: DictConfig) -> int:
     own_keys.check("lit-rl report", own_keys.typed(), KEYS)
     if not config.run_dir:
         raise ConfigError("lit-rl report needs the folder of a run: run_dir=runs/...")
-    return report(Path(str(config.run_dir)).expanduser())
+    folder = Path(str(config.run_dir)).expanduser()
+    return sweep_report.write(folder) if (folder / JOBS).is_file() else report(folder)

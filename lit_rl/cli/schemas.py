@@ -15,7 +15,9 @@ import typing
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
+
+from lit_rl.cli.stored_schemas import open_dict
 
 TARGETS = {
     "LanguageModel": "lit_rl.models.LanguageModel",
@@ -191,10 +193,14 @@ _PLAIN = (int, float, bool, str)
 def register() -> None:
     """Put every schema into Hydra's store, in the group `schemas`, once a process. Imports the classes."""
     store = ConfigStore.instance()
-    for name, path in TARGETS.items():
-        store.store(group="schemas", name=name, node=schema(name, path, _load(path)))
-    for name, path in functions().items():
-        store.store(group="schemas", name=name, node=schema(name, path, _load(path), keywords_only=True))
+    for name, node in every().items():
+        store.store(group="schemas", name=name, node=node)
+
+
+def every() -> dict[str, type]:
+    """Each schema by its name. Imports the classes and the functions."""
+    found = {name: schema(name, path, _load(path)) for name, path in TARGETS.items()}
+    return found | {name: schema(name, path, _load(path), keywords_only=True) for name, path in functions().items()}
 
 
 WIDER: dict[tuple[str, str], Any] = {("lightning.Trainer", "accumulate_grad_batches"): Any}
@@ -262,7 +268,7 @@ def _field(parameter: inspect.Parameter, hint: Any) -> tuple[Any, Any]:
     if (optional := _optional_dataclass(hint)) is not None:
         return optional, dataclasses.field(default_factory=optional)
     if _optional_mapping(hint) or type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # that of a dataclass's dict
-        return dict[Any, Any], dataclasses.field(default_factory=_open_dict)  # a key may be a number
+        return dict[Any, Any], dataclasses.field(default_factory=open_dict)  # a key may be a number
     if default is inspect.Parameter.empty or callable(default) or dataclasses.is_dataclass(default):
         return Any, dataclasses.field(default=MISSING)  # an object: the YAML fills its slot
     if isinstance(default, (tuple, list, dict)):
@@ -282,11 +288,6 @@ def _optional_dataclass(hint: Any) -> type | None:
         kind = hints[f.name] if hints[f.name] in _PLAIN else Any
         fields.append((f.name, Any if kind is Any else typing.Optional[kind], None))  # noqa: UP045
     return dataclasses.make_dataclass(f"Optional{only.__name__}", fields)
-
-
-def _open_dict() -> Any:
-    """A dict whose keys are the user's: `key={name: value}` and `key.name=value` both work."""
-    return OmegaConf.create({}, flags={"struct": False})
 
 
 def _optional_mapping(hint: Any) -> bool:

@@ -196,6 +196,42 @@ def _marks(line: Line, frame: _Frame, colour: str, says: str) -> str:
     return joined + "".join(parts)
 
 
+# ---------------------------------------------------------------------- dots
+
+
+def dots(title: str, columns: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """A column of dots for each value of a setting, and a line through their means.
+
+    Args:
+        title: Of what was measured.
+        columns: A label and finite numbers, from left to right; none is empty.
+    """
+    values = [value for _, each in columns for value in each]
+    low, high = min(values), max(values)
+    room = 0.08 * (high - low) or 0.05 * abs(high) or 1.0
+    frame = _Frame(-0.5, len(columns) - 0.5, low - room, high + room)
+    parts = []
+    for value in ticks(frame.bottom, frame.top):
+        y = f"{frame.y(value):.1f}"
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text x="{_LEFT - 5}" y="{frame.y(value) + 4:.1f}" text-anchor="end">{_tick(value)}</text>')
+    means = [sum(each) / len(each) for _, each in columns]
+    path = "L".join(f"{frame.x(i):.1f} {frame.y(mean):.1f}" for i, mean in enumerate(means))
+    parts.append(f'<path class="between c0" d="M{path}"/>')
+    longest = max(4, 56 // len(columns))
+    for i, (label, each) in enumerate(columns):
+        x = f"{frame.x(i):.1f}"
+        parts += [f'<circle class="c0" cx="{x}" cy="{frame.y(value):.1f}" r="3.4"/>' for value in each]
+        short = label if len(label) <= longest else f"{label[: longest - 1]}\u2026"
+        parts.append(f'<text x="{x}" y="{HEIGHT - 6}" text-anchor="middle">{safe(short)}</text>')
+    said = "; ".join(f"{label}: {', '.join(map(number, each))}" for label, each in columns)
+    return (
+        f'<figure class="chart"><figcaption><span class="name">{safe(title)}</span></figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{safe(title)}: {safe(said)}">{"".join(parts)}'
+        "</svg></figure>\n"
+    )
+
+
 # ---------------------------------------------------------------------- histograms
 
 

@@ -8,17 +8,15 @@ import math
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from lit_rl.callbacks.alarms.going_back import FOLDER as BEFORE_ALARM
 from lit_rl.callbacks.checkpoint_files import newest_whole
 from lit_rl.callbacks.record import FILES, record_files
+from lit_rl.commands import taken
 from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.durable import PARTIAL, replacing
 from lit_rl.errors import ConfigError, StorageError
@@ -49,8 +47,6 @@ REPLACED = (
     *FILES,
 )
 """Names that a run writes, and would replace or add to, beside config.yaml."""
-
-_CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
 
 _SECRET_KEY = re.compile(r"(^|_)(token|api_key|apikey|secret|password|passwd|credential)s?$", re.IGNORECASE)
 _SECRET_VALUE = re.compile(
@@ -97,19 +93,7 @@ class RunDir:
     def read_summary(self) -> dict[str, Any]:
         """What the summary says so far; empty where there is none. Nothing depends on a damaged one: it is made anew,
         with a warning."""
-        if not self.summary.is_file():
-            return {}
-        try:
-            summary = json.loads(self.summary.read_text())
-            if isinstance(summary, dict):
-                return summary
-            what = f"a {type(summary).__name__}"
-        except ValueError as error:
-            what = f"not JSON: {error}"
-        warnings.warn(
-            f"{self.summary} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=2
-        )
-        return {}
+        return taken.read_summary(self.path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         _replace(self.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
@@ -134,8 +118,7 @@ class RunDir:
     @property
     def finished(self) -> bool:
         """Whether a run here has ended. (A summary without a run is the user's, and is not read.)"""
-        ours = self.holds_a_run or any(self.checkpoints.glob("*.ckpt"))
-        return ours and self.read_summary().get("status") == "finished"
+        return taken.is_finished(self.path)
 
     def open(self, start: Start, lock: RunLock | None = None) -> RunLock:
         """Make the folder, or refuse it: another run's results, and the user's files, are never mixed with this run's.
@@ -152,8 +135,7 @@ class RunDir:
             ConfigError: it holds a run and this is not its continuation; or files that no run wrote, under names that
                 this one would write.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise StorageError(f"run_dir={self.path} is a file; it must be a folder, or a name that is free.")
+        taken.check_is_no_file(self.path)
         with contextlib.ExitStack() as undo:
             if lock is None and self.holds_a_run:  # before anything is said of a run that still goes on
                 lock = undo.enter_context(contextlib.closing(RunLock(self.path)))
@@ -173,9 +155,7 @@ class RunDir:
             )
         if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
             state = "a finished run" if self.finished else "a run that did not finish"
-            raise ConfigError(
-                f"run_dir={self.path} holds {state}. Continue it with ckpt_path=last, or take another run_dir."
-            )
+            raise taken.held(self.path, state)
 
     def make(self) -> None:
         """Make the folder where it is not there.
@@ -234,15 +214,11 @@ class RunDir:
     @property
     def holds_a_run(self) -> bool:
         """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
-        return self.read_config().keys() >= _CONFIG_KEYS
+        return taken.holds_a_run(self.path)
 
     def read_config(self) -> dict[str, Any]:
         """What config.yaml says; empty where it cannot be read."""
-        try:
-            config = yaml.safe_load(self.config.read_text())
-        except (OSError, ValueError, yaml.YAMLError):
-            return {}
-        return config if isinstance(config, dict) else {}
+        return taken.read_config(self.path)
 
     @property
     def steps(self) -> int:

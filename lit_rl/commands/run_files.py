@@ -14,6 +14,7 @@ import yaml
 
 from lit_rl.callbacks.alarms.base import ALARMS
 from lit_rl.callbacks.sample_files import SampleTable, tables_in
+from lit_rl.commands import taken
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
 
@@ -73,8 +74,7 @@ def read(run_dir: Path) -> RunFiles:
         ConfigError: it is no folder, or neither config.yaml nor metrics.jsonl is there.
     """
     names = RunDir(run_dir)
-    if not run_dir.is_dir():
-        raise ConfigError(f"run_dir={run_dir} is no folder: give the folder of a run, such as runs/...")
+    taken.check_is_folder(run_dir)
     if not (names.config.is_file() or names.metrics.is_file()):
         raise ConfigError(f"run_dir={run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
     unread: list[str] = []

@@ -224,6 +224,8 @@ class TestSweep:
         assert [json.loads((job / "summary.json").read_text())["status"] for job in jobs] == ["finished"] * 2
         assert [OmegaConf.load(job / "config.yaml").seed for job in jobs] == [1, 2]
         assert metrics(jobs[0])["train/grad_norm"] != metrics(jobs[1])["train/grad_norm"]
+        assert "The sweep: 2 jobs, measured by val/reward" in outcome.out
+        assert f"{sweep / 'sweep.html'}" in outcome.out and "LIT_RL_SWEEP" not in os.environ
 
     def test_goes_into_the_folder_that_the_user_names(self, command: Command, cwd):
         outcome = command("-m", *QUICK, "run_dir=mine", "algo.group_size=2,4")
@@ -235,6 +237,10 @@ class TestSweep:
         assert outcome.code == 2 and "algo.group_size=1" in outcome.err
         assert not (cwd / "mine" / "0").exists()
         assert json.loads((cwd / "mine" / "1" / "summary.json").read_text())["status"] == "finished"
+        table = (cwd / "mine" / "sweep.md").read_text()
+        assert re.search(r"\| 0 \| 1 \|.* failed, code 2 \| - \|", table)
+        assert re.search(r"\| 1 \| 2 \|.* finished \| 1 \|", table)
+        assert command("report", "run_dir=mine").code == 0, "the table of a sweep can be made again"
 
 
 @pytest.mark.all

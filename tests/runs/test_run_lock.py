@@ -93,7 +93,7 @@ def test_runs_that_begin_in_one_second_have_folders_of_their_own(
         def strftime(form: str) -> str:
             return "2026-11-26_120000"
 
-    monkeypatch.setattr("lit_rl.cli.hydra_app.datetime", Stopped)
+    monkeypatch.setattr("lit_rl.cli.whereabouts.datetime", Stopped)
     for _ in range(2):
         assert train(*SMALL, "trainer.max_steps=1") == 0
     first, second = sorted(path.name for path in (tmp_path / "runs").iterdir())

@@ -68,3 +68,4 @@ def test_two_jobs_of_two_processes_leave_each_other_nothing(root, tmp_path):
     assert left == {"variables": [], "group": False, "children": [], "sockets": [], "argv": words}
     first, second = (tmp_path / "mine" / job for job in ("0", "1"))
     assert_same_run(first, second)
+    assert (tmp_path / "mine" / "sweep.md").read_text().count("| finished |") == 2

@@ -14,10 +14,9 @@ from types import ModuleType
 from typing import Any
 
 from lit_rl.errors import ConfigError, RewardError, did_you_mean
+from lit_rl.named import FUNCTION_FORM, check_file, no_function
 from lit_rl.rewards.functions.contract import check_callable
 from lit_rl.rewards.workers.import_source import is_file, load_file
-
-FORM = "allowed are 'package.module:name' and './file.py:name'"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def named_by(path: str, key: str) -> Named:
     """
     source, colon, name = str(path).rpartition(":")
     if not (colon and source and name):
-        raise ConfigError(f"{key}={path!r} names no function: {FORM}.")
+        raise ConfigError(f"{key}={path!r} names no function: {FUNCTION_FORM}.")
     if not is_file(source):
         return Named(source, None, name, _attribute(_load_module(source, key), name, path, key))
     file = Path(source).expanduser().resolve()
@@ -112,12 +111,7 @@ def is_async(function: Any) -> bool:
 
 
 def _read(path: Path, key: str) -> bytes:
-    if not path.is_file():
-        here = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        found = f"Python files there: {', '.join(here) or 'none'}." if path.parent.is_dir() else "No such folder."
-        raise ConfigError(f"{key}: there is no file {path}. {found}{did_you_mean(path.name, here)}")
-    if path.suffix != ".py":
-        raise ConfigError(f"{key}: {path} is not a Python file: {FORM}.")
+    check_file(path, key)
     return path.read_bytes()
 
 
@@ -141,7 +135,7 @@ def _load_module(name: str, key: str) -> ModuleType:
             parent, _, last = missing.rpartition(".")
             modules = _submodules(parent)
             hint = f" Modules of {parent}: {', '.join(modules)}.{did_you_mean(last, modules)}" if parent else ""
-        raise ConfigError(f"{key}: there is no module {missing!r}; {FORM}.{hint}") from error
+        raise ConfigError(f"{key}: there is no module {missing!r}; {FUNCTION_FORM}.{hint}") from error
 
 
 def _submodules(package: str) -> Sequence[str]:
@@ -158,8 +152,5 @@ def _attribute(module: ModuleType, name: str, path: str, key: str) -> Any:
             and value.__module__ == module.__name__
             and not each.startswith("_")
         )
-        raise ConfigError(
-            f"{key}={path!r}: there is no {name!r}. There are: {', '.join(public) or 'none'}."
-            f"{did_you_mean(name, public)}"
-        )
+        raise no_function(path, key, name, public)
     return getattr(module, name)

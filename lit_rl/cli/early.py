@@ -1,0 +1,109 @@
+"""What names a file or a folder that is not there is refused before torch is loaded, in the words of who needs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rl.cli.whereabouts import TOLD_FOLDER, folder_of, is_sweep, writes_nothing
+from lit_rl.commands import taken
+from lit_rl.data.sources import local_path
+from lit_rl.errors import ConfigError
+from lit_rl.named import check_function, check_model
+
+_OF_A_RUN = ("report",)
+"""Tasks that need a folder with a run in it, and nothing else."""
+_OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
+"""Tasks that read data."""
+_OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n", "doctor")
+"""Tasks that load the policy of the config."""
+
+
+def check(config: DictConfig) -> None:
+    """Refuse files and folders that are missing. Rank 0 asks: the others are told what it decided.
+
+    Args:
+        config: As it was composed.
+
+    Raises:
+        LitRLError: as whoever reads it would raise it.
+    """
+    if config.task in _OF_A_RUN and config.run_dir:
+        taken.check_is_folder(Path(str(config.run_dir)).expanduser())
+    if config.task in _OF_ROWS:
+        if str(_at(config, "data._target_")).startswith("lit_rl.data."):
+            check_data(_texts(_at(config, "data.path")))
+        if _at(config, "reward._target_") == "lit_rl.rewards.from_paths":
+            for path in _texts(_at(config, "reward.fn")):
+                check_function(path, "reward.fn")
+    if config.task in _OF_A_MODEL:
+        for name in _texts(_at(config, "model.name")):
+            check_model(name, "model.name")
+    if config.task in _OF_ROWS and config.ckpt_path not in (None, "last"):
+        check_checkpoint(str(config.ckpt_path))
+    if config.task == "fit" and config.run_dir and not is_sweep() and TOLD_FOLDER not in os.environ:
+        _check_folder(config)
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse a `data.path` that is not there, before its columns choose a group.
+
+    Args:
+        words: Of the command line; a value that Hydra would read as anything but a plain text is left to it.
+    """
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "data.path" and value and not set(value) & set(",$[]{}'\"\\ "):
+            check_data([value])
+
+
+def check_data(paths: Sequence[str]) -> None:
+    """Refuse what is written as a path and is not there.
+
+    Raises:
+        DataError: names it, and the nearest that is there.
+    """
+    for path in paths:
+        local_path(path)
+
+
+def check_checkpoint(path: str) -> None:
+    """Refuse a checkpoint that is not there.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if not Path(path).exists():
+        raise ConfigError(f"ckpt_path={path} does not exist. Allowed is a checkpoint, or `last`.")
+
+
+def _check_folder(config: DictConfig) -> None:
+    """Refuse a folder that a new run cannot have: a file, or one with a run that has ended. More is said later, where
+    it is known that no other process writes there."""
+    folder = folder_of(config)
+    if writes_nothing(config):
+        return
+    taken.check_is_no_file(folder)
+    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and taken.is_finished(folder):
+        raise taken.held(folder, "a finished run")
+
+
+def _at(config: DictConfig, key: str) -> Any:
+    """The value of a key; None where there is none, or a reference in it leads nowhere."""
+    return OmegaConf.select(config, key, throw_on_resolution_failure=False, throw_on_missing=False)
+
+
+def _texts(value: Any) -> list[str]:
+    """One text, or those of a list; other values are left to whoever takes them."""
+    return list(_each(value))
+
+
+def _each(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif OmegaConf.is_list(value):
+        yield from (each for each in value if isinstance(each, str))

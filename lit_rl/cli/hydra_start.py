@@ -1,0 +1,169 @@
+"""`train.py` and `lit-rl train`: Hydra composes. What can be refused without torch is refused before it is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, flag_override
+
+from lit_rl.cli import choices, config_files, early, hydra_node, own_keys, stored_schemas, sweeping
+from lit_rl.cli.messages import reported
+from lit_rl.cli.whereabouts import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_main, is_sweep, writes_nothing
+from lit_rl.errors import BackendError, ConfigError, did_you_mean, seed_in_range
+
+TASKS = (
+    "fit", "eval", "validate", "test", "predict", "reward_test", "env_check", "best_of_n", "plan", "data_check", "chat",
+    "serve", "doctor", "transcripts", "report", "export", "replay",
+)  # fmt: skip
+"""What `task=` may be."""
+_LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", TOLD_FOLDER, TOLD_CHECKPOINT)
+
+
+def main() -> int:
+    """Compose from `sys.argv`, run, return the exit code (the worst one of a sweep)."""
+    with config_files.bounded():
+        return _main()
+
+
+def _main() -> int:
+    if not stored_schemas.register():
+        from lit_rl.cli import schemas
+
+        schemas.register()
+    hydra_node.install()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions come to cli.messages, not to Hydra's own printer
+    codes: list[int] = []
+    sys.argv, note = _chosen_before(sys.argv)
+    here, entry = os.getpid(), str(Path(sys.argv[0]).absolute())
+
+    @hydra.main(version_base="1.3", config_path="pkg://lit_rl.conf", config_name="config")
+    def job(config: DictConfig) -> None:
+        # A launcher of Hydra's (joblib, submitit) runs jobs in other processes, and hears of errors only.
+        if os.getpid() != here:
+            return _job_elsewhere(config, entry)
+        with _one_job():
+            # Reported here and not raised: a sweep goes on with its next job, and Hydra adds no line of its own.
+            codes.append(reported(lambda: _noted(config)))
+
+    if note and is_main():  # before Hydra composes, which may refuse a key that the group lacks
+        sys.stdout.write(f"{note}\n")
+        sys.stdout.flush()
+    try:
+        job()
+    finally:  # a launcher brings the error of a job
+        sweeping.ended()
+    return max(codes, default=0)
+
+
+def _job_elsewhere(config: DictConfig, entry: str) -> None:
+    """One job of a sweep, in a process that a launcher of Hydra's has started.
+
+    Args:
+        config: Of the job.
+        entry: The program that the user started, which is what Lightning starts for other ranks.
+
+    Raises:
+        LitRLError: as the job did; the launcher brings it to the process that the user started.
+    """
+    import __main__
+
+    sys.argv, __main__.__spec__ = [entry], None
+    with _one_job():
+        if code := _noted(config):
+            raise BackendError(f"The job {HydraConfig.get().job.num} of the sweep ended with the exit code {code}.")
+
+
+def _noted(config: DictConfig) -> int:
+    """One job, and where it is a training of a sweep a line about it for the sweep's table."""
+    if not is_sweep() or config.task != "fit" or writes_nothing(config) or not is_main():
+        return run(config)
+    return sweeping.noted(run, config, folder_of(config))
+
+
+def run(config: DictConfig) -> int:
+    """One job."""
+    _check(config)
+    if is_main():
+        early.check(config)
+    _load(config.task)
+    from lit_rl.cli import hydra_app
+
+    return hydra_app.run(config)
+
+
+def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
+    """`data_choice.chosen_before`, which loads torch, where the words name a file."""
+    if not any(word.startswith("data.path=") for word in arguments):
+        return list(arguments), ""
+    early.check_words(arguments)
+    _load(next((word.partition("=")[2] for word in reversed(arguments) if word.startswith("task=")), "fit"))
+    from lit_rl.cli import data_choice
+
+    return data_choice.chosen_before(arguments)
+
+
+def _load(task: str) -> None:
+    """Say what takes seconds, in the process that the user started."""
+    if "torch" in sys.modules or os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    command = "train" if task == "fit" else task.replace("_", "-")
+    sys.stderr.write(f"lit-rl {command}: loading torch, lightning and transformers ...\n")
+    sys.stderr.flush()
+
+
+def _check(config: DictConfig) -> None:
+    """What no command takes."""
+    typed = hydra_node.typed(HydraConfig.get().overrides.task, "allow_targets")
+    own_keys.check_read(HydraConfig.get().runtime.choices, config)
+    if config.allow_targets and not typed:
+        raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
+    if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
+        raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
+    if config.trust_run and config.task not in ("replay", "chat"):
+        raise ConfigError("trust_run is a key of lit-rl replay and lit-rl chat: no other command reads a run's config.")
+    if config.task == "replay":
+        return
+    if config.replay.losses or config.replay.rollout:
+        raise ConfigError("replay.* are keys of lit-rl replay (task=replay): no other command reads them.")
+    allowed = TASKS
+    if config.task not in allowed:
+        raise ConfigError(f"task={config.task}: allowed is {', '.join(allowed)}.{did_you_mean(config.task, allowed)}")
+    choices.check(config)
+    if isinstance(config.seed, int):  # here, because data and algorithm take it by names of their own
+        seed_in_range("seed", config.seed)
+
+
+@contextlib.contextmanager
+def _one_job() -> Iterator[None]:
+    """Make Lightning's relaunch of `sys.argv` mean this job, and leave nothing behind for the sweep's next one.
+
+    In a sweep `sys.argv` holds the whole sweep: a process started for rank 1 would run all of it.
+    """
+    config, argv = HydraConfig.get(), list(sys.argv)
+    before = {name: os.environ.get(name) for name in _LAUNCH}
+    if is_sweep():
+        sys.argv = [argv[0], *config.overrides.task, "hydra.mode=RUN"]
+        inner: Any = HydraConfig.instance().cfg
+        with flag_override(inner.hydra, ["readonly", "struct"], [False, False]):
+            inner.hydra.run.dir = "."
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if "torch" in sys.modules:
+            import torch.distributed as dist
+
+            if dist.is_available() and dist.is_initialized():
+                dist.destroy_process_group()

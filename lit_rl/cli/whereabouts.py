@@ -1,0 +1,76 @@
+"""Which process of a run this is, and which folder a config means; known before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from lit_rl.errors import StorageError
+
+TOLD_FOLDER, TOLD_CHECKPOINT = "LIT_RL_RUN_DIR", "LIT_RL_CKPT_PATH"
+"""Variables by which rank 0 tells the processes that it starts where the run is, and what it begins from."""
+
+COMPUTE_NOTHING = ("reward_test", "env_check")
+"""Tasks whose policy is never asked."""
+
+_RANKS = (
+    "RANK", "LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK"
+)  # fmt: skip
+
+
+def is_main() -> bool:
+    """Whether this process is rank 0, by what launchers set. (Before a strategy is there to ask.)"""
+    return all(os.environ.get(name, "0") == "0" for name in _RANKS)
+
+
+def is_sweep() -> bool:
+    """Whether this is a job of one."""
+    return HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def writes_nothing(config: DictConfig) -> bool:
+    """Whether the command leaves no folder behind."""
+    return bool(config.trainer.get("fast_dev_run")) or config.task in (*COMPUTE_NOTHING, "plan")
+
+
+def folder_of(config: DictConfig) -> Path:
+    """The run's folder: the user's, or one named by time, algorithm and model.
+
+    Raises:
+        StorageError: no folder can have that name.
+    """
+    hydra_config = HydraConfig.get()
+    if is_sweep():
+        base = Path(config.run_dir) if config.run_dir else Path(hydra_config.sweep.dir)
+        path = base / str(hydra_config.sweep.subdir)
+    elif config.run_dir:
+        path = Path(str(config.run_dir)).expanduser()
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:  # too long, below a file, a NUL in it
+            if not isinstance(error, NotADirectoryError):  # said where it is opened
+                name = repr(str(path)) if len(str(path)) < 300 else f"{str(path)[:200]!r}..."
+                raise StorageError(f"run_dir={name} cannot be a folder's name: {_reason(error)}.") from error
+    else:
+        stamp = datetime.now().strftime("%Y-%m-%d_%H%M%S")
+        what = hydra_config.runtime.choices.get("algo") if config.task == "fit" else config.task
+        path = Path("runs") / f"{stamp}_{what}_{_label(config)}"
+    return path
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(getattr(error, "strerror", None) or error)
+
+
+def _label(config: DictConfig) -> str:
+    from lit_rl.models import LanguageModel
+
+    name = OmegaConf.select(config, "model.name", throw_on_missing=False)
+    return LanguageModel(name).label if name else "model"

@@ -1,0 +1,81 @@
+"""Whether a folder is taken by a run, told by its files alone."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_rl.errors import ConfigError, StorageError
+
+_CONFIG_KEYS = {"algo", "data", "run_dir", "task", "trainer"}
+
+
+def check_is_no_file(folder: Path) -> None:
+    """Refuse a file in a folder's place.
+
+    Raises:
+        StorageError: names it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise StorageError(f"run_dir={folder} is a file; it must be a folder, or a name that is free.")
+
+
+def check_is_folder(folder: Path) -> None:
+    """Refuse what is no folder, where a run has to be.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"run_dir={folder} is no folder: give the folder of a run, such as runs/...")
+
+
+def held(folder: Path, state: str) -> ConfigError:
+    """What is said of a folder where another run is.
+
+    Args:
+        folder: As it was given.
+        state: What it holds.
+    """
+    return ConfigError(f"run_dir={folder} holds {state}. Continue it with ckpt_path=last, or take another run_dir.")
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether a run there has ended. (A summary without a run is the user's, and is not read.)"""
+    ours = holds_a_run(folder) or any((folder / "checkpoints").glob("*.ckpt"))
+    return ours and read_summary(folder).get("status") == "finished"
+
+
+def holds_a_run(folder: Path) -> bool:
+    """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
+    return read_config(folder).keys() >= _CONFIG_KEYS
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """What config.yaml says; empty where it cannot be read."""
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """What the summary says so far; empty where there is none. Nothing depends on a damaged one: it is made anew,
+    with a warning."""
+    file = folder / "summary.json"
+    if not file.is_file():
+        return {}
+    try:
+        summary = json.loads(file.read_text())
+        if isinstance(summary, dict):
+            return summary
+        what = f"a {type(summary).__name__}"
+    except ValueError as error:
+        what = f"not JSON: {error}"
+    warnings.warn(f"{file} is damaged ({what}). What it said is lost, and it is written anew.", stacklevel=3)
+    return {}

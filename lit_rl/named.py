@@ -1,0 +1,93 @@
+"""What a config names on this machine, looked at without loading it: functions in files, folders of models."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+from lit_rl.errors import BackendError, ConfigError, did_you_mean
+
+FUNCTION_FORM = "allowed are 'package.module:name' and './file.py:name'"
+
+_DEFINED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def check_file(path: Path, key: str) -> None:
+    """Refuse what is no Python file.
+
+    Raises:
+        ConfigError: names the Python files that are there.
+    """
+    if not path.is_file():
+        here = sorted(file.name for file in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        found = f"Python files there: {', '.join(here) or 'none'}." if path.parent.is_dir() else "No such folder."
+        raise ConfigError(f"{key}: there is no file {path}. {found}{did_you_mean(path.name, here)}")
+    if path.suffix != ".py":
+        raise ConfigError(f"{key}: {path} is not a Python file: {FUNCTION_FORM}.")
+
+
+def no_function(path: str, key: str, name: str, public: Sequence[str]) -> ConfigError:
+    """What is said where a file or module has not that name."""
+    there = ", ".join(public) or "none"
+    return ConfigError(f"{key}={path!r}: there is no {name!r}. There are: {there}.{did_you_mean(name, public)}")
+
+
+def check_function(path: str, key: str) -> None:
+    """Refuse `./file.py:name` where the file is missing, or its text can have no such name; nothing of it is run.
+
+    A module is not looked for, and a file that may make names as it runs is taken to have this one.
+
+    Raises:
+        ConfigError: as it is said when the file is loaded.
+    """
+    source, colon, name = path.rpartition(":")
+    if not colon or not source.endswith(".py"):
+        return
+    file = Path(source).expanduser().resolve()
+    check_file(file, key)
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # said where it is loaded
+        return
+    if name not in _bound(tree) and not _makes_names(tree):
+        defined = (
+            node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        )
+        raise no_function(path, key, name, sorted({node.name for node in defined if not node.name.startswith("_")}))
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Every name that is bound anywhere in it, in functions too: more than the module has."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINED):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return found
+
+
+def _makes_names(tree: ast.Module) -> bool:
+    words = {"globals", "vars", "exec", "setattr", "__getattr__", "modules", "__dict__"}
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return bool(words & (named | _bound(tree))) or "*" in _bound(tree)
+
+
+def check_model(name: str, key: str) -> None:
+    """Refuse a path where no folder is; a hub id is not looked for.
+
+    Raises:
+        BackendError: names what was given.
+    """
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if looks_like_a_path and not Path(name).expanduser().exists():
+        raise no_model(name, key)
+
+
+def no_model(name: str, key: str) -> BackendError:
+    """What is said of a name that is neither a folder nor can be a hub id."""
+    return BackendError(f"{key}={name!r} is no folder and cannot be a hub id, which reads owner/model.")
