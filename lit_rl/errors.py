@@ -77,10 +77,31 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 
+_SHORT = 6
+"""Letters below which a word has to be nearer: of three, almost any two words share one."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that a word was meant to be, or None: a wrong hint is worse than none.
+
+    Near is the same word in other capitals or with its letters in another order, one that differs in few letters, and
+    one that begins with the word. What has letters by chance alone, as `eps` has those of `steps`, is not.
+    """
+    typed = word.lower()
+    lowered = {choice.lower(): choice for choice in choices}
+    mixed = (choice for choice in lowered if sorted(choice) == sorted(typed))
+    short = len(typed) < _SHORT
+    as_long = [choice for choice in lowered if not short or abs(len(choice) - len(typed)) < 2]
+    similar = difflib.get_close_matches(typed, as_long, n=1, cutoff=0.75 if short else 0.72)
+    longer = sorted((choice for choice in lowered if len(typed) > 2 and choice.startswith(typed)), key=len)
+    near = typed if typed in lowered else next(iter([*mixed, *similar, *longer]), None)
+    return None if near is None else lowered[near]
+
+
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """``" Did you mean 'x'?"``, or an empty string where nothing is near."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(word, choices)
+    return "" if near is None else f" Did you mean {near!r}?"
 
 
 def one_of(key: str, value: str, allowed: Iterable[str]) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from lit_rl.errors import ConfigError, did_you_mean
 
 _WIDTH = 119
+_MANY = 20
+"""Choices that would bury a hint behind which they stand."""
 
 
 def conf_folder() -> Path:
@@ -54,6 +56,14 @@ def keys() -> list[str]:
     """What stands at the top of the config beside the groups."""
     text = (conf_folder() / "config.yaml").read_text(encoding="utf-8")
     return [name for name in re.findall(r"^(\w+):", text, re.M) if name != "defaults"]
+
+
+def no_choice(group: str, choice: str, options: Sequence[str]) -> str:
+    """What is said of a choice that a group lacks: the one that is near it, and the names of all that a line holds."""
+    near = did_you_mean(choice, options)
+    if near and len(options) > _MANY:
+        return f"{group}={choice} is not a choice.{near} `lit-rl list {group}` says what the {len(options)} are."
+    return f"{group}={choice} is not a choice.{near} {group} has: {', '.join(options)}."
 
 
 def run(words: Sequence[str]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import re
@@ -13,7 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
+from lit_rl.cli.listing import no_choice
 from lit_rl.cli.other_processes import of_other_processes
+from lit_rl.cli.other_words import meaning
 from lit_rl.durable import is_full
 from lit_rl.errors import (
     INTERRUPTED,
@@ -23,6 +24,7 @@ from lit_rl.errors import (
     StorageError,
     did_you_mean,
     is_out_of_memory,
+    nearest,
 )
 
 
@@ -100,7 +102,7 @@ def _hydra(error: BaseException) -> LitRLError | None:
             if not names:
                 return ConfigError(f"{key} is not a key yet. To add it: +{key}=...")
             listed = f" {key.rpartition('.')[0] or 'The top level'} has: {', '.join(names)}." if names else ""
-            near = did_you_mean(key.rpartition(".")[2], names) or _elsewhere(link)
+            near = meaning(key) or did_you_mean(key.rpartition(".")[2], names) or _elsewhere(link)
             return ConfigError(f"{key} is not a key.{near}{listed}")
         if isinstance(link, ValidationError) and link.full_key:
             reason = str(link).split("\n")[0]
@@ -108,10 +110,7 @@ def _hydra(error: BaseException) -> LitRLError | None:
         if isinstance(link, MissingConfigException) and link.options:
             wrong = re.search(r"Could not find '([^']+)'", str(link))
             group, _, choice = (wrong.group(1) if wrong else "").rpartition("/")
-            return ConfigError(
-                f"{group}={choice} is not a choice.{did_you_mean(choice, link.options)} "
-                f"{group} has: {', '.join(o for o in link.options if o != '_')}."
-            )
+            return ConfigError(no_choice(group, choice, [option for option in link.options if option != "_"]))
     if isinstance(error, ValueError) and str(error).startswith("Config group override must be"):
         return ConfigError(f"One of the words is no key=value: {error}.")
     if isinstance(error, ValueError) and str(error).startswith("Unable to configure"):  # logging, of its own factories
@@ -154,8 +153,8 @@ def _elsewhere(link: Any) -> str:
     for group, node in root.items_ex(resolve=False) if root is not None else ():
         for name in node if OmegaConf.is_dict(node) and not node._is_none() and not node._is_missing() else ():
             keys.setdefault(str(name), f"{group}.{name}")
-    near = difflib.get_close_matches(str(link.full_key).rpartition(".")[2], keys, n=1, cutoff=0.6)
-    return f" Did you mean {keys[near[0]]!r}?" if near else ""
+    near = nearest(str(link.full_key).rpartition(".")[2], keys)
+    return f" Did you mean {keys[near]!r}?" if near else ""
 
 
 def _memory(error: BaseException) -> LitRLError | None:

@@ -5,14 +5,13 @@ Only where it can mean one thing; else the message names the keys. Nothing heavy
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lit_rl.cli import key_names
-from lit_rl.cli.listing import conf_folder, defaults, groups, keys
-from lit_rl.errors import ConfigError, did_you_mean
+from lit_rl.cli.listing import conf_folder, defaults, groups, keys, no_choice
+from lit_rl.errors import ConfigError, did_you_mean, nearest
 
 MEANS = {
     "lr": "optimizer.lr",
@@ -21,6 +20,7 @@ MEANS = {
     "warmup_steps": "scheduler.warmup_steps",
     "max_grad_norm": "trainer.gradient_clip_val",
     "max_steps": "trainer.max_steps",
+    "steps": "trainer.max_steps",
     "num_train_epochs": "trainer.max_epochs",
     "max_epochs": "trainer.max_epochs",
     "output_dir": "run_dir",
@@ -159,18 +159,16 @@ def _quoted(value: str) -> str:
 def _check(key: str, value: str, found: Mapping[str, Mapping[str, str]], choices: Mapping[str, str]) -> None:
     """Refuse what needs no look at the config: a choice that its group lacks, and a key that no choice has."""
     if key in found and _PLAIN.fullmatch(value) and value != "null" and value not in found[key]:
-        listed = ", ".join(found[key])
-        raise ConfigError(f"{key}={value} is not a choice.{did_you_mean(value, found[key])} {key} has: {listed}.")
+        raise ConfigError(no_choice(key, value, list(found[key])))
     head, dot, rest = key.partition(".")
     tops = {group for group in found if "/" not in group}
     known = {*tops, *keys()} - {"hydra"}
     if not dot and head.isidentifier() and head not in {*known, "hydra"}:
         hint = _meant(head, known, choices)
         raise ConfigError(f"{head} is not a key.{hint} The top level has: {', '.join(sorted(known))}.")
-    if dot and head.isidentifier() and head not in {*known, "hydra"}:
-        near = difflib.get_close_matches(head, tops, n=1, cutoff=0.75)  # others wait for the whole config
-        if near:
-            raise ConfigError(f"{key} is not a key. Did you mean {near[0]!r}?")
+    hint = "" if head in {*known, "hydra"} else did_you_mean(head, tops) or meaning(key)
+    if dot and head.isidentifier() and hint:  # others wait for the whole config
+        raise ConfigError(f"{key} is not a key.{hint}")
     if dot and choices.get(head) in found.get(head, {}):
         _check_in_group(key, head, rest.partition(".")[0], choices[head])
 
@@ -189,19 +187,26 @@ def _meant(name: str, known: set[str], choices: Mapping[str, str]) -> str:
     for group, choice in choices.items():
         for key in key_names.of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
             inside.setdefault(key, []).append(f"{group}.{key}")
-    near = difflib.get_close_matches(name, {*known, *MEANS, *AMBIGUOUS, *inside}, n=1, cutoff=0.75)
-    near = near or [key for key in sorted(known) if name.startswith(key)]  # algorithm, evaluation, model_name
-    if not near:
+    near = nearest(name, sorted({*known, *MEANS, *AMBIGUOUS, *inside}))
+    near = near or next((key for key in sorted(known) if name.startswith(key)), None)  # algorithm, model_name
+    if near is None:
         return ""
-    if near[0] in AMBIGUOUS:
-        return f" What it may mean: {AMBIGUOUS[near[0]]}."
-    meant = [near[0]] if near[0] in known else [MEANS[near[0]]] if near[0] in MEANS else inside[near[0]]
-    return f" Did you mean {' or '.join(map(repr, meant))}?"
+    if near in known or near not in {*MEANS, *AMBIGUOUS}:
+        return f" Did you mean {' or '.join(map(repr, [near] if near in known else inside[near]))}?"
+    return meaning(near)
+
+
+def meaning(key: str) -> str:
+    """What the last word of a key that is none means to people who know other tools; nothing where none has it."""
+    name = key.rpartition(".")[2]
+    if name in AMBIGUOUS:
+        return f" What it may mean: {AMBIGUOUS[name]}."
+    return f" Did you mean {MEANS[name]!r}?" if MEANS.get(name, key) != key else ""
 
 
 def _check_in_group(key: str, group: str, name: str, choice: str) -> None:
     """Refuse a key that no choice of the group has, where the chosen one has a similar name."""
     if name.isidentifier() and name not in key_names.of_group(group):
         has = sorted(name for name in key_names.of_choice(group, choice) if not name.startswith("_"))
-        if near := did_you_mean(name, has):
+        if near := meaning(key) or did_you_mean(name, has):
             raise ConfigError(f"{group}.{name} is not a key.{near} {group} has: {', '.join(has)}.")

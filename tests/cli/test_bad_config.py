@@ -31,7 +31,7 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("key-of-nothing", ["+foo=1"], 2, ["foo is no key", "nothing would read it"]),
     ("key-of-logger", ["trainer.logger=true"], 2, ["trainer.logger=True", "logger=csv"]),
     # unknown choices: the list
-    ("choice", ["algo=grp"], 2, ["algo=grp is not a choice", "'grpo'", "dapo", "dr_grpo", "rloo"]),
+    ("choice", ["algo=grp"], 2, ["algo=grp is not a choice", "'grpo'", "lit-rl list algo"]),
     ("choice-model", ["model=qwen05b"], 2, ["model=qwen05b is not a choice", "'qwen0.5b'", "tiny"]),
     ("choice-nested", ["algo/loss=clip"], 2, ["algo/loss=clip is not a choice", "'clipped'"]),
     ("choice-null", ["experiment=rlo"], 2, ["experiment=rlo is not a choice", "rloo_addition"]),

@@ -19,6 +19,7 @@ SCORE = "def score(completions, **_):\n    return [float(len(c)) for c in comple
     ("typed", "read"),
     [
         ("lr=1e-5,1e-6", ["optimizer.lr=1e-5,1e-6"]),  # a sweep
+        ("steps=10", ["trainer.max_steps=10"]),
         ("model=Qwen/Qwen2.5-0.5B", ["model=local", "model.name=Qwen/Qwen2.5-0.5B"]),
         ("model_name_or_path=./a b", ["model=local", "model.name='./a b'"]),
         ("model='./a=b'", ["model=local", "model.name='./a=b'"]),
@@ -57,7 +58,9 @@ def test_beta_of_rloo_is_another_one():
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'"),
+        ("algo=grpoo", "algo=grpoo is not a choice. Did you mean 'grpo'? `lit-rl list algo` says what"),
+        ("algo=GRPO", "algo=GRPO is not a choice. Did you mean 'grpo'?"),
+        ("algo=what", "algo=what is not a choice. algo has: alphapo, "),
         ("algo/loss=cipso", "Did you mean 'cispo'"),
         ("trianer.max_steps=3", "trianer.max_steps is not a key. Did you mean 'trainer'"),
         ("modle=tiny", "modle is not a key. Did you mean 'model'"),
@@ -70,6 +73,11 @@ def test_beta_of_rloo_is_another_one():
         ("algorithm=grpo", "algorithm is not a key. Did you mean 'algo'?"),
         ("nonsense_words=2", "nonsense_words is not a key. The top level has: algo, "),
         ("sampling.topp=0.9", "sampling.topp is not a key. Did you mean 'top_p'"),
+        ("algo.num_generations=4", "algo.num_generations is not a key. Did you mean 'algo.group_size'?"),
+        ("algo.lr=1e-5", "algo.lr is not a key. Did you mean 'optimizer.lr'?"),
+        ("trainer.epochs=2", "trainer.epochs is not a key. Did you mean 'trainer.max_epochs'?"),
+        ("algo.kl_coef=0.1", "algo.kl_coef is not a key. What it may mean: algo.beta, "),
+        ("args.learning_rate=1", "args.learning_rate is not a key. Did you mean 'optimizer.lr'?"),
     ],
 )
 def test_a_typo_that_needs_no_config_is_refused_at_once(word, message):

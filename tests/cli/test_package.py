@@ -151,7 +151,7 @@ class TestHelp:
                 assert set(choices) == {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
                 assert all(choices.values()), group
         assert "\n  dpo " in command("list", "algo").out and "(grpo where none is typed)" in command("list", "algo").out
-        refused(command("list", "lagos"), 2, "Did you mean 'algo'?")
+        refused(command("list", "aglo"), 2, "Did you mean 'algo'?")
 
     def test_lists_the_users_own(self, command: Command, cwd):
         (cwd / "mine" / "model").mkdir(parents=True)
