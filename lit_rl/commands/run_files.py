@@ -31,7 +31,7 @@ class Series:
         return len(self.steps)
 
     def first_of_each_step(self) -> Series:
-        """Of several validations at one step the first, which decodes as the `eval` group says."""
+        """One validation a step: the last step is validated by `fit` and after it."""
         found = {step: value for step, value in zip(reversed(self.steps), reversed(self.values))}
         steps = sorted(found)
         return Series(array("d", steps), array("d", (found[step] for step in steps)))
