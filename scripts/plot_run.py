@@ -21,6 +21,8 @@ from matplotlib.axes import Axes
 BLUE, ORANGE, GREEN, PURPLE = "#2f6db3", "#d9661f", "#3b8f5a", "#7a56a8"
 GREY, INK = "#8a8f98", "#2b2f36"
 Points = list[tuple[float, float]]
+SECOND = ("val_sampled", "val_greedy")
+"""Prefixes of validations by another decoding than the `eval` group's."""
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -45,7 +47,7 @@ def smooth(points: Points, span: int) -> Points:
 
 
 def validations(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-    """The first validation at each step, which is the one with the `eval` group's own decoding."""
+    """One validation a step: the last step is validated by `fit` and after it."""
     first: dict[int, dict[str, Any]] = {}
     for row in rows:
         if row.get(key) is not None:
@@ -63,7 +65,7 @@ def draw_points(axes: Axes, at: list[float], numbers: list[dict[str, float]], ke
 
 
 def draw_reward(axes: Axes, rows: list[dict[str, Any]], summary: dict[str, Any]) -> None:
-    """Training reward, raw and smoothed; validations, filled; those at the training's temperature, hollow."""
+    """Training reward, raw and smoothed; validations, filled; those of the second decoding, hollow."""
     reward = series(rows, "train/reward")
     if reward:
         axes.plot(*zip(*reward), color=BLUE, alpha=0.25, linewidth=0.8)
@@ -76,13 +78,12 @@ def draw_reward(axes: Axes, rows: list[dict[str, Any]], summary: dict[str, Any])
         found = validations(rows, key)
         label = f"{name or 'held-out'}, {decodings[0]}"
         draw_points(axes, [row["step"] for row in found], found, key, marker="o", color=color, label=label)
-        for decoding in decodings[1:]:
-            ends = [
-                (at, summary.get(when, {}).get(name, {}).get(decoding)) for at, when in ((0, "before"), (last, "after"))
-            ]
-            there = [(at + 0.012 * last, numbers) for at, numbers in ends if numbers]
-            style = {"marker": "o", "mfc": "white", "color": color, "label": f"{name or 'held-out'}, {decoding}"}
-            draw_points(axes, [at for at, _ in there], [numbers for _, numbers in there], "reward", **style)
+        for stage in SECOND:
+            second = key.replace("val", stage, 1)
+            if found := validations(rows, second):
+                at = [row["step"] + 0.012 * last for row in found]
+                label = f"{name or 'held-out'}, {decodings[1] if decodings[1:] else stage[4:]}"
+                draw_points(axes, at, found, second, marker="o", mfc="white", color=color, label=label)
     axes.set_ylabel("mean reward (95 % intervals)")
     axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=9)
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lit_rl.cli.whereabouts import TOLD_FOLDER, folder_of, is_sweep, writes_nothing
-from lit_rl.commands import taken
+from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError
 from lit_rl.named import check_function, check_model
@@ -33,7 +33,7 @@ def check(config: DictConfig) -> None:
         LitRLError: as whoever reads it would raise it.
     """
     if config.task in _OF_A_RUN and config.run_dir:
-        taken.check_is_folder(Path(str(config.run_dir)).expanduser())
+        folder_state.check_is_folder(Path(str(config.run_dir)).expanduser())
     if config.task in _OF_ROWS:
         if str(_at(config, "data._target_")).startswith("lit_rl.data."):
             check_data(_texts(_at(config, "data.path")))
@@ -87,9 +87,9 @@ def _check_folder(config: DictConfig) -> None:
     folder = folder_of(config)
     if writes_nothing(config):
         return
-    taken.check_is_no_file(folder)
-    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and taken.is_finished(folder):
-        raise taken.held(folder, "a finished run")
+    folder_state.check_is_no_file(folder)
+    if config.ckpt_path is None and "SLURM_JOB_ID" not in os.environ and folder_state.is_finished(folder):
+        raise folder_state.held(folder, "a finished run")
 
 
 def _at(config: DictConfig, key: str) -> Any:

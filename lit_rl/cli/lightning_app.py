@@ -146,8 +146,7 @@ class CommandLine(LightningCLI):
                 self.model.check_processes(self.datamodule, self.trainer)
         self.summary = {"began": time.time()}
         if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
-            run = self._run_of()
-            self.summary |= {"before": train.measure(run), "losses": {"before": train.losses(run)}}
+            train.measure(self._run_of(), self.summary, "before")
 
     def after_fit(self) -> None:
         """The table that ends a run of `train`: what was measured before and after, and where the time went."""
@@ -156,8 +155,7 @@ class CommandLine(LightningCLI):
         if self.trainer.fast_dev_run:  # pyright: ignore
             return
         run, summary = self._run_of(), self.summary
-        summary["after"] = train.measure(run)
-        summary["losses"] = summary.get("losses", {}) | {"after": train.losses(run)}
+        train.measure(run, summary, "after")
         summary["seconds"] = time.time() - summary["began"]
         if run.run_dir.metrics.is_file():  # of a JsonlLogger
             summary["phases"] = report.phase_totals(run.run_dir.metrics)

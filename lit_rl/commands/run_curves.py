@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -49,6 +48,9 @@ GROUPS = (
 )
 """A title, and names without `train/` or `val/` in the order of what is looked at first; `*` is any text. A name is of
 the first group that lists it, and of a last one, `Other`, where none does."""
+
+SECOND = ("val_sampled", "val_greedy")
+"""Prefixes of validations by another decoding than the `eval` group's, which a run makes at its ends: one of them."""
 
 _NO_CURVE = ("*_low", "*_high", "prompts", "epoch")
 """Ends of intervals, and counts that say nothing of the run."""
@@ -119,9 +121,9 @@ def sets_of(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(match[1] or "" for match in found if match))
 
 
-def of_set(leaf: str, name: str) -> str:
+def of_set(leaf: str, name: str, stage: str = "val") -> str:
     """The name that a metric has in `metrics.jsonl` for a validation set."""
-    return f"val/{name}/{leaf}" if name else f"val/{leaf}"
+    return f"{stage}/{name}/{leaf}" if name else f"{stage}/{leaf}"
 
 
 def _lines_of(run: RunFiles, label: str, colour: int | None) -> Iterator[tuple[str, Line]]:
@@ -131,6 +133,8 @@ def _lines_of(run: RunFiles, label: str, colour: int | None) -> Iterator[tuple[s
     known = sets_of(run.series)
     for full, series in run.series.items():
         phase, _, leaf = full.partition("/")
+        if phase in SECOND:
+            continue  # drawn beside the first
         name = ""
         if phase == "val":
             name = next((each for each in sets if leaf.startswith(f"{each}/")), "")
@@ -147,22 +151,15 @@ def _lines_of(run: RunFiles, label: str, colour: int | None) -> Iterator[tuple[s
 
 
 def _of_validation(run: RunFiles, leaf: str, name: str, label: str, colour: int) -> Iterator[tuple[str, Line]]:
-    """The validations as points; and those at the training's temperature, which a run makes at its ends, hollow."""
-    full = of_set(leaf, name)
-    series = run.series[full].first_of_each_step()
-    ends = [_at(run.series.get(f"{full}_{end}"), series.steps) for end in ("low", "high")]
-    decodings = _decodings(run, name, leaf)
-    by = f", {decodings[0]}" if decodings else ""
-    yield leaf, Line(f"{label}{by}", series, colour, points=True, low=ends[0], high=ends[1])
-    for decoding in decodings[1:]:
-        found = measured(run.summary, name, decoding)
-        there = [(step, numbers) for step, numbers in zip((0.0, float(run.last_step)), found) if leaf in numbers]
-        if there:
-            low, high = (
-                [numbers.get(f"{leaf}_{end}", numbers[leaf]) for _, numbers in there] for end in ("low", "high")
-            )
-            both = Series(array("d", [step for step, _ in there]), array("d", [numbers[leaf] for _, numbers in there]))
-            yield leaf, Line(f"{label}, {decoding}", both, colour, points=True, hollow=True, low=low, high=high)
+    """The validations as points; and those of the second decoding, which a run makes at its ends, hollow."""
+    second = next((stage for stage in SECOND if of_set(leaf, name, stage) in run.series), None)
+    decodings = _decodings(run, name, "reward" if second else leaf)
+    for number, stage in enumerate(("val", second) if second else ("val",)):
+        full = of_set(leaf, name, stage)
+        series = run.series[full].first_of_each_step()
+        low, high = (_at(run.series.get(f"{full}_{end}"), series.steps) for end in ("low", "high"))
+        by = f", {decodings[number]}" if number < len(decodings) else ", " + stage[4:] if number else ""
+        yield leaf, Line(f"{label}{by}", series, colour, points=True, hollow=bool(number), low=low, high=high)
 
 
 def _at(series: Series | None, steps: Sequence[float]) -> list[float] | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lit_rl.callbacks.alarms.going_back import FOLDER as BEFORE_ALARM
 from lit_rl.callbacks.checkpoint_files import newest_whole
 from lit_rl.callbacks.record import FILES, record_files
-from lit_rl.commands import taken
+from lit_rl.commands import folder_state
 from lit_rl.commands.run_lock import NAME, RunLock
 from lit_rl.durable import PARTIAL, replacing
 from lit_rl.errors import ConfigError, StorageError
@@ -93,7 +93,7 @@ class RunDir:
     def read_summary(self) -> dict[str, Any]:
         """What the summary says so far; empty where there is none. Nothing depends on a damaged one: it is made anew,
         with a warning."""
-        return taken.read_summary(self.path)
+        return folder_state.read_summary(self.path)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         _replace(self.summary, json.dumps(finite(summary), indent=2, allow_nan=False) + "\n")
@@ -118,7 +118,7 @@ class RunDir:
     @property
     def finished(self) -> bool:
         """Whether a run here has ended. (A summary without a run is the user's, and is not read.)"""
-        return taken.is_finished(self.path)
+        return folder_state.is_finished(self.path)
 
     def open(self, start: Start, lock: RunLock | None = None) -> RunLock:
         """Make the folder, or refuse it: another run's results, and the user's files, are never mixed with this run's.
@@ -135,7 +135,7 @@ class RunDir:
             ConfigError: it holds a run and this is not its continuation; or files that no run wrote, under names that
                 this one would write.
         """
-        taken.check_is_no_file(self.path)
+        folder_state.check_is_no_file(self.path)
         with contextlib.ExitStack() as undo:
             if lock is None and self.holds_a_run:  # before anything is said of a run that still goes on
                 lock = undo.enter_context(contextlib.closing(RunLock(self.path)))
@@ -155,7 +155,7 @@ class RunDir:
             )
         if start == "new" and (self.finished or any(self.checkpoints.glob("*.ckpt")) or self.metrics.exists()):
             state = "a finished run" if self.finished else "a run that did not finish"
-            raise taken.held(self.path, state)
+            raise folder_state.held(self.path, state)
 
     def make(self) -> None:
         """Make the folder where it is not there.
@@ -214,11 +214,11 @@ class RunDir:
     @property
     def holds_a_run(self) -> bool:
         """Whether config.yaml is one that a run wrote: it is there before anything else of the run is."""
-        return taken.holds_a_run(self.path)
+        return folder_state.holds_a_run(self.path)
 
     def read_config(self) -> dict[str, Any]:
         """What config.yaml says; empty where it cannot be read."""
-        return taken.read_config(self.path)
+        return folder_state.read_config(self.path)
 
     @property
     def steps(self) -> int:

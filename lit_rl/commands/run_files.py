@@ -14,7 +14,7 @@ import yaml
 
 from lit_rl.callbacks.alarms.base import ALARMS
 from lit_rl.callbacks.sample_files import SampleTable, tables_in
-from lit_rl.commands import taken
+from lit_rl.commands import folder_state
 from lit_rl.commands.run_dir import RunDir
 from lit_rl.errors import ConfigError
 
@@ -32,7 +32,7 @@ class Series:
         return len(self.steps)
 
     def first_of_each_step(self) -> Series:
-        """Of several validations at one step the first, which decodes as the `eval` group says."""
+        """One validation a step: the last step is validated by `fit` and after it."""
         found = {step: value for step, value in zip(reversed(self.steps), reversed(self.values))}
         steps = sorted(found)
         return Series(array("d", steps), array("d", (found[step] for step in steps)))
@@ -74,7 +74,7 @@ def read(run_dir: Path) -> RunFiles:
         ConfigError: it is no folder, or neither config.yaml nor metrics.jsonl is there.
     """
     names = RunDir(run_dir)
-    taken.check_is_folder(run_dir)
+    folder_state.check_is_folder(run_dir)
     if not (names.config.is_file() or names.metrics.is_file()):
         raise ConfigError(f"run_dir={run_dir} holds no run: neither config.yaml nor metrics.jsonl is there.")
     unread: list[str] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
 import sys
 import threading
@@ -88,8 +87,7 @@ def train(run: Run) -> int:
     with _signals(run) as stop, report.told_what_is_missing(run.trainer):
         _announce(run)
         if "before" not in summary and not run.dry:
-            summary["before"] = measure(run)
-            summary["losses"] = {"before": losses(run)}
+            measure(run, summary, "before")
             summary["prompts"] = getattr(run.data, "prompt_form", None)
             _save(run, summary | {"status": "running"})
         elif summary.get("status") == "finished" and not run.dry:  # it goes on to a later end
@@ -128,8 +126,7 @@ def _count_the_last_step(trainer: L.Trainer) -> None:
 def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:
     """Measure, export, sum up and say where everything is."""
     _count_the_last_step(run.trainer)
-    summary["after"] = measure(run)
-    summary["losses"] = summary.get("losses", {}) | {"after": losses(run)}
+    measure(run, summary, "after")
     summary["export"] = export(run, summary)
     summary["data"] = run.data.report  # pyright: ignore
     summary["phases"] = report.phase_totals(run.run_dir.metrics)
@@ -146,37 +143,47 @@ def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -
             Console().print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def measure(run: Run) -> dict[str, dict[str, dict[str, float]]]:
-    """Reward and win rate of every validation set with their intervals: `{set: {"greedy" | "sampled at T": numbers}}`.
+def measure(run: Run, summary: dict[str, Any], when: str) -> None:
+    """Validate, and put the numbers into `summary` under `when`, which is `before` or `after`.
 
-    The configured evaluation is one decoding; the training's temperature, if that is another one, is the second.
-    A model that scores decodes nothing: its validation says its losses, and there is nothing here.
+    Of every validation set reward and win rate with their intervals, `{set: {"greedy" | "sampled at T": numbers}}`, and
+    under `losses` what the algorithm calls its headline.
+
+    The `eval` group is one decoding, logged as `val/`, as validations during `fit` are; the training's temperature, if
+    that is another one, is the second, logged as `val_sampled/` (`GeneratingModule.decoding_at`).
+    A model that scores decodes nothing: its validation says its losses.
     """
-    module = run.module
     results: dict[str, dict[str, dict[str, float]]] = {}
+    summary[when] = results
+    losses = summary.setdefault("losses", {})
+    losses[when] = {}
     if not _has_validation(run):
-        return results
+        return
+    module = run.module
+    run.trainer.validate(module, datamodule=run.data, verbose=False)
+    losses[when] = _losses(run)
     if not isinstance(module, GeneratingModule):
+        return
+    _collect(run, results, "val", module.evaluation.temperature)
+    training = module.sampling.temperature
+    if training == module.evaluation.temperature or not module.reward_functions.names:  # nothing to compare
+        return
+    with module.decoding_at(training):
         run.trainer.validate(module, datamodule=run.data, verbose=False)
-        return results
-    configured = module.evaluation
-    scored = bool(module.reward_functions.names)  # what a second decoding is for
-    decodings = (configured.temperature, module.sampling.temperature) if scored else (configured.temperature,)
-    for temperature in dict.fromkeys(decodings):
-        module.evaluation = dataclasses.replace(configured, temperature=temperature)
-        try:
-            run.trainer.validate(module, datamodule=run.data, verbose=False)
-        finally:
-            module.evaluation = configured
-        name = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
-        for key, value in run.trainer.callback_metrics.items():
-            head, _, leaf = key.rpartition("/")
-            if leaf in report.MEASURED and (head == "val" or head.startswith("val/")):
-                results.setdefault(head[4:], {}).setdefault(name, {})[leaf] = float(value)
-    return results
+        _collect(run, results, f"val_{module.second_decoding}", training)
 
 
-def losses(run: Run) -> dict[str, float]:
+def _collect(run: Run, results: dict[str, dict[str, dict[str, float]]], stage: str, temperature: float) -> None:
+    """What the last validation said of every set, by its decoding."""
+    decoding = "greedy" if temperature == 0 else f"sampled at {temperature:g}"
+    for key, value in run.trainer.callback_metrics.items():
+        head, _, leaf = key.rpartition("/")
+        first, _, name = head.partition("/")
+        if leaf in report.MEASURED and first == stage:
+            results.setdefault(name, {}).setdefault(decoding, {})[leaf] = float(value)
+
+
+def _losses(run: Run) -> dict[str, float]:
     """What the last validation said under the names that the algorithm calls its headline."""
     headline = getattr(run.module, "headline", ())
     return {

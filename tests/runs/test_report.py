@@ -156,8 +156,8 @@ def test_a_browser_runs_the_script_to_its_end_and_builds_nothing_of_what_a_run_s
 
 def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [{"step": i, "train/reward": float(i % 3), "train/lr": 0.1} for i in range(1, 31)]
-    rows += [{"step": at, "val/reward": 0.5, "val/reward_low": 0.4, "val/reward_high": 0.7} for at in (0, 0, 30)]
-    rows[-2]["val/reward"] = 9.0  # another decoding of the same step
+    rows += [{"step": at, "val/reward": 0.5, "val/reward_low": 0.4, "val/reward_high": 0.7} for at in (0, 30, 30)]
+    rows += [{"step": at, "val_sampled/reward": at / 40, "val_sampled/reward_low": 0.0} for at in (0, 30)]
     rows += [{"step": 30, "val/hard/reward": 0.25, "val/hard/prompts": 8, "train/rewards/f/mean": 1.0}]
     summary = {"after": {"": {"greedy": {"reward": 0.5}, "sampled at 1": {"reward": 0.75}}}, "status": "finished"}
     run = run_files.read(run_folder(tmp_path / "run", rows, summary=summary))
@@ -166,7 +166,8 @@ def test_training_and_validations_of_one_name_are_one_picture(tmp_path: Path) ->
     assert title == "reward" and not more
     assert [line.name for line in lines] == ["training", "held-out, greedy", "held-out, sampled at 1", "hard"]
     assert list(lines[1].series.values) == [0.5, 0.5] and lines[1].low == [0.4, 0.4] and lines[1].high == [0.7, 0.7]
-    assert (list(lines[2].series.steps), list(lines[2].series.values)) == ([30], [0.75]) and lines[2].hollow
+    assert list(lines[2].series.steps) == [0, 30] and list(lines[2].series.values) == [0, 0.75] and lines[2].hollow
+    assert lines[2].low == [0, 0] and not lines[1].hollow
     assert ("rewards/f/mean", 1.0) in first.constant and [group.constant for group in others] == [[("lr", 0.1)]]
     assert any("0.500" in text for text in page_of(run.path).texts)
 

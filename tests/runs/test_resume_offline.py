@@ -67,7 +67,8 @@ def test_validation_measures_the_loss_and_writes_to_the_prompts(train, tmp_path)
     table = rows(tmp_path / "run")
     last = next(row for row in reversed(table) if "val/loss" in row)
     assert 0 < last["val/loss"] < 2 and 0 <= last["val/rewards/accuracies"] <= 1
-    assert any("val/reward" in row for row in table)
+    assert any("val/reward" in row for row in table) and any("val_sampled/reward" in row for row in table)
+    assert not any("val_sampled/loss" in row for row in table), "a loss has no decoding"
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["losses"]["before"]["val/loss"] == pytest.approx(0.6931, abs=1e-4)  # the policy is its reference
     assert summary["losses"]["after"]["val/loss"] == last["val/loss"]

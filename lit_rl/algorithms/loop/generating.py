@@ -305,12 +305,29 @@ class GeneratingModule(PolicyModule):
     rolls_out = False
     """Whether completions of its own are what it learns from."""
 
+    second_decoding = ""
+    """What names it while `decoding_at` validates."""
+
     def said_by_policy(self, completions: Completions) -> dict[str, Tensor]:
         """`(b, t)` by name: what `eval.log_policy` logs of the sampled tokens."""
         return {}
 
     validation_step = predict_step
     test_step = predict_step
+
+    @contextmanager
+    def decoding_at(self, temperature: float) -> Iterator[None]:
+        """Validate at another temperature than the `eval` group's, by completions alone.
+
+        Logged as `val_sampled/`, or as `val_greedy/` where the temperature is 0: `val/` stays the `eval` group's.
+        """
+        configured = self.evaluation
+        self.evaluation = replace(configured, temperature=temperature)
+        self.second_decoding = "greedy" if temperature == 0 else "sampled"
+        try:
+            yield
+        finally:
+            self.evaluation, self.second_decoding = configured, ""
 
     def on_validation_epoch_start(self) -> None:
         self._evaluated = []
@@ -321,6 +338,7 @@ class GeneratingModule(PolicyModule):
         """Log what the completions of every validation set were like; returns the names."""
         self.rest()
         self._compared_model.release()
+        stage += f"_{self.second_decoding}" if self.second_decoding else ""
         logged: set[str] = set()
         for name, rows in zip(self.trainer.datamodule.val_names, self._evaluated, strict=True):  # pyright: ignore
             rows.gather(self.ranks)

@@ -180,6 +180,8 @@ class OfflinePolicyModule(OfflineModule, GeneratingModule, ABC):
         """A batch of prompts is written to, as in `predict_step`; of a batch of examples the loss is measured."""
         if isinstance(batch, PromptBatch):
             return self.predict_step(batch, batch_idx, dataloader_idx)
+        if self.second_decoding:
+            return None  # a loss does not depend on how completions are drawn
         return super().validation_step(batch, batch_idx, self._example_set(dataloader_idx))
 
     test_step = validation_step
