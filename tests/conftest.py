@@ -47,6 +47,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if marker in item.keywords:
                 item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # what takes long begins first
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None and _shares_with_its_file(item):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
+def _shares_with_its_file(item: pytest.Item) -> bool:
+    """Whether it asks for a fixture that is made once for its file: two workers would each make it."""
+    info = getattr(item, "_fixtureinfo", None)
+    made = info.name2fixturedefs.values() if info else ()
+    return any(each[-1].scope == "module" and each[-1].baseid == item.location[0] for each in made if each)
 
 
 @pytest.fixture(scope="session")
