@@ -104,16 +104,16 @@ def agrees() -> bool:
 @contextmanager
 def ends_the_run() -> Iterator[None]:
     """A hook of the training that may be left, in the main thread: `Interrupted` ends the run, saved."""
-    if _run.end is None or not _in_main_thread():
+    run, end = _run, _run.end
+    if end is None or not _in_main_thread():
         yield
         return
-    run = _run
     run.hooks += 1
     try:
         yield
     except Interrupted:
         run.works = run.agreed = run.hooks = 0  # whatever the signal came in between: from now on nothing is left
-        run.end()
+        end()
     finally:
         run.hooks = max(0, run.hooks - 1)
 

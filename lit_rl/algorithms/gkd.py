@@ -31,6 +31,7 @@ from lit_rl.algorithms.rollouts.rewriting import prompts_of, with_completions
 from lit_rl.algorithms.terms.whole_step import WholeStep
 from lit_rl.errors import ConfigError, in_range
 from lit_rl.examples import ExampleBatch, TextBatch, Totals
+from lit_rl.interruption import ends_the_run
 from lit_rl.models.policy.disagreement import disagreement
 from lit_rl.models.policy.language_model import LanguageModel
 from lit_rl.models.policy.loaded import GivenModel
@@ -174,7 +175,7 @@ class GKD(OfflinePolicyModule):
         """
         micro_batches = batch.whole or (batch,)
         prompts = prompts_of(micro_batches, self.ranks)
-        with self.rollout_context():
+        with ends_the_run(), self.rollout_context():
             completions = self.generate(prompts) if writer == "student" else self._of_teacher(prompts)
         self.rest()
         self.teacher.check_written(completions.response_ids, writer)

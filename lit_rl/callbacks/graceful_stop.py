@@ -227,8 +227,9 @@ def _between_step_and_validation(trainer: L.Trainer) -> bool:
     Lightning takes it for made where such a checkpoint is resumed, unless the checkpoint says that it has begun. (At
     the end of an epoch it makes it by itself.)
     """
-    progress, fit_loop = trainer.fit_loop.epoch_loop.batch_progress, trainer.fit_loop
-    ends_batch = trainer.training and progress.current.processed == progress.current.completed + 1
+    fit_loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+    current: Any = progress.current
+    ends_batch = trainer.training and current.processed == current.completed + 1
     if not ends_batch or progress.is_last_batch or fit_loop._should_accumulate():
         return False
     if trainer._val_check_time_interval is not None:  # pyright: ignore  # by the clock, which begins anew

@@ -21,6 +21,7 @@ from lit_rl.generation.vllm.own_server import OwnServer, answering, wait_for
 from lit_rl.generation.vllm.server_engine import ServerEngine
 from lit_rl.generation.vllm.transports import TRANSPORTS, transport_for
 from lit_rl.generation.vllm.work import Work
+from lit_rl.interruption import may_be_given_up
 
 _KNOCK = 2.0
 """Seconds that a server which was lost is waited for at an update."""
@@ -148,7 +149,8 @@ class VLLMServerGenerator(EngineGenerator):
         if self._process is not None:  # of a start that came to nothing
             self._process.stop()
         own = self._process = OwnServer(policy, self.model, self.settings_for(policy), self.log)
-        own.start(self.start_deadline, self._say)
+        with may_be_given_up():
+            own.start(self.start_deadline, self._say)
         return [own.url]
 
     # ------------------------------------------------------------------ one that is lost
@@ -237,7 +239,8 @@ class VLLMServerGenerator(EngineGenerator):
             return []
         urls = self.urls or [client.url for client in engine.clients]
         try:
-            return wait_for(urls, self.start_deadline, self.answer_deadline)
+            with may_be_given_up():
+                return wait_for(urls, self.start_deadline, self.answer_deadline)
         except ServerError as error:
             raise self._last_words(
                 f"{lost} It did not come back within generator.start_deadline={self.start_deadline:g} seconds: {error}"

@@ -24,6 +24,7 @@ from lit_rl.generation.vllm.server_outputs import ask_server
 from lit_rl.generation.vllm.settings import WORKER_EXTENSION
 from lit_rl.generation.vllm.transports import Transport, at_once
 from lit_rl.generation.vllm.work import Work
+from lit_rl.interruption import may_be_given_up
 
 ADAPTER = "lit_rl_policy"
 _NEXT = 0.02
@@ -174,7 +175,7 @@ class ServerEngine:
         events = queue.SimpleQueue[Done | Failed]()
         asking = {server: self._asking(server, min(_AT_ONCE, work.at_once), events) for server in self._asked}
         try:
-            with server_errors():
+            with may_be_given_up(), server_errors():
                 self._deal(work, asking, events, heartbeat)
         finally:
             for each in asking.values():

@@ -1,0 +1,124 @@
+"""Which work a signal ends, and where: one rank, several that agree, threads, functions that catch everything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import pytest
+
+from lit_rl import interruption
+from lit_rl.algorithms.ranks import Ranks
+from lit_rl.algorithms.rollouts.source import given_up_together
+from lit_rl.callbacks.signal_watch import SignalWatch
+from lit_rl.generation.ahead import Ahead, Drawn
+from lit_rl.interruption import Interrupted, agreed, ends_the_run, may_be_given_up
+
+
+class Ended(Exception):
+    """Stands for the end of the run, saved."""
+
+
+def end() -> NoReturn:
+    raise Ended
+
+
+@pytest.fixture(params=[False, True], ids=["one rank", "several"])
+def several(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Signals are listened to; SIGUSR2 asks to stop."""
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: interruption.ask())
+    interruption.listen(end, several=request.param)
+    yield request.param
+    interruption.forget()
+    signal.signal(signal.SIGUSR2, before)
+
+
+def waits(seconds: float = 30.0) -> None:
+    """Is told to stop while it waits."""
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+    time.sleep(seconds)
+
+
+def test_a_wait_ends_at_once_and_the_run_with_it(several: bool) -> None:
+    began = time.monotonic()
+    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+        waits()
+    assert time.monotonic() - began < 10 and not interruption.is_working()
+
+
+@pytest.mark.parametrize("work", [lambda: may_be_given_up(), lambda: may_be_given_up(alone=False)])
+def test_where_ranks_do_not_agree_afterwards_work_goes_on(several: bool, work: Callable) -> None:
+    done = []
+    if not several:
+        with pytest.raises(Ended), ends_the_run(), work():
+            waits()
+        return
+    with ends_the_run(), work():
+        waits(0.5)
+        done.append(True)
+    assert done and interruption.asked()
+
+
+def test_a_hook_that_may_not_be_left_is_not_left(several: bool) -> None:
+    with agreed(), may_be_given_up():
+        waits(0.5)
+    assert interruption.asked()
+    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+        raise AssertionError("it was asked before")
+
+
+def test_what_catches_everything_is_told_again_and_left_at_its_end(several: bool) -> None:
+    caught: list[BaseException] = []
+    watch = SignalWatch(lambda: signal.SIGUSR2 if interruption.asked() else None, ranks=1)
+    threading.Timer(0.5, watch.begin).start()
+    began = time.monotonic()
+    with pytest.raises(Ended), ends_the_run(), agreed(), may_be_given_up():
+        for wait in (waits, lambda: time.sleep(30)):
+            try:
+                wait()
+            except BaseException as error:
+                caught.append(error)
+    watch.end()
+    assert [type(each) for each in caught] == [Interrupted] * 2 and time.monotonic() - began < 20
+
+
+def test_a_thread_beside_goes_on(several: bool) -> None:
+    done = []
+
+    def work() -> None:
+        with ends_the_run(), agreed(), may_be_given_up():
+            time.sleep(0.5)
+            done.append(True)
+
+    beside = threading.Thread(target=work)
+    beside.start()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    beside.join()
+    assert done
+
+
+def test_a_rank_that_has_done_its_work_gives_it_up_where_it_was_asked(several: bool) -> None:
+    """Of one process: what it says of itself is what all say."""
+    with pytest.raises(Ended), ends_the_run():
+        with given_up_together(Ranks()):
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(0.1)
+        with may_be_given_up():
+            raise AssertionError
+
+
+def test_what_is_drawn_ahead_is_waited_for_as_long_as_it_is_said() -> None:
+    ahead, go_on = Ahead(), threading.Event()
+    drawn = Drawn(None)  # pyright: ignore
+    ahead.start((1, (1,)), lambda: drawn)
+    ahead.start((2, (2,)), lambda: [go_on.wait(30), drawn][1])
+    assert [name for name, _ in ahead.peek(0.5)] == [(1, (1,))]
+    taken = ahead.take()
+    assert taken is not None
+    ahead.put_first(*taken)
+    go_on.set()
+    assert [name for name, _ in ahead.peek()] == [(1, (1,)), (2, (2,))] == ahead.names
