@@ -1,23 +1,27 @@
-"""Train every family for many steps, and see what grows: memory, Python objects, open files, threads, child processes.
+"""Train every preset of `conf/algo` for many steps, and see what grows: memory, Python objects, open files, threads,
+child processes.
 
-    python scripts/soak.py                               # every family, 150 optimizer steps each: an hour of one core
+    python scripts/soak.py                               # every preset, 300 optimizer steps each: hours of one core
     python scripts/soak.py --steps 600 --only grpo ppo   # two of them, for longer
-    python scripts/soak.py --only leaking-reward         # a reward that leaks, renewed every ten calls
+    python scripts/soak.py --only leaking-reward         # a reward that leaks, renewed every nine calls
     python scripts/soak.py --json FILE                   # every look, for a plot of your own
+    python scripts/soak.py --markdown FILE               # the table, written anew after each run
 
-Each family is a run of the shipped policy in a process of its own. Every fifth optimizer step it collects garbage,
-gives freed pages back to the system, and counts. The first third is for what is loaded or filled once; over the rest
+Each is a run of the shipped policy in a process of its own, forked from this one, which has loaded the libraries. It
+looks thirty times at what it holds, or at every fifth optimizer step of a short run: it collects garbage, gives freed
+pages back to the system, and counts. The first third is for what is loaded or filled once; over the rest
 memory is a line by Theil and Sen (the median of the slopes between all looks), which a few odd looks do not move.
-Leaves with 1 where a family grows.
+Leaves with 1 where a run grows, or ends with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,10 +32,17 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from rich.console import Console
 from rich.table import Table
 
 from lit_rl import cli
+from lit_rl.cli import (
+    hydra_app,  # noqa: F401  # loaded once, before anything is forked
+    schemas,
+)
 from lit_rl.commands.env_growth import held
 
 BOUND = 32.0
@@ -41,38 +52,56 @@ CHILDREN = 65536.0
 FLAT = ("open files", "threads", "child processes")
 """Of which there are never more in the last third than there were before it."""
 EVERY = 5
+"""Optimizer steps between two looks, at least."""
+LOOKS = 30
+"""Looks at a run, at most."""
 
 SMALL = [
     "logger=none", "callbacks.samples.print=0", "eval.limit=2",
     "trainer.max_epochs=-1", "trainer.limit_val_batches=0", "trainer.accelerator=cpu",
 ]  # fmt: skip
-WRITES = ["data.prompts_per_rollout=4", "algo.group_size=4", "sampling.max_new_tokens=8"]
+WRITES = ["data.prompts_per_rollout=4", "sampling.max_new_tokens=8"]
+GROUPS = ["algo.group_size=4"]
 PAIRS = ["data.batch_size=8", "trainer.accumulate_grad_batches=1"]
-GAMES = ["experiment=guess", "data.prompts_per_rollout=4", "algo.group_size=4", "data.val_batch_size=2"]
+GAMES = ["experiment=guess", "data.prompts_per_rollout=4", *GROUPS, "data.val_batch_size=2"]
 LEAKING = Path(__file__).with_name("leaking_reward.py")
+PRESETS = sorted(path.stem for path in (Path(cli.__file__).parents[2] / "conf" / "algo").glob("*.yaml"))
 
 # fmt: off
-FAMILIES: dict[str, list[str]] = {
-    "grpo": ["algo=grpo", *WRITES],
-    "rloo": ["algo=rloo", *WRITES],
-    "reinforce": ["algo=reinforce", *WRITES],
-    "dapo": ["algo=dapo", *WRITES],
-    "ppo": ["algo=ppo", *WRITES],
-    "sft": ["algo=sft", *PAIRS],
-    "dpo": ["algo=dpo", *PAIRS],
-    "kto": ["algo=kto", *PAIRS],
-    "reward-model": ["algo=reward_model", *PAIRS],
-    "online-dpo": ["algo=online_dpo", "data.prompts_per_rollout=4", "sampling.max_new_tokens=8"],
-    "tools": ["experiment=calculator", *WRITES, "data.val_batch_size=2"],
+OTHERS: dict[str, list[str]] = {
+    "tools": ["experiment=calculator", *WRITES, *GROUPS, "data.val_batch_size=2"],
     "environment": GAMES,
     "environment-in-workers": [*GAMES, "env.workers=1"],
-    "images": ["experiment=vl_digits", "data.prompts_per_rollout=4", "algo.group_size=4"],
+    "images": ["experiment=vl_digits", "data.prompts_per_rollout=4", *GROUPS],
     "leaking-reward": [
-        "algo=grpo", *WRITES, "reward=function", f"reward.fn={LEAKING}:leaking", "reward.recycle_after=10",
+        "algo=grpo", *WRITES, *GROUPS, "reward=function", f"reward.fn={LEAKING}:leaking", "reward.recycle_after=9",
     ],
 }
 # fmt: on
-"""The settings of each run, beside those of `SMALL`."""
+"""Runs that are more than a preset: their settings, beside those of `SMALL`. The leaking reward's process is renewed at
+other steps than are looked at: right after it there is none."""
+NEEDS = {
+    "gigpo": [*GAMES, "algo=gigpo"],
+    "turn_ppo": [*GAMES, "algo=turn_ppo"],
+    "gkd": ["experiment=gkd_addition", *PAIRS],
+}
+"""Presets that do not run by their name alone."""
+
+
+def settings_of(name: str) -> list[str]:
+    """The settings of a run, beside those of `SMALL`: a few small rollouts, or a few rows."""
+    if name in OTHERS:
+        return OTHERS[name]
+    if name in NEEDS:
+        return NEEDS[name]
+    schemas.register()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("lit_rl.conf", version_base="1.3"):
+        config = compose("config", [f"algo={name}"])
+    GlobalHydra.instance().clear()
+    if "batch_size" in config.data:
+        return [f"algo={name}", *PAIRS]
+    return [f"algo={name}", *WRITES, *(GROUPS if config.algo.group_size > 4 else [])]
 
 
 class Looks(L.Callback):
@@ -80,12 +109,17 @@ class Looks(L.Callback):
 
     Args:
         path: The file.
+        every: Optimizer steps between two looks.
         leak: KiB that each step leaves behind on purpose.
     """
 
-    def __init__(self, path: str, leak: int = 0) -> None:
-        self.path, self.leak, self._last = Path(path), leak, -1
+    def __init__(self, path: str, every: int, leak: int = 0) -> None:
+        self.path, self.every, self.leak, self._last = Path(path), every, leak, -1
         self._leaked: list[bytearray] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        gc.collect()
+        gc.freeze()  # the libraries are not gone through at every look
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         step = trainer.global_step
@@ -94,7 +128,7 @@ class Looks(L.Callback):
         self._last = step
         if self.leak:
             self._leaked.append(bytearray(b"x" * (self.leak * 1024)))
-        if step % EVERY == 0:
+        if step % self.every == 0:
             look = {"step": step, **held(), "KiB of children": _of_children()}
             with self.path.open("a") as file:
                 file.write(json.dumps(look) + "\n")
@@ -161,57 +195,95 @@ def slope(looks: Sequence[dict[str, float]], name: str) -> float:
 # ---------------------------------------------------------------------- running them
 
 
-def looked_at(family: str, steps: int, folder: Path, *more: str) -> list[dict[str, float]]:
-    """Train one family in a process of its own, and read what it saw of itself.
+def looked_at(name: str, steps: int, folder: Path, *more: str) -> list[dict[str, float]]:
+    """Train one preset in a process of its own, and read what it saw of itself.
 
     Raises:
-        SystemExit: the run ended with an error.
+        RuntimeError: the run ended with an error.
     """
-    path = folder / f"{family}.jsonl"
-    own = [f"trainer.max_steps={steps}", f"run_dir={folder / family}", f"+callbacks.looks.path={path}"]
-    settings = [*SMALL, *FAMILIES[family], *own, "+callbacks.looks._target_=soak.Looks", *more]
-    command = [sys.executable, __file__, "--train", *settings, "allow_targets=[soak]"]
-    with (folder / f"{family}.log").open("w") as log:
-        ended = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
-    if ended.returncode:
-        said = (folder / f"{family}.log").read_text()[-2000:]
-        raise SystemExit(f"{family} ended with exit code {ended.returncode}:\n{said}")
+    path, log = folder / f"{name}.jsonl", folder / f"{name}.log"
+    looks = ["_target_=soak.Looks", f"path={path}", f"every={max(EVERY, steps // LOOKS)}"]
+    own = [f"trainer.max_steps={steps}", f"run_dir={folder / name}", *(f"+callbacks.looks.{each}" for each in looks)]
+    command = [*SMALL, *settings_of(name), *own, *more, "allow_targets=[soak]"]
+    sys.stdout.flush()
+    child = os.fork() or _train(command, log)
+    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise RuntimeError(f"{name} ended with exit code {code}:\n{log.read_text()[-2000:]}")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def _train(command: list[str], log: Path) -> int:
+    """Be the process of a run: does not return."""
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT, 0o644)
+    for descriptor in (1, 2):
+        os.dup2(handle, descriptor)
+    os.close(handle)
+    sys.argv = ["train.py"]
+    code = 1
+    try:
+        code = cli.run(command)
+    finally:
+        os._exit(code)
+
+
+COLUMNS = ("run", "steps", "KiB a step", "objects a step", "workers, MiB", *FLAT, "grown")
+
+
+def row(name: str, verdict: Verdict) -> list[str]:
+    """One of the table; counts are the most before the last third and in it, where they differ."""
+    counts = [f"{a:g}" if a == b else f"{a:g} then {b:g}" for a, b in verdict.counts.values()]
+    numbers = (f"{verdict.memory:+.1f}", f"{verdict.objects:+.1f}", f"{verdict.children / 1024:.0f}")
+    return [name, str(verdict.steps), *numbers, *counts, ", ".join(verdict.grown) or "-"]
+
+
 def shown(verdicts: dict[str, Verdict]) -> Table:
-    """One row a family."""
+    """The table for a terminal."""
     table = Table(title=f"What grows (bound: {BOUND:g} KiB an optimizer step)", title_justify="left")
-    columns = ("steps", "KiB a step", "objects a step", "workers, MiB", *FLAT, "grown")
-    table.add_column("family", no_wrap=True)
-    for name in columns:
-        table.add_column(name, justify="right")
-    for family, verdict in verdicts.items():
-        counts = [f"{before:g} {after:g}" for before, after in verdict.counts.values()]
-        numbers = (f"{verdict.memory:+.1f}", f"{verdict.objects:+.1f}", f"{verdict.children / 1024:.0f}")
-        table.add_row(family, str(verdict.steps), *numbers, *counts, ", ".join(verdict.grown) or "-")
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=name == "run", justify="left" if name == "run" else "right")
+    for name, verdict in verdicts.items():
+        table.add_row(*row(name, verdict))
     return table
+
+
+def markdown(verdicts: dict[str, Verdict]) -> str:
+    """The table for a page."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *(row(name, verdict) for name, verdict in verdicts.items())]
+    return "".join(f"| {' | '.join(each)} |\n" for each in rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps of each run")
-    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES), metavar="FAMILY")
+    names = [*OTHERS, *PRESETS]
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument("--json", type=Path, help="a file for every look")
+    parser.add_argument("--markdown", type=Path, help="a file for the table")
     given = parser.parse_args()
+    torch.set_num_threads(1)
     verdicts: dict[str, Verdict] = {}
     looks: dict[str, list[dict[str, float]]] = {}
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        for family in given.only:
+        for name in given.only:
             began = time.monotonic()
-            looks[family] = looked_at(family, given.steps, Path(folder))
-            verdicts[family] = judged(looks[family])
-            print(f"{family}: {time.monotonic() - began:.0f} s, {verdicts[family]}", flush=True)
+            try:
+                looks[name] = looked_at(name, given.steps, Path(folder))
+            except RuntimeError as error:
+                failed.append(name)
+                print(error, flush=True)
+                continue
+            verdicts[name] = judged(looks[name])
+            print(f"{name}: {time.monotonic() - began:.0f} s, {verdicts[name]}", flush=True)
             if given.json:
                 given.json.write_text(json.dumps(looks))
+            if given.markdown:
+                given.markdown.write_text(markdown(verdicts))
     Console(width=140).print(shown(verdicts))
-    return int(any(verdict.grown for verdict in verdicts.values()))
+    if failed:
+        print(f"Ended with an error: {', '.join(failed)}.")
+    return int(bool(failed) or any(verdict.grown for verdict in verdicts.values()))
 
 
 if __name__ == "__main__":
-    raise SystemExit(cli.run(sys.argv[2:]) if sys.argv[1:2] == ["--train"] else main())
+    raise SystemExit(main())

@@ -23,11 +23,12 @@ def no_file_above(size: int) -> Iterator[None]:
 
 
 @contextmanager
-def small_disk(folder: Path, size: int) -> Iterator[None]:
-    """A disk of its own at a new folder, full after so many bytes. Skips the test where this process may mount none."""
+def small_disk(folder: Path, size: int, how: str = "rw") -> Iterator[None]:
+    """A disk of its own at a new folder, full after so many bytes; `ro`: that nobody may write. Skips the test where
+    this process may mount none."""
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size},{how}", "none", str(folder)], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"a disk of its own is mounted, which takes root: {mounted.stderr.strip()}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from cli_helpers import QUICK, Command, contents, refused
+from no_room import small_disk
 from omegaconf import DictConfig, OmegaConf
 from tiers import quick
 
@@ -70,6 +71,9 @@ ROWS: list[tuple[str, list[str], int, list[str]]] = [
     ("callback-scalar", ["+callbacks.x=3"], 2, ["callbacks.x=3", "callbacks.x._target_="]),
     ("callback-of-trainer", ["trainer.callbacks=[3]"], 2, ["3 is no callback"]),
     ("no-key", ["seed=1", "=3"], 2, ["no key=value"]),
+    ("logger-scalar", ["+logger.x=3"], 2, ["logger.x=3"]),
+    ("histograms", ["callbacks.histograms.every=0"], 2, ["every=0", "[1, inf]"]),
+    ("deep-name", ["run_dir=" + "x/" * 3000], 7, ["File name too long"]),
     ("nul", ["run_dir='a\0b'"], 7, ["run_dir='a", "embedded null byte"]),
     ("clip-low", ["algo.loss.clip_low=0"], 2, ["algo.loss.clip_low=0", "(0, 1]"]),
     ("clip-high", ["algo.loss.clip_high=-0.2"], 2, ["algo.loss.clip_high=-0.2", "(0, inf]"]),
@@ -331,6 +335,27 @@ class TestRunDirectory:
         assert outcome.code == 0, outcome.err
         assert json.loads((cwd / name / "summary.json").read_text())["status"] == "finished"
         assert (cwd / name / "hf" / "model.safetensors").is_file()
+
+    @pytest.mark.all
+    def test_in_the_users_home(self, step: Command, cwd: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("HOME", str(cwd / "home"))
+        outcome = step("run_dir=~/run")
+        assert outcome.code == 0, outcome.err
+        assert (cwd / "home" / "run" / "summary.json").is_file() and not (cwd / "~").exists()
+
+    @pytest.mark.all
+    def test_on_a_disk_that_nobody_may_write(self, step: Command, cwd: Path):
+        with small_disk(cwd / "disk", 1_000_000, "ro"):
+            refused(step("run_dir=disk/run"), 7, "run_dir=disk/run", "Read-only file system")
+
+    @pytest.mark.all
+    def test_a_token_of_the_environment_in_a_name_is_in_no_file(self, step: Command, cwd: Path, monkeypatch):
+        token = "hf_" + "Ab3" * 12
+        monkeypatch.setenv("HF_TOKEN", token)
+        outcome = step("run_dir=run", "sampling.stop=['${oc.env:HF_TOKEN}']")
+        assert outcome.code == 0, outcome.err
+        written = [path for path in cwd.rglob("*") if path.is_file() and token.encode() in path.read_bytes()]
+        assert not written and token not in outcome.err + outcome.out
 
 
 YAMLS = {

@@ -52,6 +52,13 @@ def test_the_names_are_those_that_are_counted(soak) -> None:
     assert {"KiB of memory", "Python objects", *soak.FLAT} <= held().keys()
 
 
+def test_every_preset_has_its_settings(soak) -> None:
+    assert {"grpo", "dpo", "turn_ppo"} <= set(soak.PRESETS) and soak.NEEDS.keys() <= set(soak.PRESETS)
+    assert soak.settings_of("kto") == ["algo=kto", *soak.PAIRS]
+    assert soak.settings_of("grpo") == ["algo=grpo", *soak.WRITES, *soak.GROUPS]
+    assert soak.settings_of("online_dpo") == ["algo=online_dpo", *soak.WRITES], "its pairs stay pairs"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("leak", [0, 256])
 @pytest.mark.parametrize("family", ["grpo", "sft"])
