@@ -98,7 +98,7 @@ KEYS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     ("reward", "", ["from_paths", "Rewards", "RewardRecipes", "JointRewards"]),
-    ("judge", "", ["RewardJudge", "FunctionJudge", "PairwiseJudge", "LLMJudge"]),
+    ("judge", "", ["RewardJudge", "FunctionJudge", "PairwiseJudge", "LLMJudge", "PairRMJudge"]),
     ("reference", "", ["FrozenCopy", "OtherModel", "EMAReference", "BEMAReference", "MixingReference"]),
     ("sampling", "", ["Sampling"]),
     ("generator", "", ["NativeGenerator", "HFGenerator", "HFContinuousGenerator"]),

@@ -124,6 +124,7 @@ TARGETS = {
     "FunctionJudge": "lit_rl.rewards.judges.functions.FunctionJudge",
     "PairwiseJudge": "lit_rl.rewards.judges.functions.PairwiseJudge",
     "LLMJudge": "lit_rl.rewards.judges.language_model.LLMJudge",
+    "PairRMJudge": "lit_rl.rewards.judges.pair_ranker.PairRMJudge",
     "Samples": "lit_rl.callbacks.Samples",
     "Rollouts": "lit_rl.callbacks.Rollouts",
     "Progress": "lit_rl.callbacks.Progress",

@@ -14,6 +14,7 @@ from lit_rl.rewards.completion import text_of
 from lit_rl.rewards.judges.base import Judge, RewardJudge
 from lit_rl.rewards.judges.functions import FunctionJudge, PairwiseJudge
 from lit_rl.rewards.judges.language_model import LLMJudge
+from lit_rl.rewards.judges.pair_ranker import PairRMJudge
 from lit_rl.rewards.scorers.process_reward_model import ProcessRewardModel
 from lit_rl.rewards.scorers.remote import RemoteReward
 from lit_rl.rewards.scorers.reward_model import RewardModel
@@ -32,6 +33,7 @@ __all__ = [
     "LLMJudge",
     "Length",
     "MathAccuracy",
+    "PairRMJudge",
     "PairwiseJudge",
     "ProcessRewardModel",
     "ReasoningGymExact",

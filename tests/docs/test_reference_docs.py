@@ -63,7 +63,7 @@ def test_every_key_of_the_reference_is_a_key(root: Path) -> None:
         ["optimizer=by_path", "scheduler=by_path", "reward=function"],
         ["reward=recipes"],
         ["reward=joint"],
-        *([f"judge={name}"] for name in ("function", "pairwise", "llm")),
+        *([f"judge={name}"] for name in ("function", "pairwise", "llm", "pairrm")),
         *([f"reference={name}"] for name in ("path", "ema", "bema", "mixing")),
         *([f"generator={name}"] for name in ("hf_continuous", "vllm", "vllm_server")),
         ["callbacks=preference_sets"],

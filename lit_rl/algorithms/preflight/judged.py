@@ -77,7 +77,7 @@ def judge_has_rewards(judge: Judge, rewards: Sequence[str], missing_eos_penalty:
     if judge.reads_rewards and not rewards:
         raise ConfigError(
             f"judge={type(judge).__name__} compares rewards, and there is no reward function: set reward, such "
-            "as exact_match, or take another judge (judge=llm, judge=function, judge=pairwise)."
+            "as exact_match, or take another judge (judge=llm, judge=pairrm, judge=function, judge=pairwise)."
         )
     if missing_eos_penalty is None:
         return

@@ -28,7 +28,7 @@ def can_be_compared(against: str, judge: Judge, rewards: Sequence[str], data: An
         raise ConfigError(
             f"eval.win_rate_against={against!r} compares completions by a judge or by the summed reward, and there "
             "is neither: set reward, such as exact_match, or take a judge that needs none (judge=llm, "
-            "judge=function, judge=pairwise)."
+            "judge=pairrm, judge=function, judge=pairwise)."
         )
     if not getattr(data, "val_names", True):
         raise ConfigError(

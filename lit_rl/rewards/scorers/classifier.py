@@ -226,7 +226,7 @@ def _placed(description: Classifier, model: Any, tokenizer: Any) -> tuple[PreTra
     if description.chat_template is not None:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = description.chat_template
-    return model.to(_device(description.device)).eval(), tokenizer
+    return model.to(device_named(description.device)).eval(), tokenizer
 
 
 def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -263,10 +263,10 @@ def _load(description: Classifier) -> tuple[PreTrainedModel, PreTrainedTokenizer
         )
     if description.chat_template is not None:
         tokenizer.chat_template = description.chat_template
-    return model.to(_device(description.device)).eval().requires_grad_(False), tokenizer
+    return model.to(device_named(description.device)).eval().requires_grad_(False), tokenizer
 
 
-def _device(name: str | None) -> torch.device:
+def device_named(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
