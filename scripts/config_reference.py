@@ -1,5 +1,5 @@
-"""Write the tables of docs/configuration.md from the YAML files of `conf/` and the docstrings of the classes, and
-lit_rl/cli/schema_keys.yaml, what each schema has.
+"""Write docs/configuration/, a page for each group, and the tables of docs/configuration.md, from the YAML files of
+`conf/` and the docstrings of the classes; and lit_rl/cli/schema_keys.yaml, what each schema has.
 
     python scripts/config_reference.py
 
@@ -18,11 +18,12 @@ from typing import Any
 
 import yaml
 
-from lit_rl.cli import key_names, schemas, stored_schemas
+from lit_rl.cli import key_names, listing, schemas, stored_schemas
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = ROOT / "conf"
 DOCUMENT = ROOT / "docs" / "configuration.md"
+PAGES = ROOT / "docs" / "configuration"
 MARKER = "<!-- Below: `python scripts/config_reference.py`. Do not edit by hand. -->\n"
 
 
@@ -61,8 +62,27 @@ def arguments(docstring: str) -> dict[str, str]:
 TERMS = [path.relative_to(CONF).as_posix() for path in sorted((CONF / "algo").rglob("*")) if path.is_dir()]
 """The sub-groups of `algo`."""
 
-GROUPS = ["algo", *TERMS, "model", "data", "reward", "judge", "reference", "sampling", "generator", "env", "optimizer"]
-GROUPS += ["scheduler", "eval", "strategy", "logger", "callbacks", "experiment", "debug"]
+GROUPS = {
+    "algo": "the method",
+    "model": "the policy",
+    "data": "what it learns from",
+    "reward": "numbers for completions",
+    "judge": "which of two completions is better",
+    "reference": "what a KL is measured against",
+    "sampling": "how completions are drawn",
+    "generator": "what draws them",
+    "env": "what answers the policy between its turns",
+    "optimizer": "how weights move",
+    "scheduler": "the learning rate over the steps",
+    "eval": "validation",
+    "trainer": "Lightning's Trainer",
+    "strategy": "several devices",
+    "logger": "where metrics go",
+    "callbacks": "what watches and saves",
+    "experiment": "whole recipes",
+    "debug": "short runs that look for faults",
+}
+"""The groups at the top, each with a page of its own, and what it is about."""
 
 BY_NAME = ("algo.preference",)
 """Where several choices stand side by side, each under its own name."""
@@ -153,15 +173,36 @@ DEPARTURES = [
 
 
 def tables() -> str:
-    """Everything below the marker."""
-    parts = [MARKER, "## The groups and their choices\n"]
-    parts += [f"{group_table(group)}\n" for group in GROUPS]
-    parts += ["## Every key\n", "### Top level\n", f"{top_level()}\n"]
+    """Everything below the marker of the entry page."""
+    parts = [MARKER, "## The groups\n", f"{overview()}\n", "## Keys at the top\n", f"{top_level()}\n"]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def overview() -> str:
+    """The groups, with their pages and the choice that a run takes where none is typed."""
+    taken = listing.defaults()
+    rows = [
+        f"| [`{group}`](configuration/{group}.md) | {about} | {f'`{taken[group]}`' if group in taken else ''} |"
+        for group, about in GROUPS.items()
+    ]
+    return "\n".join(["| group | | where none is typed |", "|---|---|---|", *rows])
+
+
+def page(group: str) -> str:
+    """docs/configuration/<group>.md as it should be: its choices, those of groups inside it, and every key."""
+    terms = TERMS if group == "algo" else []
+    parts = [f"# `{group}`: {GROUPS[group]}\n", MARKER, "[All groups](../configuration.md)\n", "## Choices\n"]
+    parts += [f"{group_table(each)}\n" for each in (group, *terms)]
+    keys: list[str] = []
     for prefix, of, names in KEYS:
-        title = f"`{prefix}.*`: {of}" if of else f"`{prefix}.*`"
-        parts += [f"### {title}\n", f"{key_table(prefix, names)}\n"]
+        if prefix.partition(".")[0] == group:
+            title = f"`{prefix}.*`: {of}" if of else f"`{prefix}.*`"
+            keys += [f"### {title}\n", f"{key_table(prefix, names)}\n"]
     for prefix, file, schema in DEPARTURES:
-        parts += [f"### `{prefix}.*`: where we depart from Lightning\n", f"{departures(prefix, CONF / file, schema)}\n"]
+        if prefix.partition(".")[0] == group:
+            title = f"### `{prefix}.*`: where we depart from Lightning\n"
+            keys += [title, f"{departures(prefix, CONF / file, schema)}\n"]
+    parts += ["## Every key\n", *keys] if keys else []
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -177,14 +218,18 @@ def first_comment(path: Path) -> str:
     return cell(next(comment for comment in comments if not comment.startswith("@package")))
 
 
+UNSAID = {
+    "seed": "Of everything that is drawn.",
+    "task": "What is done: `fit` trains, and every [command](commands.md) has its own.",
+}
+"""Keys at the top whose line says nothing of them."""
+
+
 def top_level() -> str:
     """The keys of `conf/config.yaml` that belong to no group."""
     text = (CONF / "config.yaml").read_text().partition("\n\n")[2].partition("\nhydra:")[0]
     found = re.findall(r"^(\w+): (\S.*?)(?:\s+# (.*))?$", text, re.MULTILINE)
-    rows = [
-        f"| `{key}` | `{default}` | {cell(comment) or 'Of everything that is drawn.'} |"
-        for key, default, comment in found
-    ]
+    rows = [f"| `{key}` | `{default}` | {cell(comment) or UNSAID[key]} |" for key, default, comment in found]
     return "\n".join(["| key | default | |", "|---|---|---|", *rows])
 
 
@@ -272,4 +317,7 @@ def in_a_line(value: Any) -> str:
 
 if __name__ == "__main__":
     DOCUMENT.write_text(document())
+    PAGES.mkdir(exist_ok=True)
+    for group in GROUPS:
+        (PAGES / f"{group}.md").write_text(page(group))
     key_names.SCHEMA_KEYS.write_text(schema_keys())

@@ -74,6 +74,7 @@ def _hydra(command: str | None, rest: list[str]) -> int:
     rest, read = translated(rest)
     if read and _is_first_process():
         sys.stderr.write(f"Read as {' '.join(read)}\n")
+    _say_what_loads(command or "train", "composing the config")
     if command and HYDRA[command] != "fit":
         # argparse takes overrides in one row only, before the options or after them
         first = next((i for i, word in enumerate(rest) if "=" in word and not word.startswith("-")), len(rest))
@@ -89,10 +90,10 @@ def _hydra(command: str | None, rest: list[str]) -> int:
     return hydra_start.main()
 
 
-def _say_what_loads(command: str) -> None:
-    """The first line, before what takes seconds to import."""
+def _say_what_loads(command: str, what: str = "loading torch, lightning and transformers") -> None:
+    """The first line, before what takes a second or more."""
     if "torch" not in sys.modules and _is_first_process():
-        sys.stderr.write(f"lit-rl {command}: loading torch, lightning and transformers ...\n")
+        sys.stderr.write(f"lit-rl {command}: {what} ...\n")
         sys.stderr.flush()
 
 

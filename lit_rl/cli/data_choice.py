@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
+from lit_rl.cli.early import TELL_THE_DATA
 from lit_rl.commands.data_check import data_check, kind_of
 from lit_rl.commands.first_row import first_row
 from lit_rl.data.offline.example import Kind
@@ -192,7 +193,7 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)
         given = {override.key_or_group: override.value() for override in parsed if not override.is_sweep_override()}
-        elsewhere = {"data", "algo", "experiment", "data.prompt_key"} & {override.key_or_group for override in parsed}
+        elsewhere = TELL_THE_DATA & {override.key_or_group for override in parsed}
         if elsewhere or not isinstance(given.get("data.path"), str):
             return kept
         tree = OmegaConf.create({"allow_targets": []})

@@ -9,12 +9,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.cli.whereabouts import TOLD_FOLDER, folder_of, is_sweep, writes_nothing
+from lit_rl.cli.whereabouts import TOLD_FOLDER, folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError
 from lit_rl.named import check_function, check_model
 
+TELL_THE_DATA = {"data", "algo", "experiment", "data.prompt_key"}
+"""Keys with which the columns of a file choose nothing, or not before Hydra composes."""
 _OF_A_RUN = ("report",)
 """Tasks that need a folder with a run in it, and nothing else."""
 _OF_ROWS = ("fit", "eval", "validate", "test", "predict", "plan", "reward_test", "data_check", "env_check", "best_of_n")
@@ -24,7 +26,9 @@ _OF_A_MODEL = ("fit", "eval", "validate", "test", "predict", "plan", "best_of_n"
 
 
 def check(config: DictConfig) -> None:
-    """Refuse files and folders that are missing. Rank 0 asks: the others are told what it decided.
+    """Refuse files and folders that are missing, in every process alike: none may wait for one that has left.
+
+    What rank 0 alone decides, the folder and the checkpoint of the run, is looked at where it is alone so far.
 
     Args:
         config: As it was composed.
@@ -43,9 +47,11 @@ def check(config: DictConfig) -> None:
     if config.task in _OF_A_MODEL:
         for name in _texts(_at(config, "model.name")):
             check_model(name, "model.name")
+    if is_launched():
+        return
     if config.task in _OF_ROWS and config.ckpt_path not in (None, "last"):
         check_checkpoint(str(config.ckpt_path))
-    if config.task == "fit" and config.run_dir and not is_sweep() and TOLD_FOLDER not in os.environ:
+    if config.task == "fit" and config.run_dir and not is_sweep():
         _check_folder(config)
 
 

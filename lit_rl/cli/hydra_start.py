@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -90,17 +91,30 @@ def _noted(config: DictConfig) -> int:
 def run(config: DictConfig) -> int:
     """One job."""
     _check(config)
-    if is_main():
-        early.check(config)
+    early.check(config)
     _load(config.task)
-    from lit_rl.cli import hydra_app
+    with _without_root_handlers():
+        from lit_rl.cli import hydra_app
 
     return hydra_app.run(config)
 
 
+@contextlib.contextmanager
+def _without_root_handlers() -> Iterator[None]:
+    """Lightning, as it is imported, hands its messages up where the root logger has a handler, and Hydra has given it
+    one by now: each message would come twice."""
+    root = logging.getLogger()
+    handlers, root.handlers[:] = list(root.handlers), []
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+
+
 def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """`data_choice.chosen_before`, which loads torch, where the words name a file."""
-    if not any(word.startswith("data.path=") for word in arguments):
+    """`data_choice.chosen_before`, which loads torch, where the words name a file whose columns are to be looked at."""
+    keys = {word.lstrip("+").partition("=")[0] for word in arguments}
+    if "data.path" not in keys or keys & early.TELL_THE_DATA:
         return list(arguments), ""
     early.check_words(arguments)
     _load(next((word.partition("=")[2] for word in reversed(arguments) if word.startswith("task=")), "fit"))

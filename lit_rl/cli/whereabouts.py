@@ -28,6 +28,11 @@ def is_main() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in _RANKS)
 
 
+def is_launched() -> bool:
+    """Whether a launcher, or rank 0 of the run, has started this process, so that there are others."""
+    return TOLD_FOLDER in os.environ or any(name in os.environ for name in _RANKS)
+
+
 def is_sweep() -> bool:
     """Whether this is a job of one."""
     return HydraConfig.get().mode == RunMode.MULTIRUN

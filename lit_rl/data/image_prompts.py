@@ -129,7 +129,7 @@ class EqualVideos:
                 )
 
     def add(self, visuals: Sequence[Visual], where: str) -> None:
-        """As `check`, and later prompts are held against this one.
+        """As `check`, and later prompts are compared with this one.
 
         Raises:
             DataError: as `check`.

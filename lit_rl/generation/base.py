@@ -58,7 +58,7 @@ class Generator(ABC):
 
     exact: bool = True
     """Whether samples are drawn from the very policy that learns, by its own forward pass. An engine with weights or
-    kernels of its own says False: its log-probs are then held against the training's, and its samples weighted."""
+    kernels of its own says False: its log-probs are then compared with the training's, and its samples weighted."""
 
     lag: int = 0
     """How many rollouts older than the policy the samples of a rollout are. With 1 the generator runs elsewhere:

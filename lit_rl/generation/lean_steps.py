@@ -15,7 +15,7 @@ scores them. Products of modules that are neither plain linear layers nor plain 
 
 Models are recognised by their parts, and by an attention that knows of positions by its angles alone: what it did with
 positions themselves could begin far behind the few tokens of a proof. Then they are proven (`proven`): each operation
-is held against the module that it stands for, and the logits of the whole against those of the model. Llama, Qwen2,
+is compared with the module that it stands for, and the logits of the whole with those of the model. Llama, Qwen2,
 Qwen3, Mistral and SmolLM2 fit; whatever does not decodes as `grouped_steps` does it, and so does a model that somebody
 watches (hooks), compiled or shards.
 """

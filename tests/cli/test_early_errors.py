@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
-from lit_rl.cli import hydra_app, hydra_start, schemas, stored_schemas
-from lit_rl.errors import ConfigError
+from lit_rl.cli import early, hydra_app, hydra_start, schemas, stored_schemas
+from lit_rl.errors import ConfigError, DataError
 from lit_rl.named import check_function
 from lit_rl.rewards.functions.by_path import load_function
 
@@ -71,8 +72,22 @@ def test_what_needs_no_torch_is_refused_without_it(root: Path, tmp_path: Path) -
     for (line, (code, words)), row in zip(REFUSED.items(), done.stdout.splitlines(), strict=True):
         ended, said = json.loads(row)
         assert (ended, words in said) == (code, True), f"{line}: {ended}: {said}"
-        assert "loading torch" not in said
+        assert "composing the config ..." in said and "loading torch" not in said
     assert {path.name for path in tmp_path.iterdir()} == {"mine.py", "nine.jsonl", "finished"}
+
+
+def test_beside_other_processes_the_run_s_folder_and_checkpoint_are_left_to_where_they_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 tells them that it fails, and a checkpoint may be on its machine alone; data is looked at by each."""
+    (tmp_path / "taken").touch()
+    config = OmegaConf.create({"task": "fit", "run_dir": str(tmp_path / "taken"), "ckpt_path": "none.ckpt"})
+    config.data = {"_target_": "lit_rl.data.datamodule.RolloutDataModule", "path": None}
+    monkeypatch.setenv("RANK", "0")
+    early.check(config)
+    config.data.path = "none.jsonl"
+    with pytest.raises(DataError, match="no such file or folder"):
+        early.check(config)
 
 
 def test_a_schema_comes_back_as_the_constructor_made_it() -> None:

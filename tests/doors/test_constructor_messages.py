@@ -139,6 +139,10 @@ def test_settings_that_are_given_already() -> None:
             GRPO("tiny", exact_match, **given)
     with pytest.raises(ConfigError, match=r"RewardModeling takes no sampling=\. help\(RewardModeling\)"):
         RewardModeling("tiny", sampling=Sampling())
+    with pytest.raises(ConfigError, match=r"takes no reward_funcs=\. It learns from the rows of a data set\. help"):
+        RewardModeling("tiny", reward_funcs=exact_match)
+    with pytest.raises(ConfigError, match=r"takes no temperature=\.(?! It belongs to the sampling)"):
+        RewardModeling("tiny", temperature=1.0)
 
 
 @pytest.mark.parametrize(

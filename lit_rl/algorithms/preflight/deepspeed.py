@@ -80,7 +80,7 @@ def method_fits_zero(
             f"trainer.gradient_clip_algorithm=value: DeepSpeed's engine clips by the norm only. Take norm, {_INSTEAD}."
         )
     if not proven:
-        raise ConfigError(f"{method} was never held against one process with DeepSpeed. Take strategy=ddp or fsdp.")
+        raise ConfigError(f"{method} was never compared with one process under DeepSpeed. Take strategy=ddp or fsdp.")
     if generator is not None and not isinstance(generator, NativeGenerator | HFGenerator):
         raise ConfigError(
             f"generator={type(generator).__name__} was never run with DeepSpeed. Take generator=native or hf, "

@@ -114,11 +114,21 @@ def keywords(algorithm: type, given: Mapping[str, Any], taken: type) -> None:
     wrong = next((name for name in given if name not in known), None)
     if wrong is None:
         return
-    elsewhere = f" {_ELSEWHERE[wrong][0].upper()}{_ELSEWHERE[wrong][1:]}." if wrong in _ELSEWHERE else ""
+    elsewhere = _elsewhere(wrong, {*known, *_names(algorithm)})
+    elsewhere = f" {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else ""
     near = "" if elsewhere else did_you_mean(wrong, known | _names(algorithm))
     raise ConfigError(
         f"{algorithm.__name__} takes no {wrong}=.{elsewhere}{near} help({algorithm.__name__}) lists them."
     )
+
+
+def _elsewhere(name: str, known: set[str]) -> str:
+    """Where it stands here, for what has such a place: a reward model takes no reward, and draws nothing."""
+    said = _ELSEWHERE.get(name, "")
+    place = {_SAMPLING: "sampling", _ENV: "env"}.get(said, "reward" if name.startswith("reward_") else None)
+    if place is None or place in known:
+        return said
+    return "it learns from the rows of a data set" if place == "reward" else ""
 
 
 def _names(kind: type) -> set[str]:

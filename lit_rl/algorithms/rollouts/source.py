@@ -364,7 +364,7 @@ def _drawn_with(generator: Generator, asked: RolloutRequest) -> Callable[[], Dra
         # Autocast's copies of weights are one process's. Who leaves its outermost region in any thread drops them, so
         # this thread never does: the training would cast a weight anew, and add up its gradient in another order.
         torch.autocast_increment_nesting()
-        # A thread begins with gradients, on the first GPU, and without autocast: the engine is held against the
+        # A thread begins with gradients, on the first GPU, and without autocast: the engine is compared with the
         # weights as they are.
         with torch.no_grad(), torch.cuda.device_of(next(asked.policy.parameters())):
             return Drawn(_ask(generator, asked)(), generator.gap)

@@ -46,7 +46,7 @@ class EngineCorrection:
         self.correction = None if automatic and exact else correction
         self.rejection, self.normalisation = rejection, normalisation
         self.measures_mismatch = self.correction is not None or rejection is not None or not exact
-        """Whether the engine's log-probs are held against the policy's: always where the engine is not the policy."""
+        """Whether the engine's log-probs are compared with the policy's: always where the engine is not the policy."""
         self.needs_old_logprobs = bool(rejection or normalisation)
         """Whether a term needs the weights before the loss is computed."""
 

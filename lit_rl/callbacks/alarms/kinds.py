@@ -242,7 +242,7 @@ class HeldOutFlat(Alarm):
     """The reward that is trained for rises, and what is held out does not: the policy games the reward, or knows the
     prompts by heart.
 
-    At each validation the mean of `proxy` since the one before is held against that of `window` validations earlier,
+    At each validation the mean of `proxy` since the one before is compared with that of `window` validations earlier,
     and so is `held_out`.
 
     Args:
