@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lit_rl.cli import key_names
+from lit_rl.cli import key_names, other_names
 from lit_rl.cli.listing import conf_folder, defaults, groups, keys, no_choice
 from lit_rl.errors import ConfigError, did_you_mean, nearest
 
@@ -178,6 +178,8 @@ def _dashed(flag: str) -> str:
     name = flag.lstrip("-").replace("-", "_")
     if name in AMBIGUOUS:
         return f"{flag} is no option: settings are written key=value. What it may mean: {AMBIGUOUS[name]}."
+    if name not in MEANS and (told := other_names.said(name)) and name not in {*groups([conf_folder()]), *keys()}:
+        return f"{flag} is no option: settings are written key=value.{told}"
     return f"{flag} is no option: settings are written key=value, such as {MEANS.get(name, name)}=..."
 
 
@@ -187,7 +189,11 @@ def _meant(name: str, known: set[str], choices: Mapping[str, str]) -> str:
     for group, choice in choices.items():
         for key in key_names.of_choice(group, choice) if (conf_folder() / group / f"{choice}.yaml").is_file() else ():
             inside.setdefault(key, []).append(f"{group}.{key}")
+    if told := meaning(name):
+        return told
     near = nearest(name, sorted({*known, *MEANS, *AMBIGUOUS, *inside}))
+    if near is None and (told := other_names.near(name)):
+        return told
     near = near or next((key for key in sorted(known) if name.startswith(key)), None)  # algorithm, model_name
     if near is None:
         return ""
@@ -201,7 +207,7 @@ def meaning(key: str) -> str:
     name = key.rpartition(".")[2]
     if name in AMBIGUOUS:
         return f" What it may mean: {AMBIGUOUS[name]}."
-    return f" Did you mean {MEANS[name]!r}?" if MEANS.get(name, key) != key else ""
+    return f" Did you mean {MEANS[name]!r}?" if MEANS.get(name, key) != key else other_names.said(key)
 
 
 def _check_in_group(key: str, group: str, name: str, choice: str) -> None:

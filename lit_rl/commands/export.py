@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,11 +60,13 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         model: Name or hub id of what the run began with.
         algorithm: Name of the algorithm.
         dataset: What it learned from.
-        summary: What the run wrote down of itself: rewards `after`, and which prompts.
+        summary: What the run wrote down of itself: rewards `before` and `after`, and which prompts.
     """
     versions = {name: importlib.metadata.version(name) for name in ("lit-rl", "torch", "transformers", "lightning")}
     results = {
-        f"{name or 'held-out'}, {decoding}": f"{numbers['reward']:.3f}"
+        f"reward, {name or 'held-out'}, {decoding}": _measured(
+            numbers, summary.get("before", {}).get(name, {}).get(decoding)
+        )
         for name, decodings in summary.get("after", {}).items()
         for decoding, numbers in decodings.items()
         if "reward" in numbers
@@ -75,7 +78,37 @@ def card_facts(model: str, algorithm: str, dataset: str, summary: Mapping[str, A
         "results": results,
         "versions": versions,
     }
+    facts |= {"paper": PAPERS[algorithm]} if algorithm in PAPERS else {}
     return facts | ({"prompts": summary["prompts"]} if summary.get("prompts") else {})
+
+
+PAPERS = {
+    "bco": "2404.04656",
+    "cpo": "2401.08417",
+    "dpo": "2305.18290",
+    "gkd": "2306.13649",
+    "grpo": "2402.03300",
+    "kto": "2402.01306",
+    "nashmd": "2312.00886",
+    "onlinedpo": "2402.04792",
+    "orpo": "2403.07691",
+    "ppo": "1707.06347",
+    "rloo": "2402.14740",
+    "xpo": "2405.21046",
+}
+"""The arXiv id of the paper of each class of algorithm that has one, as in docs/papers.md."""
+
+
+def _measured(after: Mapping[str, float], before: Mapping[str, float] | None) -> str:
+    """A mean and its 95 % interval, and the same before training where it was measured."""
+    said = _mean(after)
+    return f"{said} after, {_mean(before)} before (95 % intervals)" if before and "reward" in before else said
+
+
+def _mean(numbers: Mapping[str, float]) -> str:
+    ends = [numbers.get(f"reward_{end}") for end in ("low", "high")]
+    known = [f"{end:.3f}" for end in ends if end is not None and math.isfinite(end)]
+    return f"{numbers['reward']:.3f}" + (f" [{', '.join(known)}]" if len(known) == 2 else "")
 
 
 def _load(job: Export) -> int:

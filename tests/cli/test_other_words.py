@@ -77,6 +77,19 @@ def test_beta_of_rloo_is_another_one():
         ("algo.lr=1e-5", "algo.lr is not a key. Did you mean 'optimizer.lr'?"),
         ("trainer.epochs=2", "trainer.epochs is not a key. Did you mean 'trainer.max_epochs'?"),
         ("algo.kl_coef=0.1", "algo.kl_coef is not a key. What it may mean: algo.beta, "),
+        (
+            "scale_rewards=none",
+            "Here: algo/advantage=group_normalized (batch is batch_normalized, none is centered). M",
+        ),
+        ("reward_weights=[1]", "reward_weights is not a key. reward_weights is TRL's name. Here: reward.weights=..."),
+        ("eval_strategy=no", "Here: trainer.val_check_interval=..."),
+        ("algo.scale_rewards=none", "Here: algo/advantage=group_normalized"),
+        ("use_peft=true", "Here: model.lora.r=..."),
+        ("remove_unused_column=1", "Did you mean remove_unused_columns, TRL's name. Here: not needed ("),
+        ("actor_rollout_ref.rollout.n=4", "n is verl's key. Here: algo.group_size=.... More: docs/from-verl.md"),
+        ("algorithm.adv_estimator=gae", "Here: grpo: algo=grpo; gae: algo=ppo;"),
+        ("trainer.total_epochs=2", "Here: trainer.max_epochs=..."),
+        ("data.train_batch_size=8", "Here: data.prompts_per_rollout=..."),
         ("args.learning_rate=1", "args.learning_rate is not a key. Did you mean 'optimizer.lr'?"),
     ],
 )
@@ -102,6 +115,7 @@ def test_keys_that_another_word_brings_are_left_to_hydra(added):
         (["--learning-rate=1e-4"], "such as optimizer.lr=..."),
         (["--batch-size", "4"], "What it may mean: data.prompts_per_rollout"),
         (["--seed", "1"], "such as seed=..."),
+        (["--use-peft"], "use_peft is TRL's name. Here: model.lora.r=..."),
     ],
 )
 def test_options_with_dashes_say_how_settings_are_written(typed, meant):

@@ -90,7 +90,12 @@ def test_the_wheel_holds_everything_and_nothing_else(wheel):
     }
     assert {"lit_rl/models/tiny/model.safetensors", "lit_rl/models/digits/model.safetensors"} < policies
     assert len(conf) > 50
-    others = {"lit_rl/data/digits.csv.gz", "lit_rl/cli/schema_keys.yaml", "lit_rl/py.typed"}
+    others = {
+        "lit_rl/data/digits.csv.gz",
+        "lit_rl/cli/schema_keys.yaml",
+        "lit_rl/cli/other_names.yaml",
+        "lit_rl/py.typed",
+    }
     assert names == conf | code | policies | others
     assert wheel.stat().st_size < 4_500_000
 

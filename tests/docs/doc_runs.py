@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -37,6 +39,16 @@ def left_as_found() -> Iterator[None]:
         os.environ.update(environment)
         root.handlers[:], root.level = handlers, level
         GlobalHydra.instance().clear()
+
+
+def script(root: Path, name: str) -> ModuleType:
+    """A file of `scripts/`, imported."""
+    spec = importlib.util.spec_from_file_location(name, root / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

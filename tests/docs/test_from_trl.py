@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import inspect
 import re
 import warnings
 from collections.abc import Iterator
@@ -12,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 import yaml
 from composed_configs import tree_of
 from doc_blocks import blocks, table_rows
-from doc_runs import left_as_found
+from doc_runs import left_as_found, script
 from tiers import quick
 
 from lit_rl.algorithms.rollouts.plan import BatchPlan
+from lit_rl.cli.other_words import MEANS
+from lit_rl.models import Lora
 
 BOTH, INHERITED = "Fields of both trainers", "Fields inherited from transformers.TrainingArguments"
 ALGO = {"GRPOConfig": "algo=grpo", "RLOOConfig": "algo=rloo"}
@@ -58,8 +62,12 @@ def peer(name: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*trl.experimental")
         module = importlib.import_module(f"{home}.{stem}_config")
+    return defaults_of(getattr(module, name))
+
+
+def defaults_of(config: Any) -> dict[str, Any]:
     found = {}
-    for field in dataclasses.fields(getattr(module, name)):
+    for field in dataclasses.fields(config):
         made = field.default_factory is not dataclasses.MISSING
         found[field.name] = field.default_factory() if made else field.default  # pyright: ignore
     return found
@@ -212,8 +220,6 @@ def test_the_keys_of_ppo_exist_and_have_that_default(page: Path) -> None:
 
 def test_trl_has_no_other_trainer_of_a_method_here() -> None:
     """The page says which it no longer has."""
-    import trl
-
     homes = [Path(trl.__file__).parent / home for home in ("trainer", "experimental")]
     there = {path.stem for home in homes for path in home.iterdir()}
     assert (
@@ -237,11 +243,11 @@ def test_trl_has_no_other_trainer_of_a_method_here() -> None:
 def test_a_value_that_differs_is_explained(page: Path) -> None:
     bare = []
     for heading in (BOTH, INHERITED, *(f"Fields of {name}" for name in ALGO)):
-        for trl, default, _, default_here, differs in table_rows(page, heading):
+        for field, default, _, default_here, differs in table_rows(page, heading):
             theirs, ours = ([value or None for value in values(cell)] for cell in (default, default_here))
             in_a_list = ours and isinstance(ours[0], list)
             if default_here and theirs != ours and not in_a_list and not differs:
-                bare.append(trl)
+                bare.append(field)
     assert not bare
 
 
@@ -325,3 +331,25 @@ def test_the_batches_of_the_example_are_the_same(page: Path, composed: Any) -> N
     assert plan.completions == micro_batch * trl["steps_per_generation"]
     assert plan.completions // plan.minibatches == micro_batch * trl["gradient_accumulation_steps"]
     assert plan.completions // plan.minibatches // plan.accumulate == micro_batch
+
+
+def test_the_messages_say_what_the_tables_say(root: Path) -> None:
+    made = script(root, "other_names")
+    assert made.OTHER_NAMES.read_text() == made.content(), "run: python scripts/other_names.py"
+    names = made.names_of_trl()
+    for config in ("ModelConfig", "ScriptArguments"):
+        assert defaults_of(getattr(trl, config)).keys() <= names.keys(), config
+    for name, key in MEANS.items():  # what is read without a question is what its row says
+        assert name not in names or key in names[name] or key == "model", name
+
+
+@pytest.mark.parametrize("config", ["ModelConfig", "ScriptArguments"])
+def test_the_fields_of_its_command_line_are_told(page: Path, config: str, composed: Any) -> None:
+    tree, rows = composed("algo=dpo"), table_rows(page, f"Fields of {config}")
+    told = [line_of(row, config) for row in rows]
+    tree["model"]["lora"] = {name: each.default for name, each in inspect.signature(Lora).parameters.items()}
+    assert {line.fields[0]: line.theirs[0] for line in told} == defaults_of(getattr(trl, config))
+    for line in told:
+        for key, ours in zip(line.keys, line.ours or [None] * len(line.keys), strict=True):
+            found = at(tree, key)
+            assert not line.ours or found == ours, line.fields

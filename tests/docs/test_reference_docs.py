@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import json
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from doc_blocks import table_rows
-from doc_runs import left_as_found
+from doc_runs import left_as_found, script
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from lit_rl.cli import key_names, schemas
-
-
-def script(root: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, root / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_configuration_reference_is_up_to_date(root: Path) -> None:

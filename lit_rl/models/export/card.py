@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from lit_rl.errors import ConfigError
 
-_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title", "prompts")
+_FACTS = ("base_model", "algorithm", "results", "versions", "dataset", "title", "prompts", "paper")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+CITATION = """@software{lit_rl,
+  title = {{lit_rl: PyTorch Lightning modules for RL post-training of language models}},
+  author = {{The lit_rl maintainers}},
+  version = {0.1.0}
+}"""
+"""What CITATION.cff says, as BibTeX."""
 _PROMPTS = {
     "text": "Prompts were plain text, and are given as they stand: without the chat template, if there is one.",
     "messages": "Prompts were messages, which its chat template renders.",
@@ -26,7 +34,8 @@ def model_card(
 
     Args:
         facts: ``base_model`` (hub id or short name) and ``algorithm`` are needed. ``results`` and ``versions`` map
-            names to values, ``dataset`` and ``title`` are text, ``prompts`` is a `PromptForm`.
+            names to values, ``dataset`` and ``title`` are text, ``prompts`` is a `PromptForm`, ``paper`` the arXiv id
+            of the method's paper. A ``base_model`` that is no ``owner/name`` stands in the text alone.
         loaded_by: The class of transformers that loads the model.
         pipeline: The hub's word for what the model does.
         how_to_load: The lines of Python that load it. None: those of the class `loaded_by`.
@@ -38,12 +47,14 @@ def model_card(
     if wrong:
         raise ConfigError(f"The facts of a model card are {', '.join(_FACTS)}; missing or unknown: {sorted(wrong)}.")
     base, algorithm = str(facts["base_model"]), str(facts["algorithm"])
+    paper = facts.get("paper")
     header = [
         "---",
-        f"base_model: {json.dumps(base)}",  # JSON strings are YAML strings, so nothing in a name can break the header
+        # JSON strings are YAML strings, so nothing in a name can break the header
+        *([f"base_model: {json.dumps(base)}"] if _HUB_ID.fullmatch(base) and base[0] != "." else []),
         "library_name: transformers",
         f"pipeline_tag: {pipeline}",
-        f"tags: {json.dumps(['lit_rl', 'reinforcement-learning', algorithm])}",
+        f"tags: {json.dumps(['lit_rl', 'reinforcement-learning', algorithm, *([f'arxiv:{paper}'] if paper else [])])}",
         "---",
     ]
     data = f" on {_cell(facts['dataset'])}" if "dataset" in facts else ""
@@ -54,6 +65,7 @@ def model_card(
         _section(how_to_load) if how_to_load else _how_to_load(loaded_by),
         *_table("Results", "metric", facts.get("results", {})),
         *_table("Versions", "package", facts.get("versions", {})),
+        f"## Citation\n\n```bibtex\n{CITATION}{_of_paper(str(paper), algorithm) if paper else ''}\n```",
     ]
     return "\n".join(header) + "\n\n" + "\n\n".join(body) + "\n"
 
@@ -63,6 +75,13 @@ _HOW_TO_LOAD = """from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder)"""
+
+
+def _of_paper(arxiv: str, algorithm: str) -> str:
+    return (
+        f"\n\n@misc{{arxiv_{arxiv.replace('.', '_')},\n  title = {{The paper of {algorithm}, arXiv:{arxiv}}},\n"
+        f"  eprint = {{{arxiv}}},\n  archivePrefix = {{arXiv}}\n}}"
+    )
 
 
 def _section(lines: str) -> str:

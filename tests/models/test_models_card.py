@@ -1,0 +1,39 @@
+"""What a model card says, read as the hub reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from huggingface_hub import ModelCard
+
+from lit_rl.commands.export import PAPERS, card_facts
+from lit_rl.models.export.card import CITATION, model_card
+
+SUMMARY = {
+    "before": {"": {"greedy": {"reward": 0.5, "reward_low": 0.4, "reward_high": 0.6}}},
+    "after": {"": {"greedy": {"reward": 0.8, "reward_low": 0.7, "reward_high": 0.9}}},
+}
+
+
+def test_a_card_says_how_good_it_is_and_what_to_cite() -> None:
+    text = model_card(card_facts("me/base", "grpo", "sums", SUMMARY))
+    card = ModelCard(text)
+    assert card.data.base_model == "me/base" and "arxiv:2402.03300" in card.data.tags
+    assert "| reward, held-out, greedy | 0.800 [0.700, 0.900] after, 0.500 [0.400, 0.600] before (95 % interv" in text
+    assert CITATION in text and "eprint = {2402.03300}" in text
+
+
+def test_a_base_that_is_on_no_hub_is_not_in_the_header() -> None:
+    for name in ("tiny", "./runs/a", "../a", "/a/b"):
+        text = model_card(card_facts(name, "sft", "sums", {"after": SUMMARY["after"]}))
+        assert ModelCard(text).data.base_model is None and f"`{name}` trained with" in text
+        assert "| 0.800 [0.700, 0.900] |" in text and "@misc" not in text
+
+
+def test_citations_are_those_of_the_repository(root: Path) -> None:
+    told = yaml.safe_load((root / "CITATION.cff").read_text())
+    for value in (told["title"], told["version"], told["authors"][0]["name"]):
+        assert value in CITATION
+    papers = (root / "docs" / "papers.md").read_text()
+    assert not [paper for paper in PAPERS.values() if paper not in papers]
