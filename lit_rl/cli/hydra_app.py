@@ -29,6 +29,7 @@ from lit_rl.cli import (
     data_choice,
     doctoring,
     ends,
+    evaluated,
     exporting,
     hydra_node,
     own_keys,
@@ -145,8 +146,11 @@ def run(config: DictConfig) -> int:
         return replays.run(config) if _is_main() else 0
     if config.task in _WITHOUT_A_RUN:
         return _WITHOUT_A_RUN[config.task](config) if _is_main() else 0
-    with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
-    config, note = with_groups(config)
+    if evaluated.is_over_a_run(config.task, config.run_dir) and not _is_sweep():
+        config, note = evaluated.with_settings_of_the_run(config)
+    else:
+        with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
+        config, note = with_groups(config)
     if note and _is_main():
         sys.stdout.write(f"{note}\n")
     if not _is_main() and _RUN_DIR in os.environ:
@@ -292,8 +296,10 @@ def _check(config: DictConfig) -> None:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
         raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
-    if config.trust_run and config.task not in ("replay", "chat"):
-        raise ConfigError("trust_run is a key of lit-rl replay and lit-rl chat: no other command reads a run's config.")
+    if config.trust_run and config.task not in ("replay", "chat", "export", *evaluated.TASKS):
+        raise ConfigError(
+            "trust_run is a key of lit-rl replay, chat, export and eval: no other command reads a run's config."
+        )
     if config.task == "replay":
         return
     if config.replay.losses or config.replay.rollout:

@@ -19,6 +19,15 @@ _NAMES_CODE = (
 )
 """Objects of ours that import a module or a Python file by its path, or start a program."""
 
+_BUILTIN = tuple(
+    f"lit_rl.rewards.{name}."
+    for name in (
+        *(f"builtin.{module}" for module in ("environment", "format", "lengths", "math", "math_verify", "reasoning")),
+        *("builtin.repetition", "builtin.text", "sums.weighted", "judges.base"),
+    )
+)
+"""Of these, what computes from texts alone: it runs nobody's code, asks no server and loads no model."""
+
 
 def check(parts: dict[str, Any], config: DictConfig) -> None:
     """Refuse parts of a run's config that may not be built, or whose building runs code of the run's author.
@@ -34,7 +43,8 @@ def check(parts: dict[str, Any], config: DictConfig) -> None:
     found = {key: check_target(key, target, allowed) for key, target in targets(parts)}
     if config.trust_run:
         return
-    code = [(key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE)]
+    named = ((key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE))
+    code = [(key, made) for key, made in named if not f"{made}.".startswith(_BUILTIN)]
     for key, what in (*code, *((key, "true") for key in _remote_code(parts))):
         raise ConfigError(
             f"{key}={what} of the run's config.yaml runs code that the run's author chose. Where you trust the run, "
