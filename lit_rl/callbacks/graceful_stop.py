@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import let_go_of_the_terminal
+from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.errors import GenerationError
 
 
@@ -72,7 +73,7 @@ class GracefulStop(L.Callback):
             checkpoint = trainer.checkpoint_callback
             folder = getattr(checkpoint, "dirpath", None)
             if folder is not None:
-                trainer.save_checkpoint(f"{folder}/step_{trainer.global_step:08d}.ckpt", weights_only=False)
+                save_step(trainer, f"{folder}/step_{trainer.global_step:08d}.ckpt")
             trainer.should_stop = True
             trainer.fit_loop.epoch_loop._skip_next_val = True  # Lightning validates where `should_stop` is set
             self._requeue(trainer)
@@ -148,7 +149,7 @@ class GracefulStop(L.Callback):
         path = Path(folder) / f"step_{trainer.global_step:08d}.ckpt"
         if anew or not trainer.strategy.broadcast(is_whole(path)):
             self._failed = True
-            trainer.save_checkpoint(path, weights_only=False)
+            save_step(trainer, path)
         return path
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
