@@ -31,7 +31,10 @@ _NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "a
 
 def is_over_a_run(task: str, run_dir: str | None) -> bool:
     """Whether this command evaluates, and its `run_dir` is the folder of a run."""
-    return task in TASKS and bool(run_dir) and (Path(str(run_dir)).expanduser() / "config.yaml").is_file()
+    try:
+        return task in TASKS and bool(run_dir) and (Path(str(run_dir)).expanduser() / "config.yaml").is_file()
+    except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
+        return False
 
 
 def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
@@ -85,10 +88,13 @@ def _compared(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_resolved(taken: dict[str, Any], path: Path) -> None:
-    """Refuse references: a run writes none, and what they lead to would be read from this machine."""
+    """Refuse references, which no run writes, and which would be followed on this machine; and left out secrets."""
     for part, node in taken.items():
-        if bad := next((text for text in _texts(node) if "${" in text), None):
-            raise ConfigError(f"{path}: {part} holds {bad[:80]!r}, which no run writes. Type {part}=... instead.")
+        if bad := next((text for text in _texts(node) if "${" in text or "<redacted>" in text), None):
+            why = "a reference, which no run writes" if "${" in bad else "where a secret was, which no run writes down"
+            raise ConfigError(
+                f"{path}: {part} holds {bad[:80]!r}, {why}. Type the group too: {part}=... with its keys."
+            )
 
 
 def _texts(node: Any) -> Iterator[str]:

@@ -13,6 +13,7 @@ from lit_rl.errors import ConfigError
 _NAMES_CODE = (
     "lit_rl.rewards.",
     "lit_rl.environments.",
+    "lit_rl.data.verifiers_tasks.",
     "lit_rl.generation.rollout_function.",
     "lit_rl.algorithms.optim.optimizers.ByPath",
     "lit_rl.algorithms.optim.schedule_by_path.",

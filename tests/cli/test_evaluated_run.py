@@ -9,6 +9,8 @@ import pytest
 import yaml
 from cli_helpers import QUICK, refused, write_jsonl
 
+from lit_rl.cli.evaluated import is_over_a_run
+
 ROWS = [{"prompt": f"{n}+{n}=", "answer": "no number"} for n in range(8)]
 EVAL = ["eval", "run_dir=run", "ckpt_path=last", "logger=none", "trainer.accelerator=cpu", "trainer.devices=1"]
 
@@ -21,6 +23,13 @@ def result(run: Path) -> dict[str, float]:
         path.rmdir() if path.is_dir() else path.unlink()
     folder.rmdir()
     return found
+
+
+def test_what_is_no_folder_of_a_run_has_no_settings(tmp_path: Path) -> None:
+    for name in ("x" * 5000, "~nobody-of-that-name/x", str(tmp_path), "", None):
+        assert not is_over_a_run("eval", name)
+    (tmp_path / "config.yaml").touch()
+    assert is_over_a_run("eval", str(tmp_path)) and not is_over_a_run("fit", str(tmp_path))
 
 
 def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, cwd):
@@ -68,6 +77,8 @@ def _hostile(command, cwd: Path) -> None:
     assert not list(cwd.glob("*.canary"))
     config.write_text(yaml.safe_dump({**tree, "data": {**tree["data"], "path": "${oc.env:HOME}"}}))
     refused(command(*EVAL), 2, "data holds '${oc.env:HOME}'")
+    config.write_text(yaml.safe_dump({**tree, "data": {**tree["data"], "path": "https://<redacted>a.b/c.jsonl"}}))
+    refused(command(*EVAL), 2, "data holds", "where a secret was", "data=...")
     config.write_text(yaml.safe_dump({**tree, "reward": theirs, "algo": {**tree["algo"], "reward": theirs}}))
     trusted = command(*EVAL, "trust_run=true")
     assert trusted.code == 0 and result(cwd / "run")["val/reward"] == pytest.approx(0.5)
