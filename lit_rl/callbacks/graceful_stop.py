@@ -29,6 +29,7 @@ from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.callbacks.signal_watch import SignalWatch
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import let_go_of_the_terminal
+from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.errors import GenerationError
 
 
@@ -89,7 +90,7 @@ class GracefulStop(L.Callback):
             folder = _folder_of(trainer)
             if folder is not None:
                 self.saved = folder / f"step_{trainer.global_step:08d}.ckpt"
-                trainer.save_checkpoint(self.saved, weights_only=False)
+                save_step(trainer, self.saved)
             trainer.should_stop = True
             trainer.fit_loop.epoch_loop._skip_next_val = True  # Lightning validates where `should_stop` is set
             self._requeue(trainer)
@@ -180,7 +181,7 @@ class GracefulStop(L.Callback):
         if anew or not trainer.strategy.broadcast(is_whole(path)):
             self._failed = True
             set_rng_state(self._place["rng"])
-            trainer.save_checkpoint(path, weights_only=False)
+            save_step(trainer, path)
         return path
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

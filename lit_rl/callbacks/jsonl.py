@@ -13,6 +13,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_rl.errors import ConfigError
+
 
 class JsonlLogger(Logger):
     """Writes every metric that is logged as JSON lines `{"step": ..., name: value, ...}`.
@@ -20,12 +22,13 @@ class JsonlLogger(Logger):
     Lines that cannot be written wait in memory for the next call; the file never ends within one.
 
     Args:
-        path: The file. It is appended to, so a resumed run goes on in it.
+        path: The file. It is appended to, so a resumed run goes on in it. None, for `lit-rl fit` alone: `metrics.jsonl`
+            in the folder of the Trainer's first logger.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
-        self.path = Path(path)
+        self.path = None if path is None else Path(path)
         self._waiting: list[str] = []
 
     @property
@@ -48,9 +51,12 @@ class JsonlLogger(Logger):
 
         Raises:
             OSError: the file cannot be written. It is as it was.
+            ConfigError: nobody has said which file.
         """
         if not self._waiting:
             return
+        if self.path is None:
+            raise ConfigError("JsonlLogger(path=None) is for lit-rl fit: give the file, such as runs/x/metrics.jsonl.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         before = self.path.stat().st_size if self.path.exists() else 0
         try:

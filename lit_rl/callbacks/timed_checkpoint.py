@@ -7,6 +7,7 @@ one is due when what the last one took is at most a given share of the time sinc
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -86,9 +87,47 @@ class TimedCheckpoint(ModelCheckpoint):
         ended = time.monotonic()
         self._due = ended + max(self.every_seconds, (ended - began) * (1 / self.max_share - 1))
 
+    def save_step(self, trainer: L.Trainer, path: str | Path) -> None:
+        """Save the step at hand, whatever is due; then remove what is past `save_top_k`, as after any other save.
+
+        Where another `monitor` than the step chooses what is kept, this one is kept beside that.
+        """
+        key, before = os.path.realpath(path), dict(self.best_k_models)
+        if self.monitor == "step" and self.mode == "max" and self.save_top_k > 0:
+            self._count(key, trainer.global_step)
+        trainer.save_checkpoint(path, weights_only=False)
+        self._last_global_step_saved = trainer.global_step
+        for name in before.keys() - self.best_k_models.keys():
+            if self._should_remove_checkpoint(trainer, name, key):
+                self._remove_checkpoint(trainer, name)
+
+    def _count(self, key: str, step: int) -> None:
+        """As one of the newest: a resume reads from the file itself that it is."""
+        steps = {**self.best_k_models, key: torch.tensor(float(step))}
+        newest = sorted(steps, key=lambda name: float(steps[name]), reverse=True)[: self.save_top_k]
+        self.best_k_models = {name: steps[name] for name in newest}
+        self.best_model_path, self.best_model_score = newest[0], steps[newest[0]]
+        if len(newest) == self.save_top_k:
+            self.kth_best_model_path, self.kth_value = newest[-1], steps[newest[-1]]
+
+    def _should_remove_checkpoint(self, trainer: L.Trainer, previous: str, current: str) -> bool:
+        """Of this folder alone. Lightning keeps the file that a run went on from, so that each stop would leave one."""
+        if not self.dirpath or previous == current:
+            return False
+        return os.path.realpath(Path(previous).parent) == os.path.realpath(self.dirpath)
+
     def _is_due(self, trainer: L.Trainer) -> bool:
         """Whether rank 0's clock says that it is time."""
         return bool(trainer.strategy.broadcast(time.monotonic() >= self._due))
+
+
+def save_step(trainer: L.Trainer, path: str | Path) -> None:
+    """Save the step at hand by the Trainer's checkpoint callback, which then removes what it keeps no longer."""
+    callback = trainer.checkpoint_callback
+    if isinstance(callback, TimedCheckpoint):
+        callback.save_step(trainer, path)
+    else:
+        trainer.save_checkpoint(path, weights_only=False)
 
 
 def _bytes(weights: Iterable[torch.Tensor]) -> int:

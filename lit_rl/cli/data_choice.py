@@ -15,6 +15,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from lit_rl.cli import evaluated
 from lit_rl.cli.build import ALLOWED, build, check_target, plain
 from lit_rl.cli.early import TELL_THE_DATA
 from lit_rl.commands.data_check import data_check, kind_of
@@ -188,7 +189,8 @@ def chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:
     words, kept = list(arguments), (list(arguments), "")
     overrides = [word for word in words[1:] if "=" in word and not word.startswith("-")]
     task = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("task=")), "fit")
-    if task not in _OF_ANY_ROWS:
+    run_dir = next((word.partition("=")[2] for word in reversed(overrides) if word.startswith("run_dir=")), None)
+    if task not in _OF_ANY_ROWS or evaluated.is_over_a_run(task, run_dir):
         return kept
     try:
         parsed = OverridesParser.create().parse_overrides(overrides)

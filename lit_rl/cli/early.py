@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from lit_rl.cli.whereabouts import TOLD_FOLDER, folder_of, is_launched, is_sweep, writes_nothing
+from lit_rl.cli.whereabouts import folder_of, is_launched, is_sweep, writes_nothing
 from lit_rl.commands import folder_state
 from lit_rl.data.sources import local_path
 from lit_rl.errors import ConfigError

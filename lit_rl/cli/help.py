@@ -53,7 +53,7 @@ COMMANDS = {
             ("eval.group_size", "completions a prompt; above 1 also pass@k"),
             ("eval.temperature", "0: greedy"),
         ),
-        "Type the words of the training beside them (`algo`, `model`, `data`, `reward`): a run does not bring them.",
+        "Model, data, algorithm and reward are the run's. What is typed counts more; a line names what differs.",
     ),
     "plan": Command(
         "does a run fit into memory, and how long does a step take",

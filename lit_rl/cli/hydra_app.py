@@ -24,6 +24,7 @@ from lit_rl.cli import (
     doctoring,
     early,
     ends,
+    evaluated,
     exporting,
     quiet,
     replays,
@@ -89,8 +90,11 @@ def run(config: DictConfig) -> int:
         return replays.run(config) if is_main() else 0
     if config.task in _WITHOUT_A_RUN:
         return _WITHOUT_A_RUN[config.task](config) if is_main() else 0
-    with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
-    config, note = with_groups(config)
+    if evaluated.is_over_a_run(config.task, config.run_dir) and not is_sweep():
+        config, note = evaluated.with_settings_of_the_run(config)
+    else:
+        with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group
+        config, note = with_groups(config)
     if note and is_main():
         sys.stdout.write(f"{note}\n")
     if not is_main() and TOLD_FOLDER in os.environ:

@@ -24,6 +24,8 @@ TASKS = (
     "serve", "doctor", "transcripts", "report", "export", "replay",
 )  # fmt: skip
 """What `task=` may be."""
+_READ_A_RUN = ("replay", "chat", "export", "eval", "validate", "test", "predict")
+"""Those that take settings from the folder of a run."""
 _LAUNCH = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", TOLD_FOLDER, TOLD_CHECKPOINT)
 
 
@@ -140,8 +142,10 @@ def _check(config: DictConfig) -> None:
         raise ConfigError("allow_targets is taken from the command line only: a file must not widen what it may build.")
     if config.trust_run and not hydra_node.typed(HydraConfig.get().overrides.task, "trust_run"):
         raise ConfigError("trust_run is taken from the command line only: a file must not vouch for another.")
-    if config.trust_run and config.task not in ("replay", "chat"):
-        raise ConfigError("trust_run is a key of lit-rl replay and lit-rl chat: no other command reads a run's config.")
+    if config.trust_run and config.task not in _READ_A_RUN:
+        raise ConfigError(
+            "trust_run is a key of lit-rl replay, chat, export and eval: no other command reads a run's config."
+        )
     if config.task == "replay":
         return
     if config.replay.losses or config.replay.rollout:

@@ -136,6 +136,7 @@ class CommandLine(LightningCLI):
 
     def before_fit(self) -> None:
         """What Lightning lets pass and no run can use, as the Hydra door refuses it."""
+        self.place_metrics()
         checkpoint = self._get(self.config, "ckpt_path")
         if checkpoint is not None and Path(checkpoint).exists():
             verify_once(Path(checkpoint))
@@ -147,6 +148,14 @@ class CommandLine(LightningCLI):
         self.summary = {"began": time.time()}
         if self._get(self.config, "ckpt_path") is None and not self.trainer.fast_dev_run:  # pyright: ignore
             train.measure(self._run_of(), self.summary, "before")
+
+    def place_metrics(self) -> None:
+        """A JsonlLogger without a path writes where the Trainer's first logger does: runs do not share a file."""
+        for logger in self.trainer.loggers:
+            if isinstance(logger, JsonlLogger) and logger.path is None:
+                logger.path = RunDir(_folder(self.trainer)).metrics
+
+    before_validate = before_test = place_metrics
 
     def after_fit(self) -> None:
         """The table that ends a run of `train`: what was measured before and after, and where the time went."""
@@ -321,7 +330,7 @@ def _folder(trainer: L.Trainer) -> Path:
 
 def _folder_of_metrics(trainer: L.Trainer) -> Path:
     """Of the JsonlLogger; the Trainer's where there is none."""
-    paths = (logger.path for logger in trainer.loggers if isinstance(logger, JsonlLogger))
+    paths = (logger.path for logger in trainer.loggers if isinstance(logger, JsonlLogger) and logger.path)
     return next((path.parent for path in paths), Path(trainer.default_root_dir))
 
 

@@ -13,11 +13,21 @@ from lit_rl.errors import ConfigError
 _NAMES_CODE = (
     "lit_rl.rewards.",
     "lit_rl.environments.",
+    "lit_rl.data.verifiers_tasks.",
     "lit_rl.generation.rollout_function.",
     "lit_rl.algorithms.optim.optimizers.ByPath",
     "lit_rl.algorithms.optim.schedule_by_path.",
 )
 """Objects of ours that import a module or a Python file by its path, or start a program."""
+
+_BUILTIN = tuple(
+    f"lit_rl.rewards.{name}."
+    for name in (
+        *(f"builtin.{module}" for module in ("environment", "format", "lengths", "math", "math_verify", "reasoning")),
+        *("builtin.repetition", "builtin.text", "sums.weighted", "judges.base"),
+    )
+)
+"""Of these, what computes from texts alone: it runs nobody's code, asks no server and loads no model."""
 
 
 def check(parts: dict[str, Any], config: DictConfig) -> None:
@@ -34,7 +44,8 @@ def check(parts: dict[str, Any], config: DictConfig) -> None:
     found = {key: check_target(key, target, allowed) for key, target in targets(parts)}
     if config.trust_run:
         return
-    code = [(key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE)]
+    named = ((key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE))
+    code = [(key, made) for key, made in named if not f"{made}.".startswith(_BUILTIN)]
     for key, what in (*code, *((key, "true") for key in _remote_code(parts))):
         raise ConfigError(
             f"{key}={what} of the run's config.yaml runs code that the run's author chose. Where you trust the run, "

@@ -87,10 +87,19 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
     for mine, other, name in ((ours, theirs, names[0]), (theirs, ours, names[1])):
         for key in mine.keys() - other.keys():
             found.notes.append(f"{title(mine[key])}: only {name} was validated so.")
-    if not found.tests:
+    unlike = [name for name in sets_of(first.series) if _functions(first, name) != _functions(second, name)]
+    if not found.tests and ours.keys() & theirs.keys() and unlike:
+        found.notes.append("No test: no reward function scored both runs. Compare runs with one reward.")
+    elif not found.tests:
         found.notes.append("No test: the files of these runs hold no value for each prompt.")
-    found.values.extend(_last_values(first, second, bool(found.tests)))
+    found.values.extend(_last_values(first, second, bool(found.tests), unlike))
     return found
+
+
+def _functions(run: RunFiles, name: str) -> set[str]:
+    """What the reward of a validation set is made of, by the names that were logged."""
+    head = of_set("rewards/", name)
+    return {full for full in run.series if full.startswith(head) and full.endswith("/mean")}
 
 
 def _names(first: Path, second: Path) -> tuple[str, str]:
@@ -176,13 +185,16 @@ def _check_prompts(names: tuple[str, str], of: str, ours: Mapping[str, str], the
     )
 
 
-def _last_values(first: RunFiles, second: RunFiles, tested: bool) -> list[tuple[str, float, float]]:
-    """The last validations of what the runs are judged by; without the reward where that was tested."""
+def _last_values(
+    first: RunFiles, second: RunFiles, tested: bool, unlike: Sequence[str]
+) -> list[tuple[str, float, float]]:
+    """The last validations of what the runs are judged by; without the reward where that was tested, or is `unlike`."""
     found = []
     for name in sets_of(first.series):
-        for leaf in (*HIGHER, *LOWER)[1 if tested else 0 :]:
+        for leaf in (*HIGHER, *LOWER):
             full = of_set(leaf, name)
-            if full in first.series and full in second.series:
+            left_out = leaf == "reward" and (tested or name in unlike)
+            if not left_out and full in first.series and full in second.series:
                 last = (run.series[full].first_of_each_step().values[-1] for run in (first, second))
                 found.append((full, *last))
     return found

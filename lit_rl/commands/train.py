@@ -22,6 +22,7 @@ from lit_rl.callbacks.checkpoint_files import is_whole
 from lit_rl.callbacks.graceful_stop import GracefulStop, signals_of
 from lit_rl.callbacks.slurm import requeue, requeue_signal
 from lit_rl.callbacks.terminal import Terminal, let_go_of_the_terminal
+from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.callbacks.unwritten import not_written
 from lit_rl.commands import report, run_report
 from lit_rl.commands.export import card_facts
@@ -237,7 +238,7 @@ def _save_last_step(run: Run) -> None:
     saved = target.exists() and (run.ckpt_path is None or is_whole(target))
     # Rank 0 knows: other nodes may have file systems of their own.
     if run.trainer.checkpoint_callback is not None and not run.trainer.strategy.broadcast(saved):
-        run.trainer.save_checkpoint(target, weights_only=False)
+        save_step(run.trainer, target)
 
 
 def _save(run: Run, summary: dict[str, Any]) -> None:

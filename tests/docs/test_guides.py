@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from composed_configs import tree_of
 from doc_blocks import blocks, table_rows
-from doc_runs import left_as_found
+from doc_runs import SMALL, left_as_found
 
 from lit_rl import cli
 from lit_rl.cli.other_words import translated
@@ -111,6 +111,32 @@ def test_the_commands_of_the_guides_compose(root: Path, cwd: Path) -> None:
             for name in key.split("."):
                 assert name in node, (key, one.words)
                 node = node[name]
+
+
+@pytest.mark.all
+def test_the_runs_that_the_first_page_compares_can_be_compared(root, cwd, train, capsys, monkeypatch) -> None:
+    """Its own commands, with a step each."""
+    monkeypatch.setenv("COLUMNS", "200")
+    trained: dict[str, list[str]] = {}
+    said = ""
+    for block in blocks(root / "docs" / "start.md"):
+        if block.file is not None:
+            (cwd / block.file).write_text(block.text)
+        for words in block.commands:
+            if words[:2] == ["python", "train.py"]:
+                folder = next((word.partition("=")[2] for word in words if word.startswith("run_dir=")), "")
+                trained[folder] = words[2:]
+            elif words[0] == "python":
+                exec(compile((cwd / words[1]).read_text(), words[1], "exec"), {})
+            elif words[:2] == ["lit-rl", "compare"]:
+                for each in words[2:]:
+                    assert train(*trained[each], *SMALL, "logger=none", "trainer.accelerator=cpu") == 0, each
+                capsys.readouterr()
+                assert train(*words[1:]) == 0
+                said = capsys.readouterr().out
+    for decoding in ("greedy", "sampled at 1"):
+        assert f"held-out, {decoding}: reward" in said
+    assert "note:" not in said and "algo._target_" in said
 
 
 def test_llms_txt_names_every_page(root: Path) -> None:

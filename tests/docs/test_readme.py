@@ -111,7 +111,7 @@ def test_the_commands_of_a_document_run(name: str, root: Path, cwd: Path, train:
                 ran += 1
             case ["lit-rl", "fit", *arguments]:
                 assert train("fit", *arguments, "--trainer.max_steps=1", "--trainer.limit_val_batches=1") == 0, line
-            case ["lit-rl", "reward-test" | "data-check" | "env-check" | "transcripts" as task, *overrides]:
+            case ["lit-rl", "reward-test" | "data-check" | "env-check" | "transcripts" | "eval" as task, *overrides]:
                 assert train(task, *overrides) == 0, line
             case [command, *_]:
                 assert command in OTHER_COMMANDS, f"{name} has a command that no test knows: {line}"

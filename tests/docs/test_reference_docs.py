@@ -136,7 +136,7 @@ def test_the_batch_arithmetic_is_right(root: Path) -> None:
 @pytest.mark.all
 @pytest.mark.parametrize("sampled", [True, False])
 def test_the_learning_curve_is_drawn(root: Path, tmp_path: Path, sampled: bool) -> None:
-    """With and without a summary; the first validation at a step is the one that is drawn."""
+    """With and without a second decoding; a step that was validated twice is drawn once."""
     pytest.importorskip("matplotlib")
     plot_run = script(root, "plot_run")
     interval = {"reward_low": 0.4, "reward_high": 0.6}
@@ -149,6 +149,8 @@ def test_the_learning_curve_is_drawn(root: Path, tmp_path: Path, sampled: bool) 
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     if sampled:
+        rows += [{"step": step, **{f"val_sampled/{end}": 0.45 for end in ("reward", *interval)}} for step in (0, 8)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         both = {"": {"greedy": {"reward": 0.5, **interval}, "sampled at 1": {"reward": 0.45, **interval}}}
         (tmp_path / "summary.json").write_text(json.dumps({"before": both, "after": both}))
     assert [row["val/reward"] for row in plot_run.validations(rows, "val/reward")] == [0.5]

@@ -266,6 +266,20 @@ def test_fast_dev_run_writes_nothing(demo: str, lit_rl_run: CommandLine, tmp_pat
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.all
+def test_the_shipped_config_ends_with_a_report_of_its_own_run(
+    demo: str, lit_rl_run: CommandLine, tmp_path: Path
+) -> None:
+    outcome = lit_rl_run("fit", demo, *SMALL, "--trainer.max_steps=1", "--trainer.limit_val_batches=1")
+    assert outcome.code == 0, outcome.err
+    folder = tmp_path / "runs" / "lightning" / "version_0"
+    assert "lightning/version_0/report.html  (one file: open it in a browser)" in outcome.out
+    assert "held-out: reward" in (folder / "report.html").read_text()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "val/reward" in row] == [0, 1]
+    assert [row["step"] for row in rows if "val_sampled/reward" in row] == [0, 1]
+
+
 # ---------------------------------------------------------------------- help and configs
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 from run_folders import CONFIG, run_folder, samples
 
@@ -133,6 +134,24 @@ def test_rewards_of_other_functions_are_not_compared(tmp_path: Path) -> None:
     found = comparison(run_files.read(first), run_files.read(second))
     assert [name for name, _ in found.tests] == ["held-out, greedy: right, step 40"]
     assert any("rewards of different functions (right and other, right)" in note for note in found.notes)
+
+
+def test_unlike_rewards_have_no_difference_and_the_note_says_why(tmp_path: Path) -> None:
+    """Of runs whose rewards share no function, as the first reward of one's own and a built-in one."""
+    folders = []
+    for folder, name in ((tmp_path / "a", "right"), (tmp_path / "b", "score")):
+        run_folder(folder, [{"step": 40, "val/reward": 0.5, f"val/rewards/{name}/mean": 0.5, "val/win_rate": 0.25}])
+        samples(folder, "val_00000040_t0", PROMPTS, [1, 0, 1, 0])
+        path = folder / "samples" / "val_00000040_t0.parquet"
+        table = pyarrow.parquet.read_table(path).rename_columns({"rewards/right": f"rewards/{name}"})
+        pyarrow.parquet.write_table(table, path)
+        folders.append(run_files.read(folder))
+    found = comparison(*folders)
+    assert not found.tests and found.values == [("val/win_rate", 0.25, 0.25)]
+    assert found.notes == [
+        "held-out, greedy: rewards of different functions (right and score) are not compared.",
+        "No test: no reward function scored both runs. Compare runs with one reward.",
+    ]
 
 
 def test_runs_that_write_nothing_are_compared_by_their_last_numbers(tmp_path: Path) -> None:

@@ -416,6 +416,9 @@ def test_a_run_that_is_trusted_may_name_code():
     for parts, word in (
         ({"model": {"name": "a/b", "trust_remote_code": True}}, "model.trust_remote_code"),
         ({"data": {"map_row": {"_target_": "hydra.utils.get_method", "path": "lit_rl.rewards.from_paths"}}}, "map_row"),
+        ({"reward": {"_target_": "lit_rl.rewards.RemoteReward", "urls": ["http://a.b"]}}, "RemoteReward"),
+        ({"judge": {"_target_": "lit_rl.rewards.LLMJudge", "base_url": "http://a.b"}}, "LLMJudge"),
+        ({"data": {"task": {"_target_": "lit_rl.data.verifiers_tasks.VerifiersTasks"}}}, "verifiers_tasks"),
         ({"optimizer": {"_target_": "lit_rl.algorithms.optim.optimizers.ByPath", "path": "x.Y"}}, "optimizer"),
         (
             {"s": {"_target_": "lit_rl.algorithms.optim.schedule_by_path.ScheduleByPath", "path": "x.Y"}},

@@ -156,5 +156,6 @@ def test_metrics_are_one_row_a_rollout_and_one_a_validation(train, tmp_path):
     assert train(*SMALL, f"run_dir={tmp_path / 'run'}") == 0
     table = rows(tmp_path / "run")
     assert [row["step"] for row in table if "train/reward" in row] == list(range(1, 13))
-    # before (greedy, sampled), after the first epoch of 8 rollouts, after (greedy, sampled)
-    assert [row["step"] for row in table if "val/reward" in row] == [0, 0, 8, 12, 12]
+    # before, after the first epoch of 8 rollouts, after
+    assert [row["step"] for row in table if "val/reward" in row] == [0, 8, 12]
+    assert [row["step"] for row in table if "val_sampled/reward" in row] == [0, 12]

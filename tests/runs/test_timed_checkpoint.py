@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from runs_helpers import SMALL, assert_same_run, interrupted
 from torch.utils.data import DataLoader
 
-from lit_rl.callbacks import TimedCheckpoint, timed_checkpoint
+from lit_rl.callbacks import GracefulStop, TimedCheckpoint, timed_checkpoint
+from lit_rl.callbacks.timed_checkpoint import save_step
 from lit_rl.errors import ConfigError
 
 
@@ -117,3 +119,72 @@ def test_a_validation_that_was_due_when_it_was_written_is_made_by_the_run_that_g
     interrupted(whole, again, step)
     assert train(*run, f"run_dir={again}", "ckpt_path=last") == 0
     assert_same_run(whole, again)
+
+
+class Stops(L.Callback):
+    """Is told of a signal while it makes this optimizer step."""
+
+    def __init__(self, stop: GracefulStop, step: int) -> None:
+        self.stop, self.step = stop, step
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: Any) -> None:
+        if trainer.global_step + 1 == self.step:
+            self.stop.signum = signal.SIGTERM
+
+
+def stopped_at(folder: Path, step: int, start: Path | None = None, **settings: Any) -> list[str]:
+    """What lies in the folder after a run that saves every fourth step, and was stopped at this one, or ended."""
+    stop = GracefulStop()
+    saves = {"every_n_train_steps": 4, "filename": "step_{step:08d}", "auto_insert_metric_name": False}
+    saves |= {
+        "save_on_train_epoch_end": False,
+        "monitor": "step",
+        "mode": "max",
+        "save_top_k": 1,
+        "enable_version_counter": False,
+        **settings,
+    }
+    trainer = L.Trainer(
+        accelerator="cpu", max_steps=20, default_root_dir=folder, logger=False, enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Stops(stop, step), stop, TimedCheckpoint(dirpath=folder / "own", **saves)],
+    )  # fmt: skip
+    trainer.fit(Line(TurnedClock(0.0)), DataLoader(torch.ones(40, 1)), ckpt_path=start, weights_only=True)
+    assert trainer.global_step == step
+    if stop.signum is None:
+        save_step(trainer, folder / "own" / f"step_{step:08d}.ckpt")
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.ckpt"))
+
+
+def test_a_run_that_is_stopped_and_goes_on_keeps_the_newest_alone(tmp_path):
+    own = tmp_path / "own"
+    assert stopped_at(tmp_path, 3) == ["own/step_00000003.ckpt"]
+    assert stopped_at(tmp_path, 6, own / "step_00000003.ckpt") == ["own/step_00000006.ckpt"]
+    (own / "before_alarm").mkdir()
+    named = [tmp_path / "mine.ckpt", own / "before_alarm" / "step_00000006.ckpt"]
+    for path in named:
+        path.write_bytes((own / "step_00000006.ckpt").read_bytes())
+    theirs = sorted(path.relative_to(tmp_path).as_posix() for path in named)
+    assert stopped_at(tmp_path, 9, named[0]) == sorted([*theirs, "own/step_00000009.ckpt"])
+    assert stopped_at(tmp_path, 10, named[1]) == sorted(
+        [*theirs, "own/step_00000009.ckpt", "own/step_00000010.ckpt"]
+    ), "that a run which began elsewhere has saved more is not known to it"
+    assert stopped_at(tmp_path, 20, own / "step_00000010.ckpt")[-1] == "own/step_00000020.ckpt"
+
+
+def test_several_are_kept_where_several_are_asked_for(tmp_path):
+    assert stopped_at(tmp_path, 11, save_top_k=2) == ["own/step_00000008.ckpt", "own/step_00000011.ckpt"]
+    again = stopped_at(tmp_path, 13, tmp_path / "own" / "step_00000011.ckpt", save_top_k=2)
+    assert again == ["own/step_00000012.ckpt", "own/step_00000013.ckpt"]
+
+
+def test_the_one_before_stays_where_the_new_one_cannot_be_written(tmp_path, monkeypatch):
+    stopped_at(tmp_path, 3)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TorchCheckpointIO, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space"):
+        stopped_at(tmp_path, 6, tmp_path / "own" / "step_00000003.ckpt")
+    assert [path.name for path in tmp_path.rglob("*.ckpt")] == ["step_00000003.ckpt"]

@@ -1,0 +1,108 @@
+"""`lit-rl eval` over the folder of a run: the run's own settings, under what was typed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lit_rl.cli import own_keys, run_trust
+from lit_rl.cli.build import plain
+from lit_rl.cli.replays import config_of
+from lit_rl.commands.config_changes import between
+from lit_rl.commands.run_dir import RunDir, redact
+from lit_rl.errors import ConfigError
+
+TASKS = ("eval", "validate", "test", "predict")
+
+PARTS = ("seed", "model", "data", "reward", "env", "judge", "reference", "sampling", "eval", "algo")
+"""What is the run's where nothing was typed. What computes and writes is the command's: Trainer, generator, loggers."""
+
+_OF_THE_COMMAND = ("generator", "optimizer", "scheduler")
+"""Parts of `algo` that are no settings of an evaluation."""
+
+_NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "algo")
+"""What changes a number's meaning, where it is not as the run had it."""
+
+
+def is_over_a_run(task: str, run_dir: str | None) -> bool:
+    """Whether this command evaluates, and its `run_dir` is the folder of a run."""
+    try:
+        return task in TASKS and bool(run_dir) and (Path(str(run_dir)).expanduser() / "config.yaml").is_file()
+    except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
+        return False
+
+
+def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
+    """The config with the run's settings where nothing else was typed, and a line that says so.
+
+    Raises:
+        ConfigError: the run's config names code, and nobody has said `trust_run=true`; or it is no resolved config.
+        StorageError: it is damaged.
+    """
+    run_dir = RunDir(Path(str(config.run_dir)).expanduser())
+    path, run = run_dir.path / "config.yaml", config_of(run_dir)
+    overrides = HydraConfig.get().overrides.task
+    typed = [name.replace("/", ".").partition("@")[0] for name in own_keys.typed()]
+    whole = {*typed, *(word[1:].partition(".")[0] for word in overrides if word.startswith("~"))}
+    taken = [] if "experiment" in typed else [part for part in PARTS if part in run and part not in whole]
+    _check_resolved({part: run[part] for part in taken}, path)
+    if "data" in taken and "data.path" in typed and (run["data"] or {}).get("task") is not None:
+        raise ConfigError(
+            f"data.path: the run of {run_dir.path} computed its rows. Name the group of your file too: data=jsonl."
+        )
+    parts = {part: _linked(run) if part == "algo" else run[part] for part in taken}
+    run_trust.check(parts, config)
+    made = copy.deepcopy(config)
+    with open_dict(made):
+        for part, node in parts.items():
+            made[part] = node
+        for key in typed:
+            if key.partition(".")[0] in taken:
+                OmegaConf.update(made, key, OmegaConf.select(config, key), merge=False, force_add=True)
+    changed = between(_compared(run), _compared(redact(plain(made))))
+    said = "; ".join(f"{key} is {ours}, and was {theirs}" for key, theirs, ours in changed)
+    how = f"but other than in the run: {said}" if changed else "for model, data, algorithm and reward"
+    return made, f"Settings of {path}, {how}."
+
+
+def _linked(run: dict[str, Any]) -> dict[str, Any]:
+    """The algorithm; where it repeats what stands at the top, it refers to it, so that a typed word is said once."""
+    algo = dict(run["algo"])
+    for name in algo:
+        top = {"evaluation": "eval"}.get(name, name)
+        if name in _OF_THE_COMMAND or (top in PARTS and top in run and algo[name] == run[top]):
+            algo[name] = f"${{{top}}}"
+    return algo
+
+
+def _compared(tree: dict[str, Any]) -> dict[str, Any]:
+    """What changes the meaning of a number, each said once."""
+    left_out = (*_OF_THE_COMMAND, *PARTS, "evaluation")
+    algo = {name: node for name, node in tree["algo"].items() if name not in left_out}
+    return {name: tree.get(name) for name in _NAMED} | {"algo": algo}
+
+
+def _check_resolved(taken: dict[str, Any], path: Path) -> None:
+    """Refuse references, which no run writes, and which would be followed on this machine; and left out secrets."""
+    for part, node in taken.items():
+        if bad := next((text for text in _texts(node) if "${" in text or "<redacted>" in text), None):
+            why = "a reference, which no run writes" if "${" in bad else "where a secret was, which no run writes down"
+            raise ConfigError(
+                f"{path}: {part} holds {bad[:80]!r}, {why}. Type the group too: {part}=... with its keys."
+            )
+
+
+def _texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from (*_texts(str(key)), *_texts(value))
+    elif isinstance(node, list):
+        for value in node:
+            yield from _texts(value)

@@ -1,0 +1,84 @@
+"""`lit-rl eval` over a run's folder scores by the run's own data and reward, and names what was typed otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from cli_helpers import QUICK, refused, write_jsonl
+
+from lit_rl.cli.evaluated import is_over_a_run
+
+ROWS = [{"prompt": f"{n}+{n}=", "answer": "no number"} for n in range(8)]
+EVAL = ["eval", "run_dir=run", "ckpt_path=last", "logger=none", "trainer.accelerator=cpu", "trainer.devices=1"]
+
+
+def result(run: Path) -> dict[str, float]:
+    """Of the newest evaluation."""
+    folder = max(run.glob("eval_*"), key=lambda path: path.stat().st_mtime_ns)
+    found = json.loads((folder / "summary.json").read_text())["metrics"]
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+    return found
+
+
+def test_what_is_no_folder_of_a_run_has_no_settings(tmp_path: Path) -> None:
+    for name in ("x" * 5000, "~nobody-of-that-name/x", str(tmp_path), "", None):
+        assert not is_over_a_run("eval", name)
+    (tmp_path / "config.yaml").touch()
+    assert is_over_a_run("eval", str(tmp_path)) and not is_over_a_run("fit", str(tmp_path))
+
+
+def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, cwd):
+    """The default data are sums that this policy gets right at times; the run's own rows have no right answer."""
+    write_jsonl(cwd / "rows.jsonl", ROWS)
+    own = ["data=jsonl", "data.path=rows.jsonl", "data.val_path=rows.jsonl", "algo.beta=0.01", "run_dir=run"]
+    trained = command("train", *QUICK, *own, "callbacks.samples.print=0")
+    assert trained.code == 0, trained.err
+
+    bare = command(*EVAL)
+    assert bare.code == 0, bare.err
+    found = result(cwd / "run")
+    assert found["val/reward"] == 0 and found["val/prompts"] == 8 and "val/rewards/exact_match/mean" in found
+    assert "Settings of run/config.yaml, for model, data, algorithm and reward." in bare.out
+
+    other = command(*EVAL, "reward=length", "eval.limit=4", "sampling.max_new_tokens=3", "algo.group_size=2")
+    assert other.code == 0, other.err
+    found = result(cwd / "run")
+    assert found["val/rewards/length/mean"] == 1 and found["val/prompts"] == 4
+    (line,) = (line for line in other.out.splitlines() if "other than in the run" in line)
+    for word in ("reward.functions.exact_match", "reward.functions.length", "sampling.max_new_tokens is 3, and was 6"):
+        assert word in line
+    assert "data" not in line and "algo" not in line and "eval" not in line
+
+    typed_again = command(*EVAL[:1], *QUICK, *own, *EVAL[2:])  # what a run's last line says
+    assert typed_again.code == 0 and "for model, data, algorithm and reward" in typed_again.out
+    result(cwd / "run")
+
+    _hostile(command, cwd)
+
+
+def _hostile(command, cwd: Path) -> None:
+    """The folder of somebody else: no code, and nothing of this machine, until the command line trusts it."""
+    config = cwd / "run" / "config.yaml"
+    tree = yaml.safe_load(config.read_text())
+    (cwd / "theirs.py").write_text(
+        "open(__file__ + '.canary', 'w').close()\ndef f(completions): return [0.5] * len(completions)\n"
+    )
+    code = {"functions": {"f": {"_target_": "lit_rl.rewards.FunctionFromPath", "path": f"{cwd}/theirs.py:f"}}}
+    theirs = {**tree["reward"], **code}
+    config.write_text(yaml.safe_dump({**tree, "reward": theirs, "algo": {**tree["algo"], "reward": theirs}}))
+    refused(command(*EVAL), 2, "FunctionFromPath", "trust_run=true")
+    config.write_text(yaml.safe_dump({**tree, "algo": {**tree["algo"], "reward": theirs}}))
+    refused(command(*EVAL), 2, "algo.reward", "trust_run=true")
+    assert not list(cwd.glob("*.canary"))
+    config.write_text(yaml.safe_dump({**tree, "data": {**tree["data"], "path": "${oc.env:HOME}"}}))
+    refused(command(*EVAL), 2, "data holds '${oc.env:HOME}'")
+    config.write_text(yaml.safe_dump({**tree, "data": {**tree["data"], "path": "https://<redacted>a.b/c.jsonl"}}))
+    refused(command(*EVAL), 2, "data holds", "where a secret was", "data=...")
+    config.write_text(yaml.safe_dump({**tree, "reward": theirs, "algo": {**tree["algo"], "reward": theirs}}))
+    trusted = command(*EVAL, "trust_run=true")
+    assert trusted.code == 0 and result(cwd / "run")["val/reward"] == pytest.approx(0.5)
