@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, flag_override
 
-from lit_rl.cli import choices, config_files, early, hydra_node, own_keys, stored_schemas, sweeping
+from lit_rl.cli import choices, config_files, early, hydra_node, own_keys, quiet, stored_schemas, sweeping
 from lit_rl.cli.messages import reported
 from lit_rl.cli.whereabouts import TOLD_CHECKPOINT, TOLD_FOLDER, folder_of, is_main, is_sweep, writes_nothing
 from lit_rl.errors import BackendError, ConfigError, did_you_mean, seed_in_range
@@ -95,22 +94,10 @@ def run(config: DictConfig) -> int:
     _check(config)
     early.check(config)
     _load(config.task)
-    with _without_root_handlers():
+    with quiet.without_root_handlers():
         from lit_rl.cli import hydra_app
 
     return hydra_app.run(config)
-
-
-@contextlib.contextmanager
-def _without_root_handlers() -> Iterator[None]:
-    """Lightning, as it is imported, hands its messages up where the root logger has a handler, and Hydra has given it
-    one by now: each message would come twice."""
-    root = logging.getLogger()
-    handlers, root.handlers[:] = list(root.handlers), []
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
 
 
 def _chosen_before(arguments: Sequence[str]) -> tuple[list[str], str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 
 _NOT_OURS = (
     r".*LeafSpec.*",
@@ -39,3 +41,15 @@ def filter_warnings() -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def without_root_handlers() -> Iterator[None]:
+    """Lightning, as it is imported, hands its messages up where the root logger has a handler, and Hydra has given it
+    one by now: each message would come twice."""
+    root = logging.getLogger()
+    handlers, root.handlers[:] = list(root.handlers), []
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers

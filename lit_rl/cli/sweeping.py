@@ -10,6 +10,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from lit_rl.cli import quiet
 from lit_rl.cli.messages import described
 from lit_rl.errors import INTERRUPTED
 
@@ -38,7 +39,8 @@ def noted(run: Callable[[DictConfig], int], config: DictConfig, folder: Path) ->
     sweep = os.environ.get(_FOLDER)
     if not sweep or HydraConfig.get().mode != RunMode.MULTIRUN:
         return run(config)
-    from lit_rl.commands.sweep import note
+    with quiet.without_root_handlers():
+        from lit_rl.commands.sweep import note
 
     job = HydraConfig.get()
     begin = {"job": job.job.num, "overrides": list(job.overrides.task), "folder": str(folder.absolute())}
