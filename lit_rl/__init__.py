@@ -34,8 +34,16 @@ if TYPE_CHECKING:  # for type checkers and editors; `_PLACES` says the same to P
     from lit_rl.algorithms import Reinforce as Reinforce
     from lit_rl.algorithms import RewardModeling as RewardModeling
     from lit_rl.algorithms.rollouts.scored import Scored as Scored
+    from lit_rl.callbacks import ClippedShare as ClippedShare
+    from lit_rl.callbacks import DeadGroups as DeadGroups
+    from lit_rl.callbacks import EntropyCollapse as EntropyCollapse
+    from lit_rl.callbacks import HeldOutFlat as HeldOutFlat
     from lit_rl.callbacks import JsonlLogger as JsonlLogger
+    from lit_rl.callbacks import KLBlowUp as KLBlowUp
+    from lit_rl.callbacks import LengthDrift as LengthDrift
+    from lit_rl.callbacks import RepetitionDrift as RepetitionDrift
     from lit_rl.callbacks.text import html_table as html_table
+    from lit_rl.commands.run_report import show as show
     from lit_rl.data.datamodule import RolloutDataModule as RolloutDataModule
     from lit_rl.data.offline.datamodule import PreferenceDataModule as PreferenceDataModule
     from lit_rl.data.offline.datamodule import StepwiseDataModule as StepwiseDataModule
@@ -69,8 +77,11 @@ _PLACES = {
         "ProcessRewardModeling RLOO Reinforce RewardModeling SFT XPO"
     ),
     "algorithms.rollouts.scored": "Scored",
-    "callbacks": "JsonlLogger",
+    "callbacks": (
+        "ClippedShare DeadGroups EntropyCollapse HeldOutFlat JsonlLogger KLBlowUp LengthDrift RepetitionDrift"
+    ),
     "callbacks.text": "html_table",
+    "commands.run_report": "show",
     "data.datamodule": "RolloutDataModule",
     "data.offline.datamodule": "PreferenceDataModule StepwiseDataModule SupervisedDataModule",
     "data.tasks": "Addition",
