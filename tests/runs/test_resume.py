@@ -159,3 +159,12 @@ def test_metrics_are_one_row_a_rollout_and_one_a_validation(train, tmp_path):
     # before, after the first epoch of 8 rollouts, after
     assert [row["step"] for row in table if "val/reward" in row] == [0, 8, 12]
     assert [row["step"] for row in table if "val_sampled/reward" in row] == [0, 12]
+
+
+@pytest.mark.all
+def test_a_finished_run_keeps_one_checkpoint(train, tmp_path):
+    """The interval saves the second step, the end the third; a run that goes on from there leaves one again."""
+    every = ["callbacks.checkpoint.every_n_train_steps=2", "data.task.val_rows=0", f"run_dir={tmp_path}"]
+    for steps, more in ((3, []), (5, ["ckpt_path=last"])):
+        assert train(*SMALL, *every, f"trainer.max_steps={steps}", *more) == 0
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step_0000000{steps}.ckpt"]
