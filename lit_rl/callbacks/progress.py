@@ -15,10 +15,10 @@ from lit_rl.callbacks.text import plan_table
 SHOWN = {
     "train/reward": "reward",
     "train/reward_std": "std",
-    "train/frac_reward_zero_std": "zero_std",
+    "train/frac_reward_zero_std": "dead_groups",
     "train/kl": "kl",
     "train/completions/mean_length": "length",
-    "train/completions/clipped_ratio": "clipped",
+    "train/completions/clipped_ratio": "cut",
     "val/reward": "val",
     "train/rewards/accuracies": "accuracy",
     "train/rewards/margins": "margin",
@@ -173,9 +173,9 @@ def _length(trainer: L.Trainer, total: float) -> str:
         return "until trainer.max_time"
     done = f" ({trainer.global_step:,} are done)" if trainer.global_step else ""
     if trainer.max_steps != -1 and total >= trainer.max_steps:
-        return f"{total:,}{done}: trainer.max_steps"
+        return f"{total:,}{done} (set by trainer.max_steps)"
     before = "" if trainer.max_steps == -1 else f", which ends before trainer.max_steps={trainer.max_steps}"
-    return f"{total:,}{done}: trainer.max_epochs={trainer.max_epochs}{before}"
+    return f"{total:,}{done} (set by trainer.max_epochs={trainer.max_epochs}{before})"
 
 
 def _values(trainer: L.Trainer) -> dict[str, str]:

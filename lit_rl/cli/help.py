@@ -11,7 +11,7 @@ _KEYS = """\
   model=PATH_OR_HUB_ID         or one of: lit-rl list model
   model.lora.r=16              train LoRA adapters of that rank
   data.path=FILE               your rows: prompts, pairs, texts; data.prompt_key=COLUMN
-  reward=./FILE.py:NAME         your reward, or one of: lit-rl list reward
+  reward=./FILE.py:NAME        your reward, or one of: lit-rl list reward
   algo.group_size=8            completions a prompt
   data.prompts_per_rollout=32  prompts a rollout
   optimizer.lr=1e-6            learning rate

@@ -105,10 +105,49 @@ def _overview(found: dict[str, dict[str, str]], taken: dict[str, str]) -> list[s
     ]
 
 
+_FAMILIES = {
+    "From rewards of what the policy writes": ("grpo", "rloo", "ppo", "reinforce"),
+    "From pairs that the policy writes and a judge compares": ("online_dpo", "nash_md", "xpo"),
+    "From a data set of pairs": ("dpo", "cpo", "orpo"),
+    "From a data set of single good and bad completions": ("kto", "bco"),
+    "From texts": ("sft", "gkd"),
+    "Models that score": ("reward_model", "process_reward_model"),
+}
+"""The tables of docs/algorithms/README.md, and the methods that every other choice of `algo` begins with."""
+
+
 def _choices(name: str, choices: dict[str, str], taken: str | None) -> list[str]:
     wide = max(map(len, choices))
     lines = [f"{name}=...{f'   ({taken} where none is typed)' if taken else ''}"]
-    for choice, said in choices.items():
-        head = f"  {choice:<{wide}}  "
-        lines += textwrap.wrap(said, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) or [head.rstrip()]
+    for title, members in _families(choices).items() if name == "algo" else [("", list(choices))]:
+        lines += ["", f"{title}:"] if title else []
+        for choice in members:
+            head = f"  {choice:<{wide}}  "
+            said = textwrap.wrap(choices[choice], _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+            lines += said or [head.rstrip()]
     return lines
+
+
+def _families(choices: dict[str, str]) -> dict[str, list[str]]:
+    """The choices of `algo` by what they learn from, the methods that others begin with first."""
+    found: dict[str, list[str]] = {
+        title: [name for name in first if name in choices] for title, first in _FAMILIES.items()
+    }
+    placed = {name for first in _FAMILIES.values() for name in first}
+    for choice in choices:
+        begins = _begins_with(choice)
+        title = next((title for title, first in _FAMILIES.items() if begins in first), "Your own")
+        if choice not in placed:
+            found.setdefault(title, []).append(choice)
+    return {title: members for title, members in found.items() if members}
+
+
+def _begins_with(choice: str) -> str:
+    """The method whose file a choice's file takes up, through as many others as stand between."""
+    path = conf_folder() / "algo" / f"{choice}.yaml"
+    every = {name for first in _FAMILIES.values() for name in first}
+    while choice not in every and path.is_file():
+        begins = re.search(r"^defaults:\s+(?:- |\[)(?:/schemas/)?(\w+)", path.read_text(encoding="utf-8"), re.M)
+        choice = begins[1].lower() if begins else ""  # a schema has the name of its class
+        path = path.with_name(f"{choice}.yaml")
+    return choice

@@ -31,7 +31,8 @@ def run() -> int:
         table.add_row(name, _version(name) or "not installed")
     for name, extra in optional().items():
         table.add_row(name, _version(name) or f"not installed: pip install 'lit-rl[{extra}]'")
-    hub = "not asked (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else "asked"
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    hub = "not asked (HF_HUB_OFFLINE is set)" if offline else "online (set HF_HUB_OFFLINE=1 to stay offline)"
     table.add_row("model hub", hub)
     Console(highlight=False, soft_wrap=True, markup=False).print(table)
     return 0

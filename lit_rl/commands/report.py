@@ -73,14 +73,16 @@ def told_what_is_missing(trainer: L.Trainer) -> Iterator[None]:
 def closing_table(summary: dict[str, Any]) -> None:
     """Accuracy before and after, and where the time went."""
     console = Console()
-    _measured_table(console, summary, "reward", "Held-out reward (accuracy where it is 0 or 1), mean and 95 % interval")
-    _measured_table(console, summary, "win_rate", "Held-out win rate (a tie is half a win), mean and 95 % interval")
+    _measured_table(console, summary, "reward", "Held-out reward, mean and 95 % interval")
+    _measured_table(console, summary, "win_rate", "Held-out win rate, mean and 95 % interval")
     _losses_table(console, summary.get("losses", {}))
     times = Table(title="Where the time went", title_justify="left")
     for column, justify in (("phase", "left"), ("seconds", "right"), ("tokens per second", "right")):
         times.add_column(column, justify=justify)  # pyright: ignore
     for phase, numbers in summary.get("phases", {}).items():
         times.add_row(phase, f"{numbers['seconds']:.1f}", f"{numbers['tokens_per_second']:,.0f}")
+    rest = summary["seconds"] - sum(numbers["seconds"] for numbers in summary.get("phases", {}).values())
+    times.add_row("validation, checkpoints, the rest", f"{max(rest, 0.0):.1f}", "")
     times.add_row("whole run", f"{summary['seconds']:.1f}", "")
     console.print(times)
 

@@ -216,9 +216,8 @@ def _announce(run: Run) -> None:
         if hasattr(run.trainer.accelerator, "name")
         else ""
     )
-    Console().print(
-        f"run_dir  {where}   ({device}, {torch.get_num_threads()} threads)", soft_wrap=True, highlight=False
-    )
+    threads = "1 thread" if torch.get_num_threads() == 1 else f"{torch.get_num_threads()} threads"
+    Console().print(f"run_dir  {where}   ({device}, {threads})", soft_wrap=True, highlight=False)
     if run.ckpt_path:
         Console().print(f"resuming {run.ckpt_path}", soft_wrap=True, highlight=False)
 

@@ -20,6 +20,10 @@ def test_samples_at_the_start_the_middle_and_the_end_and_the_last_step_last(comm
     lines = [line for line in outcome.out.splitlines() if line.startswith("step ")]
     assert [line.split()[1] for line in lines] == [f"{n}/6" for n in range(1, 7)]
     assert " left  reward=" in lines[2] and " left" not in lines[-1]
+    assert "cut=" in lines[2] and "dead_groups=" in lines[2] and "clipped=" not in lines[2]
+    spent = dict(re.findall(r"^│ (\w[\w, ]*?)\s+│\s+([\d.]+) │", outcome.out, re.M))
+    rest = float(spent.pop("validation, checkpoints, the rest"))
+    assert abs(rest + sum(map(float, spent.values())) - 2 * float(spent["whole run"])) < 0.5  # the parts are the whole
     assert len(list((cwd / "run" / "samples").glob("step_*.parquet"))) == 6
     slow = command(*RUN, "trainer.max_steps=3", "run_dir=slow", "callbacks.progress.seconds_between_lines=1e9")
     assert [line.split()[1] for line in slow.out.splitlines() if line.startswith("step ")] == ["3/3"]

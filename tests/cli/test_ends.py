@@ -23,9 +23,9 @@ def small(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("typed", "steps", "said"),
     [
-        (["trainer.max_steps=9"], 9, "9: trainer.max_steps"),  # two steps an epoch
+        (["trainer.max_steps=9"], 9, "9 (set by trainer.max_steps)"),  # two steps an epoch
         (["trainer.max_steps=9", "trainer.max_epochs=1"], 2, "max_epochs=1, which ends before trainer.max_steps=9"),
-        ([], 2 * ends.EPOCHS, f"6: trainer.max_epochs={ends.EPOCHS}"),
+        ([], 2 * ends.EPOCHS, f"6 (set by trainer.max_epochs={ends.EPOCHS})"),
     ],
 )
 def test_a_run_takes_the_steps_that_its_start_says(typed, steps, said, command: Command, cwd, small):

@@ -156,6 +156,13 @@ class TestHelp:
                 assert set(choices) == {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")}
                 assert all(choices.values()), group
         assert "\n  dpo " in command("list", "algo").out and "(grpo where none is typed)" in command("list", "algo").out
+        listed = command("list", "algo").out
+        page = (ROOT / "docs" / "algorithms" / "README.md").read_text().partition("<!-- index")[2]
+        for table in page.split("\n### ")[1:7]:  # the same families
+            title, names = table.partition("\n")[0], re.findall(r"^\| \[(\w+)\]", table, re.M)
+            shown = listed.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+            assert sorted(re.findall(r"^  (\w+)", shown, re.M)) == sorted(names), title
+        assert listed.splitlines()[3].startswith("  grpo ")
         refused(command("list", "aglo"), 2, "Did you mean 'algo'?")
 
     def test_lists_the_users_own(self, command: Command, cwd):

@@ -189,10 +189,11 @@ def smaller_weights(memory: Memory) -> Sequence[str]:
 def _why(needs: Mapping[int, MemoryPlan], room: int, recompute: bool, offload: bool) -> str:
     """The number of micro-batches with its reason: what it takes, and what the next smaller number would."""
     (count, taken), *before = reversed(list(needs.items()))
-    text = f"{count}: {in_words(sum(taken.learning.values()))} of {in_words(room)}"
-    text += ", with gradient checkpointing" if recompute else ""
+    text = f"{count} (needs {in_words(sum(taken.learning.values()))}"
+    text += " with gradient checkpointing" if recompute else ""
     text += " on the host" if offload else ""
-    return text + (f"; {before[0][0]} would take {in_words(sum(before[0][1].learning.values()))}" if before else "")
+    text += f"; {in_words(room)} free"
+    return text + (f"; {before[0][0]} would need {in_words(sum(before[0][1].learning.values()))})" if before else ")")
 
 
 @dataclass(frozen=True)
