@@ -121,7 +121,8 @@ def _count_the_last_step(trainer: L.Trainer) -> None:
     trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
     epochs: Any = trainer.fit_loop.epoch_progress
     for counted in (epochs.total, epochs.current):
-        counted.processed = counted.completed = counted.started
+        counted.completed = max(counted.completed, counted.started)  # a resume may leave out the count of a start
+        counted.processed = max(counted.processed, counted.completed)
 
 
 def _finish(run: Run, summary: dict[str, Any], earlier: float, started: float) -> None:

@@ -27,8 +27,8 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def everyone_says(mine: Any) -> list[Any]:
-    """What every rank says, in the order of ranks. A collective; plain values only."""
+def gather_objects(mine: Any) -> list[Any]:
+    """What every rank gives, in the order of ranks. A collective; plain values only."""
     if world_size() == 1:
         return [mine]
     said: list[Any] = [None] * world_size()
@@ -75,7 +75,7 @@ def together(work: Callable[[], Result]) -> Result:
             raise
         error = GenerationError(f"{type(failed).__name__}: {failed}")
         error.__cause__ = failed
-    said = everyone_says(None if error is None else (type(error), str(error)))
+    said = gather_objects(None if error is None else (type(error), str(error)))
     failed = [(number, *theirs) for number, theirs in enumerate(said) if theirs is not None]
     if failed:
         number, kind, message = failed[0]  # one kind on every rank: they recover from it alike, or not at all

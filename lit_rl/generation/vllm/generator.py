@@ -189,7 +189,7 @@ class EngineGenerator(Generator):
                 raise
             self.engine = engine
         mark, current = (version, fingerprint(policy)), self._is_current()
-        if all(ranks.everyone_says(mark == self._pushed and current)):
+        if all(ranks.gather_objects(mark == self._pushed and current)):
             self._version = version
             return
         started = time.perf_counter()

@@ -79,7 +79,7 @@ class VLLMGenerator(EngineGenerator):
             return super()._run(work)
         first = ranks.rank() // size * size
         mine = [request for _, request in work.requests(wait=False)]
-        of_group = ranks.everyone_says(mine)[first : first + size]
+        of_group = ranks.gather_objects(mine)[first : first + size]
         whole = Completing([request for theirs in of_group for request in theirs])
         super()._run(whole)
         start = sum(map(len, of_group[: ranks.rank() - first]))

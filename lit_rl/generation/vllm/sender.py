@@ -62,7 +62,7 @@ class Sender:
         # Kept until the next one is there: a server reads it again whenever it makes room for the adapter.
         before = self._folder
         self._folder = tempfile.TemporaryDirectory(prefix="lit_rl_adapter_", dir=shared_memory())
-        folder = ranks.everyone_says(self._folder.name)[0]  # rank 0 writes, for all of one machine
+        folder = ranks.gather_objects(self._folder.name)[0]  # rank 0 writes, for all of one machine
         write_adapter(policy, folder)
         # Together, because who has not read the folder yet must find it.
         ranks.together(lambda: push_adapter(engine, folder, version) if sends else None)

@@ -113,12 +113,12 @@ class VLLMServerGenerator(EngineGenerator):
     def _start(self, policy: nn.Module) -> Engine:
         urls = self.urls
         if self.launch:
-            if len(set(ranks.everyone_says(socket.gethostname()))) > 1:
+            if len(set(ranks.gather_objects(socket.gethostname()))) > 1:
                 raise ConfigError(
                     "generator.launch=true starts a server that its own machine alone can reach, and the run has "
                     "several: start servers with `lit-rl serve` and name them in generator.urls."
                 )
-            urls = ranks.everyone_says(ranks.together(lambda: self._launch(policy)))[0]
+            urls = ranks.gather_objects(ranks.together(lambda: self._launch(policy)))[0]
         return ranks.together(lambda: self._connect_first(urls))
 
     def _connect_first(self, urls: Sequence[str]) -> Engine:
@@ -171,10 +171,10 @@ class VLLMServerGenerator(EngineGenerator):
         engine = self.engine
         if not isinstance(engine, ServerEngine) or len(self.urls) < 2:
             return
-        lost = {url for theirs in ranks.everyone_says(engine.lost) for url in theirs}
+        lost = {url for theirs in ranks.gather_objects(engine.lost) for url in theirs}
         held = [client.url for client in engine.clients if client.url not in lost]
         away = [url for url in self.urls if url not in held]
-        back = ranks.everyone_says(answering(away, _KNOCK) if away and ranks.rank() == 0 else [])[0]
+        back = ranks.gather_objects(answering(away, _KNOCK) if away and ranks.rank() == 0 else [])[0]
         if lost or back:
             there = [url for url in self.urls if url in held or url in back]
             ranks.together(lambda: self._switch_to(there, policy))
@@ -216,7 +216,7 @@ class VLLMServerGenerator(EngineGenerator):
             self._pushed, error = None, lost
             self._sender.forget()
         ranks.together(lambda: self._restart_own(error))
-        there = ranks.everyone_says(ranks.together(lambda: self._wait_for_servers(error)))[0]
+        there = ranks.gather_objects(ranks.together(lambda: self._wait_for_servers(error)))[0]
         ranks.together(lambda: self._reconnect(there, policy))
         try:
             return work()
