@@ -1,4 +1,4 @@
-"""The first ten minutes of four people, played in a fresh clone under a pseudo-terminal, as a table.
+"""The first ten minutes of five people, played in a fresh clone under a pseudo-terminal, as a table.
 
     python scripts/first_minutes.py                         # clones, sets up, plays all: some twelve minutes
     python scripts/first_minutes.py --venv .venv            # with an environment that is there
@@ -118,7 +118,7 @@ FILES = {
         "print('fitted', trainer.global_step, 'steps')\n"
     ),
 }
-"""What the four people bring along; the constructors are the README's, with fewer steps."""
+"""What the five people bring along; the constructors are the README's, with fewer steps."""
 
 
 @dataclass(frozen=True)
