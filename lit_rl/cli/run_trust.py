@@ -21,13 +21,17 @@ _NAMES_CODE = (
 """Objects of ours that import a module or a Python file by its path, or start a program."""
 
 _BUILTIN = tuple(
-    f"lit_rl.rewards.{name}."
+    f"lit_rl.{name}."
     for name in (
-        *(f"builtin.{module}" for module in ("environment", "format", "lengths", "math", "math_verify", "reasoning")),
-        *("builtin.repetition", "builtin.text", "sums.weighted", "judges.base"),
+        *(f"rewards.builtin.{name}" for name in ("environment", "format", "lengths", "math", "math_verify")),
+        *(f"rewards.builtin.{name}" for name in ("reasoning", "repetition", "text")),
+        *("rewards.sums.weighted", "rewards.judges.base", "environments.calculator", "environments.guess"),
     )
 )
-"""Of these, what computes from texts alone: it runs nobody's code, asks no server and loads no model."""
+"""Of these, what computes from texts alone, or makes rows: it runs nobody's code, asks no server and loads no model."""
+
+_KERNELS = ("allow_all_kernels", "use_kernels")
+"""Arguments of `from_pretrained` with which transformers fetches kernels from a hub, and runs them."""
 
 
 def check(parts: dict[str, Any], config: DictConfig) -> None:
@@ -46,20 +50,22 @@ def check(parts: dict[str, Any], config: DictConfig) -> None:
         return
     named = ((key, made) for key, made in found.items() if f"{made}.".startswith(_NAMES_CODE))
     code = [(key, made) for key, made in named if not f"{made}.".startswith(_BUILTIN)]
-    for key, what in (*code, *((key, "true") for key in _remote_code(parts))):
+    for key, what in (*code, *_remote_code(parts)):
         raise ConfigError(
-            f"{key}={what} of the run's config.yaml runs code that the run's author chose. Where you trust the run, "
-            "say trust_run=true."
+            f"{key}={what} of the run's config.yaml runs code, or asks a server or a model, that the run's author "
+            "chose. Where you trust the run, say trust_run=true."
         )
 
 
-def _remote_code(node: Any, key: str = "") -> Iterator[str]:
+def _remote_code(node: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys, and their values, with which transformers runs code that comes with a model, or a kernel of a hub."""
     if isinstance(node, list):
         for i, item in enumerate(node):
             yield from _remote_code(item, f"{key}[{i}]")
     elif isinstance(node, dict):
         for name, item in node.items():
             inner = f"{key}.{name}" if key else str(name)
-            if name == "trust_remote_code" and item:
-                yield inner
+            fetched = name == "attn_implementation" and "/" in str(item)
+            if fetched or (name in ("trust_remote_code", *_KERNELS) and item):
+                yield inner, item
             yield from _remote_code(item, inner)

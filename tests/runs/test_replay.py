@@ -415,6 +415,8 @@ def test_a_run_that_is_trusted_may_name_code():
     asked = OmegaConf.create({"allow_targets": [], "trust_run": False})
     for parts, word in (
         ({"model": {"name": "a/b", "trust_remote_code": True}}, "model.trust_remote_code"),
+        ({"model": {"name": "a", "attn_implementation": "b/kernel"}}, "model.attn_implementation=b/kernel"),
+        ({"model": {"name": "a", "init_kwargs": {"use_kernels": True}}}, "model.init_kwargs.use_kernels"),
         ({"data": {"map_row": {"_target_": "hydra.utils.get_method", "path": "lit_rl.rewards.from_paths"}}}, "map_row"),
         ({"reward": {"_target_": "lit_rl.rewards.RemoteReward", "urls": ["http://a.b"]}}, "RemoteReward"),
         ({"judge": {"_target_": "lit_rl.rewards.LLMJudge", "base_url": "http://a.b"}}, "LLMJudge"),
@@ -428,6 +430,8 @@ def test_a_run_that_is_trusted_may_name_code():
         with pytest.raises(ConfigError, match=f"{word}.*trust_run=true"):
             run_trust.check(parts, asked)
         run_trust.check(parts, OmegaConf.create({"allow_targets": [], "trust_run": True}))
+    run_trust.check({"model": {"name": "a", "attn_implementation": "sdpa"}}, asked)
+    run_trust.check({"data": {"task": {"_target_": "lit_rl.environments.calculator.Products"}}}, asked)
 
 
 # ---------------------------------------------------------------------- the callback

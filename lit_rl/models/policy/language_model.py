@@ -32,6 +32,7 @@ _OWN = {  # from_pretrained arguments that are settings here, or would undo a sa
     "revision": "model.revision",
     "code_revision": "model.revision",
     "trust_remote_code": "model.trust_remote_code",
+    "allow_all_kernels": "a kernel that transformers trusts in model.attn_implementation; others run code of the hub",
     "quantization_config": "model.quantization",
     "token": "the HF_TOKEN environment variable, which no config file records",
     "use_auth_token": "the HF_TOKEN environment variable, which no config file records",
