@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from lit_rl.cli import own_keys, run_trust
 from lit_rl.cli.build import plain
 from lit_rl.cli.replays import config_of
+from lit_rl.commands import folder_state
 from lit_rl.commands.config_changes import between
 from lit_rl.commands.run_dir import RunDir, redact
 from lit_rl.errors import ConfigError
@@ -30,9 +31,13 @@ _NAMED = ("model", "data", "reward", "env", "judge", "reference", "sampling", "a
 
 
 def is_over_a_run(task: str, run_dir: str | None) -> bool:
-    """Whether this command evaluates, and its `run_dir` is the folder of a run."""
+    """Whether this command evaluates, and its `run_dir` is the folder of a run; of one that cannot be read, too."""
+    if task not in TASKS or not run_dir:
+        return False
     try:
-        return task in TASKS and bool(run_dir) and (Path(str(run_dir)).expanduser() / "config.yaml").is_file()
+        folder = Path(str(run_dir)).expanduser()
+        whole = folder_state.read_config(folder)
+        return (folder / "config.yaml").is_file() and (not whole or folder_state.holds_a_run(folder))
     except (OSError, RuntimeError):  # no name of a folder, which is said where it is opened
         return False
 
@@ -50,12 +55,13 @@ def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
     typed = [name.replace("/", ".").partition("@")[0] for name in own_keys.typed()]
     whole = {*typed, *(word[1:].partition(".")[0] for word in overrides if word.startswith("~"))}
     taken = [] if "experiment" in typed else [part for part in PARTS if part in run and part not in whole]
-    _check_resolved({part: run[part] for part in taken}, path)
+    parts = {part: _linked(run) if part == "algo" else run[part] for part in taken}
+    own = {name: node for name, node in run["algo"].items() if parts.get("algo", {}).get(name) == node}
+    _check_resolved({part: own if part == "algo" else run[part] for part in taken}, path)
     if "data" in taken and "data.path" in typed and (run["data"] or {}).get("task") is not None:
         raise ConfigError(
             f"data.path: the run of {run_dir.path} computed its rows. Name the group of your file too: data=jsonl."
         )
-    parts = {part: _linked(run) if part == "algo" else run[part] for part in taken}
     run_trust.check(parts, config)
     made = copy.deepcopy(config)
     with open_dict(made):
@@ -67,7 +73,7 @@ def with_settings_of_the_run(config: DictConfig) -> tuple[DictConfig, str]:
     changed = between(_compared(run), _compared(redact(plain(made))))
     said = "; ".join(f"{key} is {ours}, and was {theirs}" for key, theirs, ours in changed)
     how = f"but other than in the run: {said}" if changed else "for model, data, algorithm and reward"
-    return made, f"Settings of {path}, {how}."
+    return made, f"Settings of {path}, {how}." if taken else ""
 
 
 def _linked(run: dict[str, Any]) -> dict[str, Any]:

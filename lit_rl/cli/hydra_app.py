@@ -90,7 +90,12 @@ def run(config: DictConfig) -> int:
         return replays.run(config) if is_main() else 0
     if config.task in _WITHOUT_A_RUN:
         return _WITHOUT_A_RUN[config.task](config) if is_main() else 0
-    if evaluated.is_over_a_run(config.task, config.run_dir) and not is_sweep():
+    if evaluated.is_over_a_run(config.task, config.run_dir):
+        if is_sweep():
+            raise ConfigError(
+                f"lit-rl {config.task} over the run of {config.run_dir} takes no sweep (-m): start it once for each "
+                "setting. Each start writes a folder of its own there."
+            )
         config, note = evaluated.with_settings_of_the_run(config)
     else:
         with_groups = data_choice.with_given_prompts if config.task == "best_of_n" else data_choice.with_data_group

@@ -30,6 +30,8 @@ def test_what_is_no_folder_of_a_run_has_no_settings(tmp_path: Path) -> None:
         assert not is_over_a_run("eval", name)
     (tmp_path / "config.yaml").touch()
     assert is_over_a_run("eval", str(tmp_path)) and not is_over_a_run("fit", str(tmp_path))
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 3}\nmodel: {}\n")  # of the user, or LightningCLI's
+    assert not is_over_a_run("eval", str(tmp_path))
 
 
 def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, cwd):
@@ -58,6 +60,8 @@ def test_a_run_on_own_rows_is_scored_on_them_and_other_words_are_named(command, 
     assert typed_again.code == 0 and "for model, data, algorithm and reward" in typed_again.out
     result(cwd / "run")
 
+    refused(command(EVAL[0], "-m", *EVAL[1:], "eval.limit=2,4"), 2, "takes no sweep (-m)")
+
     _hostile(command, cwd)
 
 
@@ -79,6 +83,11 @@ def _hostile(command, cwd: Path) -> None:
     refused(command(*EVAL), 2, "data holds '${oc.env:HOME}'")
     config.write_text(yaml.safe_dump({**tree, "data": {**tree["data"], "path": "https://<redacted>a.b/c.jsonl"}}))
     refused(command(*EVAL), 2, "data holds", "where a secret was", "data=...")
+    secret = {**tree["reward"], "weights": "<redacted>"}
+    config.write_text(yaml.safe_dump({**tree, "reward": secret, "algo": {**tree["algo"], "reward": secret}}))
+    refused(command(*EVAL), 2, "reward holds '<redacted>'")
+    typed = command(*EVAL, "reward=exact_match")  # then the run's is not read
+    assert typed.code == 0 and result(cwd / "run")["val/reward"] == 0, typed.err
     config.write_text(yaml.safe_dump({**tree, "reward": theirs, "algo": {**tree["algo"], "reward": theirs}}))
     trusted = command(*EVAL, "trust_run=true")
     assert trusted.code == 0 and result(cwd / "run")["val/reward"] == pytest.approx(0.5)
