@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from lit_rl.cli import quiet
 from lit_rl.cli.messages import described
+from lit_rl.cli.whereabouts import is_main
 from lit_rl.errors import INTERRUPTED
 
 _FOLDER = "LIT_RL_SWEEP"
@@ -40,10 +41,12 @@ def noted(run: Callable[[DictConfig], int], config: DictConfig, folder: Path) ->
     if not sweep or HydraConfig.get().mode != RunMode.MULTIRUN:
         return run(config)
     with quiet.without_root_handlers():
+        from lit_rl.commands import folder_state
         from lit_rl.commands.sweep import note
 
     job = HydraConfig.get()
     begin = {"job": job.job.num, "overrides": list(job.overrides.task), "folder": str(folder.absolute())}
+    begin |= {"earlier_run": True} if folder_state.holds_a_run(folder) else {}
     note(Path(sweep), begin)
     try:
         code = run(config)
@@ -59,7 +62,7 @@ def noted(run: Callable[[DictConfig], int], config: DictConfig, folder: Path) ->
 
 def ended() -> None:
     """After the last job: the table and the page, where any job of a training began."""
-    if (sweep := os.environ.pop(_FOLDER, None)) is None:
+    if (sweep := os.environ.pop(_FOLDER, None)) is None or not is_main():
         return
     from lit_rl.commands.sweep_report import write_at_the_end
 

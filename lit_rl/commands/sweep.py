@@ -132,6 +132,8 @@ def _job(sweep: Path, row: Mapping[str, Any]) -> Job:
     folder = here if here.is_dir() else folder
     given = {key.lstrip("+~"): value for key, _, value in (str(each).partition("=") for each in row["overrides"])}
     code, message = row.get("exit_code"), str(row.get("message", ""))
+    if row.get("earlier_run") and code == ConfigError.exit_code:  # refused, as another run is there
+        return Job(int(row["job"]), given, folder, code, message)
     try:
         run = run_files.read(folder)
     except ConfigError:

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
         "seed=1",
         "judge.api_key=mine",
         exit_code=2,
-        message="optimizer.lr=-1\x1b[31m: allowed is > 0.",
+        message=REFUSED,
     )
     note(sweep, 3, "optimizer.lr=1e-3", "seed=1", "judge.api_key=mine")
     return sweep
@@ -54,6 +54,15 @@ def table(text: str) -> list[dict[str, str]]:
     """Of Markdown."""
     lines = [re.split(r" ?(?<!\\)\| ?", line)[1:-1] for line in text.splitlines() if line.startswith("|")]
     return [dict(zip(lines[0], line)) for line in lines[2:]]
+
+
+def test_a_job_that_found_an_earlier_run_in_its_place_shows_none_of_its_numbers(folder: Path) -> None:
+    """A sweep said again into the same folder: what lies there is of other words."""
+    words, refused = ["optimizer.lr=1", "seed=1", "judge.api_key=mine"], {"exit_code": 2, "message": "holds a run"}
+    note(folder, 0, *words, earlier_run=True, **refused)
+    note(folder, 1, *words, earlier_run=True, exit_code=0)  # it went on with that run: ckpt_path=last
+    first, second, *_ = jobs.read(folder).jobs
+    assert first.run is None and first.last is None and second.last == 0.75
 
 
 def test_a_row_says_what_was_given_what_came_of_it_and_how_it_ended(folder: Path, capsys) -> None:
