@@ -131,6 +131,7 @@ class PairRMJudge:
 
     def _ids(self, tokenizer: Any, source: str, first: str, second: str) -> list[int]:
         """The tokens of a pair. A prompt that is cut keeps its mark and its end: the newest message."""
+        source, first, second = (_as_words(tokenizer, text) for text in (source, first, second))
         asked = tokenizer(SOURCE + source)["input_ids"]
         if (over := len(asked) - self.max_prompt_tokens) > 0:
             mark = asked.index(tokenizer.convert_tokens_to_ids(SOURCE)) + 1
@@ -141,6 +142,13 @@ class PairRMJudge:
             for mark, text in ((FIRST, first), (SECOND, second))
         ]
         return [*asked, *answers[0], *answers[1]]
+
+
+def _as_words(tokenizer: Any, text: str) -> str:
+    """The text with a blank in each special token that it spells: a policy that writes a mark must not move it."""
+    for token in {SOURCE, FIRST, SECOND, *tokenizer.all_special_tokens}:
+        text = text.replace(token, f"{token[:1]} {token[1:]}")
+    return text
 
 
 def _prompt_text(prompt: Prompt) -> str:
