@@ -85,6 +85,8 @@ VLLM = EngineNames(
     own=frozenset(
         {
             "stop_token_ids",
+            "detokenize",
+            "skip_special_tokens",
             "ignore_eos",
             "logprobs",
             "prompt_logprobs",
@@ -104,8 +106,6 @@ VLLM = EngineNames(
     ),
     free=frozenset(
         {
-            "detokenize",
-            "skip_special_tokens",
             "spaces_between_special_tokens",
             "skip_reading_prefix_cache",
         }
@@ -135,7 +135,6 @@ _HF_RESHAPING = frozenset(
         "forced_bos_token_id",
         "forced_eos_token_id",
         "remove_invalid_values",
-        "watermarking_config",
     }
 )
 _HF_FREE = frozenset(

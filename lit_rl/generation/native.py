@@ -112,4 +112,4 @@ def for_another_policy(generator: Generator) -> Generator:
     An engine holds the policy and nothing else, so such completions are decoded in this process; a generator that
     decodes with whatever it is synced to serves as it is.
     """
-    return generator if generator.exact else NativeGenerator()
+    return generator if isinstance(generator, InProcessGenerator) else NativeGenerator()

@@ -17,6 +17,7 @@ from lit_rl.algorithms import GRPO, OnlineDPO
 from lit_rl.errors import ConfigError
 from lit_rl.generation.engine_kwargs import VLLM, of_transformers
 from lit_rl.generation.hf import HFGenerator
+from lit_rl.generation.native import for_another_policy
 from lit_rl.generation.vllm.conversing import Conversing
 from lit_rl.generation.vllm.requests import requests_of
 from lit_rl.generation.vllm.server import VLLMServerGenerator
@@ -61,6 +62,7 @@ def test_what_changes_the_distribution_is_weighed_for_or_refused():
         GRPO("tiny", len, generator=generator, correction=None)
     with pytest.raises(ConfigError, match=r"generation_kwargs\.no_repeat_ngram_size"):
         OnlineDPO("tiny", len, generator=generator)
+    assert for_another_policy(generator) is generator, "a teacher or an opponent is drawn so too"
     with pytest.raises(ConfigError, match=r"generation_kwargs\.presence_penalty"):
         GRPO("tiny", len, generator=server(presence_penalty=0.5), correction=None)
     GRPO("tiny", len, generator=server(presence_penalty=0.5))
@@ -68,7 +70,7 @@ def test_what_changes_the_distribution_is_weighed_for_or_refused():
 
 def test_what_changes_nothing_of_it_passes_everywhere():
     assert HFGenerator(generation_kwargs={"prefill_chunk_size": 8}).exact
-    GRPO("tiny", len, generator=server(skip_special_tokens=True), correction=None)
+    GRPO("tiny", len, generator=server(spaces_between_special_tokens=False), correction=None)
 
 
 @pytest.mark.parametrize(

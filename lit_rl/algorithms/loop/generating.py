@@ -251,7 +251,8 @@ class GeneratingModule(PolicyModule):
         trainer = self.trainer_or_none
         precision = trainer.precision_plugin.forward_context() if trainer else nullcontext()
         strategy = trainer.strategy if trainer else None
-        whole = whole_weights(strategy, self.policy) if self.generator.exact else nullcontext()
+        here = isinstance(self.generator, InProcessGenerator)
+        whole = whole_weights(strategy, self.policy) if here else nullcontext()
         with torch.no_grad(), precision, whole:
             yield
 
