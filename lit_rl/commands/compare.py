@@ -88,7 +88,7 @@ def comparison(first: RunFiles, second: RunFiles) -> Comparison:
         for key in mine.keys() - other.keys():
             found.notes.append(f"{title(mine[key])}: only {name} was validated so.")
     unlike = [name for name in sets_of(first.series) if _functions(first, name) != _functions(second, name)]
-    if not found.tests and ours.keys() & theirs.keys() and unlike:
+    if not found.tests and unlike:
         found.notes.append("No test: no reward function scored both runs. Compare runs with one reward.")
     elif not found.tests:
         found.notes.append("No test: the files of these runs hold no value for each prompt.")

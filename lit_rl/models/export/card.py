@@ -79,7 +79,8 @@ model = AutoModelForCausalLM.from_pretrained(folder)"""
 
 def _of_paper(arxiv: str, algorithm: str) -> str:
     return (
-        f"\n\n@misc{{arxiv_{arxiv.replace('.', '_')},\n  title = {{The paper of {algorithm}, arXiv:{arxiv}}},\n"
+        f"\n\n@misc{{arxiv_{arxiv.replace('.', '_')},\n"
+        f"  title = {{arXiv:{arxiv}, on which lit_rl's {algorithm} is built}},\n"
         f"  eprint = {{{arxiv}}},\n  archivePrefix = {{arXiv}}\n}}"
     )
 
