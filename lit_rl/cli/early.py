@@ -56,12 +56,13 @@ def check(config: DictConfig) -> None:
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse a `data.path` that is not there, before its columns choose a group.
+    """Refuse a `data.path` that is not there, before its columns choose a group. A command without rows says so itself.
 
     Args:
         words: Of the command line; a value that Hydra would read as anything but a plain text is left to it.
     """
-    for word in words:
+    task = next((word.partition("=")[2] for word in reversed(words) if word.startswith("task=")), "fit")
+    for word in words if task in _OF_ROWS else ():
         key, _, value = word.partition("=")
         if key == "data.path" and value and not set(value) & set(",$[]{}'\"\\ "):
             check_data([value])

@@ -78,6 +78,7 @@ VALUES = {  # what has no default
     "data/steps": ["algo=process_reward_model", "data.path=mine.jsonl"],
     "judge/function": ["algo=online_dpo", "judge.fn=lit_rl.rewards:contains"],
     "judge/pairwise": [f"judge.fn='{Path(__file__).with_name('pairwise_judge.py')}:longer'"],
+    "judge/pairrm": ["algo=online_dpo", "judge.name=o/m"],
     "judge/llm": ["algo=online_dpo", "judge.base_url=https://h/v1", "judge.model=m"],
     "reward/none": ["algo=dpo"],
     "reward/process_reward_model": ["reward.functions.process_reward_model.name=o/m"],
