@@ -142,12 +142,6 @@ class Memory(Sound):
         return super().reset(seed=seed)
 
 
-class Buffers(Sound):
-    def reset(self, *, seed: int) -> str:
-        KEPT.append(bytes(range(256)) * 1000)
-        return super().reset(seed=seed)
-
-
 class Talkative(Sound):
     def _said(self) -> str:
         return "word " * 500
