@@ -84,8 +84,9 @@ _SHORT = 6
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that a word was meant to be, or None: a wrong hint is worse than none.
 
-    Near is the same word in other capitals or with its letters in another order, one that differs in few letters, and
-    one that begins with the word. What has letters by chance alone, as `eps` has those of `steps`, is not.
+    Near is the same word in other capitals or with its letters in another order, one that differs in few letters, one
+    that begins with the word, and one with its first letter and its number, as `float32` is to `fp32`. What has letters
+    by chance alone, as `eps` has those of `steps`, is not.
     """
     typed = word.lower()
     lowered = {choice.lower(): choice for choice in choices}
@@ -94,8 +95,14 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     as_long = [choice for choice in lowered if not short or abs(len(choice) - len(typed)) < 2]
     similar = difflib.get_close_matches(typed, as_long, n=1, cutoff=0.75 if short else 0.72)
     longer = sorted((choice for choice in lowered if len(typed) > 2 and choice.startswith(typed)), key=len)
-    near = typed if typed in lowered else next(iter([*mixed, *similar, *longer]), None)
+    numbered = [choice for choice in lowered if _number(typed) and _number(choice) == _number(typed)]
+    numbered = [choice for choice in numbered if choice[0] == typed[0]]
+    near = typed if typed in lowered else next(iter([*mixed, *similar, *longer, *numbered]), None)
     return None if near is None else lowered[near]
+
+
+def _number(word: str) -> str:
+    return "".join(filter(str.isdigit, word))
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -371,15 +371,15 @@ def test_paths_with_spaces_and_unicode(make_model, tmp_path):
 def test_the_card_is_valid_yaml_whatever_is_in_the_facts():
     facts = {
         "base_model": 'me/ba"se: [x',
-        "algorithm": "grpo",
+        "algorithm": 'gr"po: [x',
         "results": {"reward|mean": 0.123456789, "note": "<script>\n|"},
         "versions": {"torch": "2.13.0"},
         "dataset": "gsm8k",
     }
     card = make_card(facts)
     header = yaml.safe_load(card.split("---\n")[1])
-    assert header["base_model"] == facts["base_model"]
-    assert header["tags"] == ["lit_rl", "reinforcement-learning", "grpo"]
+    assert "base_model" not in header, "it is no owner/name"
+    assert header["tags"] == ["lit_rl", "reinforcement-learning", 'gr"po: [x']
     assert header["library_name"] == "transformers"
     rows = [line for line in card.splitlines() if line.startswith("| ")]
     assert r"| reward\|mean | 0.1235 |" in rows and "| torch | 2.13.0 |" in rows
